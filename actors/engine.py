@@ -1,7 +1,7 @@
-"""One vLLM engine: generates token in, token out, and takes newer weights while it does.
+"""One vLLM engine: takes and returns token ids, and loads newer weights while it generates.
 
-With `engine_setup` and `engine_output`, all of `actors` that knows vLLM's API. The engine runs in processes of its own,
-which end with the process that started it, however that ends.
+In `actors`, only this module, `engine_setup` and `engine_output` use vLLM's API. The engine runs in its own processes,
+which exit with the process that started them, even if that is killed.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from actors.config import ActorsConfig
-from actors.engine_output import (
+from leeway.actors.config import ActorsConfig
+from leeway.actors.engine_output import (
     EngineError,
     EngineStats,
     Generation,
@@ -26,11 +26,11 @@ from actors.engine_output import (
     completion_of,
     stat_logger,
 )
-from actors.engine_setup import EngineSockets, engine_args, load_engine, uncollected_children
-from buffer.schema import Prefix
-from common.hf_folder import check_model_folder
-from common.staleness import PolicyVersion
-from weight_sync.store import StagedVersion
+from leeway.actors.engine_setup import EngineSockets, engine_args, gc_disabled_children, load_engine
+from leeway.buffer.schema import Prefix
+from leeway.common.hf_folder import check_model_folder
+from leeway.common.staleness import PolicyVersion
+from leeway.weight_sync.store import StagedVersion
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
@@ -39,23 +39,23 @@ if TYPE_CHECKING:
 
 R = TypeVar("R")
 
-_LOOK_EVERY_S = 0.2
-_FIRST_LOOK_S, _LAST_LOOK_S, _LOOKS_GROW = 0.005, 0.2, 1.5
-"""Pauses between two looks at a verification: a tiny model is verified in milliseconds, and every look is a call to all
-workers of an engine, which keeps it from preparing its next step."""
+_ALIVE_POLL_S = 0.2
+_MIN_POLL_S, _MAX_POLL_S, _POLL_GROWTH = 0.005, 0.2, 1.5
+"""Pauses between polls of a verification, and their growth. A tiny model is verified in milliseconds; each poll is a
+call to all workers of an engine, which delays its next step."""
 _STOP_TIMEOUT_S = 10.0
 
 
 class EngineDead(EngineError):
-    """The engine's process is gone, or its model is in an unknown state: start another."""
+    """The engine's process has exited, or its model is in an unknown state: start another engine."""
 
 
 class UpdateRefused(EngineError):
-    """New weights were missing, changed or of another model; the old ones are still served."""
+    """New weights were missing, modified or of another model; the engine still serves the old ones."""
 
 
 RequestKey = tuple[int, int]
-"""Lease and index of the sample in its group."""
+"""Lease id, and index of the sample in its group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class Engine:
         self._numbers = itertools.count()
         self._known_sampling: dict[float, SamplingParams] = {}
         self._running: dict[RequestKey, _Running] = {}
-        """After the engine died, those that it had then."""
+        """Running requests; after the engine has died, those that were running at that time."""
         self._broken: str | None = None
         self._verified: dict[str, Any] | None = None
         # held while weights change, so that a request's cache salt is the version that it starts under
@@ -94,12 +94,11 @@ class Engine:
 
     @classmethod
     async def start(cls, model_path: Path, config: ActorsConfig, *, version: PolicyVersion, seed: int) -> Engine:
-        """Start an engine, which takes 20 to 30 seconds on CPU and blocks the event loop. Each actor needs another
-        seed.
+        """Start an engine. This takes 20 to 30 s on CPU and blocks the event loop. Each actor needs its own seed.
 
-        `model_path` is a checkpoint from `common.serving_model.prepare_serving_model`, `version` that of its weights.
-        ModelFolderError if it is incomplete, EngineDead if the engine does not come up, OSError without a place for its
-        sockets.
+        `model_path` is a checkpoint from `leeway.common.serving_model.prepare_serving_model`, and `version` that of its
+        weights. Raises ModelFolderError if the checkpoint is incomplete, EngineDead if the engine does not start, and
+        OSError if the folder of its sockets cannot be created.
         """
         facts = check_model_folder(model_path)
         load_engine(config)
@@ -108,8 +107,8 @@ class Engine:
         from vllm.v1.engine.async_llm import AsyncLLM
 
         try:
-            # held by `engine` alone: vLLM keeps this frame alive, and what it holds would outlive `stop`
-            with uncollected_children():
+            # referenced by `engine` only: vLLM keeps this frame alive, so other locals would outlive `stop`
+            with gc_disabled_children():
                 engine = cls(
                     AsyncLLM.from_engine_args(engine_args(model_path, config, seed), stat_loggers=[stat_logger(stats)]),
                     config,
@@ -119,7 +118,7 @@ class Engine:
                     stats,
                 )
             await engine._alive().update_weight_version(version.key)
-            # the first step of an engine takes seconds; an update must not have to wait for it
+            # the first step of an engine takes seconds; run it now, so that no update waits for it
             await engine.generate([facts.eos_token_ids[0]], max_new_tokens=1)
         except Exception as error:
             sockets.remove()
@@ -136,15 +135,14 @@ class Engine:
         prefix: Prefix | None = None,
         key: RequestKey | None = None,
     ) -> Generation:
-        """Complete one tokenized prompt, from the first tokens of a `prefix` on. Cancelling the task aborts the
-        request.
+        """Complete one tokenized prompt, or resume it after a `prefix`. Cancelling the task aborts the request.
 
-        A temperature of 0 is greedy, without a seed the engine's generator draws, and `interrupt` and `so_far` find the
+        Temperature 0 is greedy. Without a seed, the engine's own generator samples. `interrupt` and `so_far` find the
         request by its key.
 
         Raises:
-            RequestRefused: too long, or otherwise refused by vLLM.
-            EngineDead: the engine is gone.
+            RequestRefused: the prompt is too long, or vLLM rejects it for another reason.
+            EngineDead: the engine has died.
         """
         params = self._sampling(temperature, max_new_tokens, seed)
         if prefix is not None:
@@ -157,24 +155,24 @@ class Engine:
                 return completion.after(prefix)
 
     def ended(self, prefix: Prefix) -> Literal["stop", "length"] | None:
-        """Why these tokens are a whole completion; None where they are not."""
+        """Return the finish reason of a complete prefix; None if tokens are still to be generated."""
         if prefix.token_ids[-1] in self._stop_token_ids:
             return "stop"
         return "length" if len(prefix.token_ids) >= self._config.max_new_tokens else None
 
     def runs(self, key: RequestKey) -> bool:
-        """Return whether the engine has a request of this key, or had it when it died."""
+        """Return whether a request with this key is running, or was running when the engine died."""
         return key in self._running
 
     async def interrupt(self, keys: Iterable[RequestKey]) -> None:
-        """End these requests now: `generate` returns their tokens so far. EngineDead if the engine is gone."""
+        """End these requests now: `generate` returns their tokens so far. Raises EngineDead if the engine has died."""
         llm = self._llm
-        if llm is None or llm.errored:  # not `_alive`: in the middle of an update requests can be ended too
-            raise EngineDead(self._last_words())
+        if llm is None or llm.errored:  # not `_alive`: requests can also be ended during an update
+            raise EngineDead(self._death_message())
         await llm.abort([self._running[key].request_id for key in keys if key in self._running])
 
     def so_far(self, key: RequestKey) -> Generation | None:
-        """Return the tokens so far of a request that runs, or ran when the engine died; None if there are none."""
+        """Return the tokens so far of a request that is running, or was when the engine died; None without tokens."""
         running, llm = self._running.get(key), self._llm
         if running is None or llm is None:
             return None
@@ -201,20 +199,20 @@ class Engine:
         # prefixes cached under one version are never reused under another
         prompt = tokens_input(list(prompt_token_ids), cache_salt=version.key)
         request_id = f"r{next(self._numbers)}"
-        # requests with a long prefix are preempted last: most would have to be computed anew
-        num_there = 0 if prefix is None else len(prefix.token_ids)
+        # requests with a long prefix are preempted last: they are the most expensive to recompute
+        num_prefix_tokens = 0 if prefix is None else len(prefix.token_ids)
         if key is not None:
             self._running[key] = _Running(request_id, prefix, version)
         try:
             final = None
             with self.stats.request(len(prompt_token_ids)):
-                async for output in llm.generate(prompt, params, request_id, priority=-num_there):
+                async for output in llm.generate(prompt, params, request_id, priority=-num_prefix_tokens):
                     final = output
         except Exception as error:
             if self._broken is None and not llm.errored:
                 raise RequestRefused(f"vLLM refused a prompt of {len(prompt_token_ids)} tokens: {error}") from error
-            key = None  # `so_far` still returns what there was
-            raise EngineDead(self._last_words()) from error
+            key = None  # keep the entry: `so_far` still returns its tokens
+            raise EngineDead(self._death_message()) from error
         finally:
             if key is not None:
                 del self._running[key]
@@ -223,20 +221,20 @@ class Engine:
         return version, final
 
     async def prepare(self, staged: StagedVersion, *, timeout_s: float = 120.0) -> None:
-        """Have the engine verify newer weights while it generates, so that `apply` pauses for their reload alone.
+        """Verify newer weights while the engine generates, so that `apply` pauses only for their reload.
 
         Raises:
-            UpdateRefused: the version is not as published, or of another model; nothing has changed.
-            EngineDead: the engine is gone, or took longer than `timeout_s`.
+            UpdateRefused: the weights differ from those published, or are of another model; nothing has changed.
+            EngineDead: the engine has died, or did not verify the weights within `timeout_s`.
         """
         llm = self._alive()
         try:
             async with asyncio.timeout(timeout_s):
                 refusals = await while_alive(llm, verify(llm, staged))
         except Exception as error:
-            late = f"not within {timeout_s:g} s" if isinstance(error, TimeoutError) else str(error)
-            self._broken = self._broken or f"it did not verify version {staged.version}: {late}"
-            raise EngineDead(self._last_words()) from error
+            reason = f"timed out after {timeout_s:g} s" if isinstance(error, TimeoutError) else str(error)
+            self._broken = self._broken or f"it did not verify version {staged.version}: {reason}"
+            raise EngineDead(self._death_message()) from error
         for refusal in filter(None, refusals):
             raise UpdateRefused(f"{refusal}; still serving version {self.version}")
         self._verified = _update_of(staged)
@@ -244,14 +242,14 @@ class Engine:
     async def apply(
         self, staged: StagedVersion, kv_cache: Literal["keep", "recompute"], *, timeout_s: float = 120.0
     ) -> tuple[float, float]:
-        """Put newer weights, which `prepare` has verified, under the running requests. New requests wait until it is
-        done. Return the seconds of the pause, and what of them loaded the weights.
+        """Load the weights that `prepare` has verified, without ending running requests. New requests wait meanwhile.
 
-        With `kv_cache` "keep" running requests keep their attention keys of the old version.
+        Return the seconds of the pause, and those of them that the load took. With `kv_cache` "keep", running requests
+        keep their attention keys and values of the old version.
 
         Raises:
             UpdateRefused: the version is not the one that was verified; nothing has changed.
-            EngineDead: the update failed half way or took longer than `timeout_s`, or the engine is gone.
+            EngineDead: the update failed midway or exceeded `timeout_s`, or the engine has died.
         """
         async with self._updating:
             llm = self._alive()
@@ -259,45 +257,45 @@ class Engine:
             if verified != _update_of(staged):
                 raise UpdateRefused(f"version {staged.version} was not verified; still serving version {self.version}")
             started_s = time.perf_counter()
-            # until generation goes on, whatever ends this early (cancellation too) leaves an engine to replace
-            self._broken = f"its update to version {staged.version} never ended"
+            # until generation resumes, any early exit, also by cancellation, leaves an engine that must be replaced
+            self._broken = f"its update to version {staged.version} did not complete"
             try:
                 async with asyncio.timeout(timeout_s):
                     load_s = await while_alive(llm, swap(llm, staged, kv_cache))
             except Exception as error:
-                late = f"no answer within {timeout_s:g} s" if isinstance(error, TimeoutError) else str(error)
-                self._broken = f"its update to version {staged.version} failed half way: {late}"
-                raise EngineDead(self._last_words()) from error
+                reason = f"timed out after {timeout_s:g} s" if isinstance(error, TimeoutError) else str(error)
+                self._broken = f"its update to version {staged.version} failed midway: {reason}"
+                raise EngineDead(self._death_message()) from error
             self._broken = None
             self.stats.interrupt(recomputes=kv_cache == "recompute")
             self.version = staged.version
             return time.perf_counter() - started_s, load_s
 
     async def stop(self) -> None:
-        """End the engine's processes; running requests fail with `EngineDead`. Idempotent."""
+        """Shut down the engine's processes; running requests fail with `EngineDead`. Idempotent."""
         llm, self._llm = self._llm, None
         if llm is None:
             return
         self._broken = "it was stopped"
-        llm.output_processor.propagate_error(EngineDead(self._last_words()))
-        # nobody is left to read outputs; their end would be logged as a crash
+        llm.output_processor.propagate_error(EngineDead(self._death_message()))
+        # outputs have no reader any more; vLLM would log the end of its processes as a crash
         if llm.output_handler is not None:
             llm.output_handler.cancel()
         context = llm.engine_core.resources.ctx
         await asyncio.to_thread(llm.shutdown, _STOP_TIMEOUT_S)
         await self._sockets.end(context)
-        # it is part of a cycle, and if it lasts until the interpreter ends, its __del__ complains
+        # it is in a reference cycle; if it lives until the interpreter exits, its __del__ logs errors
         del llm
         gc.collect()
 
     def _sampling(self, temperature: float | None, max_new_tokens: int | None, seed: int | None) -> SamplingParams:
         from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-        heat = self._config.temperature if temperature is None else temperature
-        # validating parameters takes longer than a token of a small model: once for each kind, then copies
-        if heat not in self._known_sampling:
-            self._known_sampling[heat] = SamplingParams(
-                temperature=heat,
+        temperature = self._config.temperature if temperature is None else temperature
+        # validation takes longer than a token of a small model: validate once per temperature, then copy
+        if temperature not in self._known_sampling:
+            self._known_sampling[temperature] = SamplingParams(
+                temperature=temperature,
                 max_tokens=self._config.max_new_tokens,
                 stop_token_ids=self._stop_token_ids,
                 logprobs=0,
@@ -306,54 +304,54 @@ class Engine:
                 output_kind=RequestOutputKind.FINAL_ONLY,
                 skip_clone=True,
             )
-        params = copy.copy(self._known_sampling[heat])
+        params = copy.copy(self._known_sampling[temperature])
         params.seed = seed
         params.max_tokens = self._config.max_new_tokens if max_new_tokens is None else max_new_tokens
         return params
 
     def _alive(self) -> AsyncLLM:
         if self._broken is not None or self._llm is None or self._llm.errored:
-            raise EngineDead(self._last_words())
+            raise EngineDead(self._death_message())
         return self._llm
 
-    def _last_words(self) -> str:
+    def _death_message(self) -> str:
         return (
-            f"the vLLM engine that served version {self.version} is not usable: {self._broken or 'its process ended'}"
-            f"; its own words are in the log of this process ({os.getpid()}). Start another"
+            f"the vLLM engine that served version {self.version} is unusable: {self._broken or 'its process exited'}"
+            f"; see its output in the log of this process (pid {os.getpid()}), and start another engine"
         )
 
 
 async def while_alive(llm: AsyncLLM, work: Coroutine[Any, Any, R]) -> R:
-    """Await work with an engine; EngineDead if its process ends meanwhile.
+    """Await a call to an engine; raise EngineDead if its process exits meanwhile.
 
-    After a death vLLM fails the requests, but leaves calls to its workers waiting.
+    When its process exits, vLLM fails the requests but never completes calls to its workers.
     """
     task = asyncio.ensure_future(work)
     try:
         while not task.done():
             if llm.errored:
-                raise EngineDead("its process ended")
-            await asyncio.wait({task}, timeout=_LOOK_EVERY_S)
+                raise EngineDead("its process exited")
+            await asyncio.wait({task}, timeout=_ALIVE_POLL_S)
         return task.result()
     finally:
         task.cancel()
 
 
 async def verify(llm: AsyncLLM, staged: StagedVersion) -> list[str]:
-    """Have the engine's workers verify a version while they generate; return the refusal of each, or ''."""
+    """Verify a version in the engine's workers while they generate; return the error of each worker, or ''."""
     await llm.collective_rpc("begin_weight_verification", kwargs={"update_info": _update_of(staged)})
-    pause_s = _FIRST_LOOK_S
+    pause_s = _MIN_POLL_S
     while None in (refusals := await llm.collective_rpc("weight_verification")):
         await asyncio.sleep(pause_s)
-        pause_s = min(_LOOKS_GROW * pause_s, _LAST_LOOK_S)
+        pause_s = min(_POLL_GROWTH * pause_s, _MAX_POLL_S)
     return list(refusals)
 
 
 async def swap(llm: AsyncLLM, staged: StagedVersion, kv_cache: Literal["keep", "recompute"]) -> float:
-    """Pause, load a verified version, resume; return the load's seconds."""
+    """Pause, load a verified version and resume; return the seconds of the load."""
     from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
-    # not llm.pause_generation, which sleeps 20 ms after this very call
+    # not llm.pause_generation, which makes the same call and then sleeps for 20 ms
     await llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=kv_cache == "recompute")
     started_s = time.perf_counter()
     await llm.start_weight_update()

@@ -1,7 +1,7 @@
-"""What comes out of a vLLM engine.
+"""Output of a vLLM engine.
 
-Generation   what one request generated, whole or in part
-EngineStats  counts of steps, cache and preemptions for an EngineReport
+Generation   complete or partial output of one request
+EngineStats  counts of steps, cache usage and preemptions for an EngineReport
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import numpy.typing as npt
 
-from actors.config import KvCache
-from buffer.schema import HANDED_ON, Prefix, VersionSpan
-from common.staleness import PolicyVersion
+from leeway.actors.config import KvCache
+from leeway.buffer.schema import REQUEUED, Prefix, VersionSpan
+from leeway.common.staleness import PolicyVersion
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -28,26 +28,26 @@ if TYPE_CHECKING:
 
 
 class EngineError(RuntimeError):
-    """Base of what can go wrong with an engine."""
+    """Base class of engine errors."""
 
 
 class RequestRefused(EngineError):
-    """This request is not one that the engine can generate; others are not affected."""
+    """The engine cannot generate this request; other requests are not affected."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Generation:
-    """What one request generated. The end-of-sequence token is part of it: the learner trains on it."""
+    """Output of one request. It includes the end-of-sequence token: the learner trains on it."""
 
     token_ids: npt.NDArray[np.int32]
     logprobs: npt.NDArray[np.float32]
     spans: tuple[VersionSpan, ...]
-    """Which version sampled which tokens, without gap, in order."""
-    finish_reason: Literal["stop", "length", "handed_on"]
-    """`HANDED_ON`: it was interrupted, and these are its first tokens, if any."""
+    """Ranges of tokens by the version that sampled them, in order and without gaps."""
+    finish_reason: Literal["stop", "length", "requeued"]
+    """`REQUEUED`: the request was interrupted, and these are its tokens so far, if any."""
 
     def after(self, prefix: Prefix | None) -> Generation:
-        """Prepend the tokens that it went on from."""
+        """Prepend the tokens that the request resumed from."""
         if prefix is None:
             return self
         first = len(prefix.token_ids)
@@ -67,11 +67,11 @@ class Generation:
 
 
 def completion_of(final: RequestOutput, sent_under: PolicyVersion) -> Generation | None:
-    """Read vLLM's output; None if the request must be generated anew.
+    """Convert vLLM's output; return None if the request must be generated again.
 
-    A request may wait inside the engine until weights have changed, and then reuse a prefix that the old ones computed.
-    Its tokens are of no version: they are dropped, whatever they are, so nothing is favoured. RequestRefused if it
-    ended neither by an end-of-sequence token nor by length nor by us.
+    A request may be queued in the engine during an update and then reuse a prefix that the old weights computed. Its
+    tokens belong to no version. They are dropped regardless of content, which adds no bias. Raises RequestRefused if
+    the request did not end with an end-of-sequence token, at its length limit, or by `Engine.interrupt`.
     """
     output: CompletionOutput = final.outputs[0]
     spans = tuple(
@@ -80,7 +80,7 @@ def completion_of(final: RequestOutput, sent_under: PolicyVersion) -> Generation
     is_interrupted = output.finish_reason == "abort"
     is_of_no_version = bool(final.num_cached_tokens and spans) and spans[0].version != sent_under
     if is_interrupted and (is_of_no_version or not spans):
-        return Generation(np.zeros(0, np.int32), np.zeros(0, np.float32), (), HANDED_ON)
+        return Generation(np.zeros(0, np.int32), np.zeros(0, np.float32), (), REQUEUED)
     if output.finish_reason not in ("stop", "length", "abort"):
         raise RequestRefused(f"a request ended with '{output.finish_reason}' after {len(output.token_ids)} tokens")
     if is_of_no_version:
@@ -89,37 +89,37 @@ def completion_of(final: RequestOutput, sent_under: PolicyVersion) -> Generation
         token_ids=np.asarray(output.token_ids, dtype=np.int32),
         logprobs=np.asarray(output.logprobs.logprobs, dtype=np.float32),
         spans=spans,
-        finish_reason=HANDED_ON if is_interrupted else output.finish_reason,
+        finish_reason=REQUEUED if is_interrupted else output.finish_reason,
     )
 
 
-# --- of its steps ---------------------------------------------------------------------------------
+# --- engine statistics ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class EngineReport:
-    """Counts since the engine's start; `kv_usage` is the greatest share of the cache in use since the last report."""
+    """Counts since the engine's start; `kv_usage` is the peak fraction of the cache in use since the last report."""
 
     num_preempted: int = 0
     num_ended: int = 0
     queued_s: float = 0.0
-    """Seconds that these waited in the engine before their first step."""
+    """Sum of the seconds that ended requests were queued in the engine before their first step."""
     kv_usage: float = 0.0
     moments: tuple[float, ...] = ()
-    """`planning.costs.Moments` of the seconds of its steps, but for those after an idle moment or a weight update."""
+    """`leeway.planning.costs.LeastSquares` of step seconds, without steps after idle time or an update."""
     kv_tokens: int = 0
-    """Tokens that its cache holds; 0 if not known."""
+    """Capacity of the cache in tokens; 0 if unknown."""
 
 
 class EngineStats:
-    """Fed by vLLM once for each step, and by the engine with what runs; read by `report`."""
+    """Statistics of one engine. vLLM calls `record` once per step; the engine wraps each request in `request`."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._moments: npt.NDArray[np.float64] = np.zeros(3 + 4 + 4 * 4)
-        """`planning.costs.Moments` by 1, running samples, tokens of context and computed prompt tokens."""
+        """`leeway.planning.costs.LeastSquares` in 1, running samples, context tokens and computed prompt tokens."""
         self.num_steps = 0
-        """All so far, measured or not: a running sample's context grows by a token in each."""
+        """All steps so far, measured or not; each adds a token to the context of every running sample."""
         self._running = 0
         self._prompt_tokens = 0
         self._first_steps = 0
@@ -129,13 +129,13 @@ class EngineStats:
         self._num_preempted = self._num_ended = 0
         self._num_in_step = 0
         self._num_interrupted = 0
-        """Preemptions to come that an update asked for."""
+        """Upcoming preemptions that an update caused; they are not counted."""
         self._queued_s = 0.0
         self.cache: KvCache | None = None
 
     @contextlib.contextmanager
     def request(self, num_prompt_tokens: int) -> Iterator[None]:
-        """Count a request while the block lasts."""
+        """Count a request as running for the duration of the block."""
         began = self.num_steps
         self._running += 1
         self._prompt_tokens += num_prompt_tokens
@@ -148,8 +148,8 @@ class EngineStats:
             self._first_steps -= began
 
     def interrupt(self, *, recomputes: bool = False) -> None:
-        """Note that generation was paused until now: the step at hand is not measured, and with `recomputes` its
-        preemptions do not count.
+        """Record that generation was paused until now: the current step is not measured, and with `recomputes` its
+        preemptions are not counted.
         """
         self._interrupted_s = self._clock()
         self._num_interrupted = self._num_in_step if recomputes else 0
@@ -162,13 +162,13 @@ class EngineStats:
         if iteration is None or not iteration.num_generation_tokens:
             return
         self.num_steps += 1
-        asked_for = min(self._num_interrupted, iteration.num_preempted_reqs)
-        self._num_interrupted -= asked_for
-        self._num_preempted += iteration.num_preempted_reqs - asked_for
+        expected = min(self._num_interrupted, iteration.num_preempted_reqs)
+        self._num_interrupted -= expected
+        self._num_preempted += iteration.num_preempted_reqs - expected
         for ended in iteration.finished_requests:
             self._num_ended += 1
             self._queued_s += max(0.0, ended.queued_time)
-        # every sample that was in the step before has waited for this one alone
+        # every sample of the previous step has waited for exactly this step
         if not iteration.inter_token_latencies_iter:
             return
         step_s = min(iteration.inter_token_latencies_iter)
@@ -180,11 +180,11 @@ class EngineStats:
 
     @property
     def step_s(self) -> float:
-        """Mean seconds of a step so far, which makes a token of each running sample; 0 before the first."""
+        """Return the mean seconds of a step, which adds a token to each running sample; 0 before the first."""
         return float(self._moments[2] / self._moments[1]) if self._moments[1] else 0.0
 
     def report(self) -> EngineReport:
-        """Return the counts; the greatest use of the cache begins anew."""
+        """Return the counts, and reset the peak cache usage."""
         kv_usage, self._kv_usage = self._kv_usage, 0.0
         return EngineReport(
             num_preempted=self._num_preempted,
@@ -199,7 +199,7 @@ class EngineStats:
 def stat_logger(stats: EngineStats) -> type[AggregateStatLoggerBase]:
     from vllm.v1.metrics.loggers import PrometheusStatLogger
 
-    # of Prometheus in name only: without one vLLM adds its own, which costs more than the step of a small model
+    # a Prometheus logger in name only: without one vLLM adds its own, which costs more than a small model's step
     class Logger(PrometheusStatLogger):
         def __init__(self, vllm_config: VllmConfig, engine_indexes: object = None) -> None:
             stats.cache = _cache_of(vllm_config)
@@ -223,10 +223,10 @@ def stat_logger(stats: EngineStats) -> type[AggregateStatLoggerBase]:
 
 
 def _cache_of(config: VllmConfig) -> KvCache | None:
-    """Return what an engine's cache holds, in blocks of all layers: models differ in what their layers keep."""
+    """Return an engine's cache capacity in blocks of all layers: what a layer stores depends on the model."""
     cache, longest = config.cache_config, config.model_config.max_model_len
     if not cache.num_gpu_blocks or not cache.block_size or not cache.kv_cache_max_concurrency:
         return None
     num_blocks = int(cache.kv_cache_max_concurrency * ceil(longest / cache.block_size))
-    # one is vLLM's own
+    # vLLM reserves one block
     return KvCache(max(1, num_blocks - 1), cache.block_size, bool(cache.enable_prefix_caching))

@@ -1,4 +1,4 @@
-"""How a vLLM engine is set up: its arguments, the environment of its processes, and where its own sockets lie."""
+"""Set-up of a vLLM engine: its arguments, the environment of its processes, and the folder of its sockets."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from multiprocessing import spawn
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from actors.config import ON_GPU_BYTES, READY_ENV, ActorsConfig
-from common.hf_folder import check_model_folder, tensors_in
-from common.process import DaemonThreads, threads_of, uncollected
-from common.user_input import did_you_mean
-from weight_sync.host_folder import HostFolder
-from weight_sync.manifest import ITEM_BYTES, TransferFailed
-from weight_sync.vllm_engine import BACKEND, OWNER_ENV, WORKER_CALLS
+from leeway.actors.config import ON_GPU_BYTES, READY_ENV, ActorsConfig
+from leeway.common.hf_folder import check_model_folder, tensors_in
+from leeway.common.process import DaemonThreads, gc_disabled, threads_of
+from leeway.common.user_input import did_you_mean
+from leeway.weight_sync.host_folder import HostFolder
+from leeway.weight_sync.manifest import ITEM_BYTES, TransferFailed
+from leeway.weight_sync.vllm_engine import BACKEND, OWNER_ENV, WORKER_CALLS
 
 if TYPE_CHECKING:
     import zmq
@@ -33,38 +33,38 @@ _CPU_BLOCK_TOKENS = 128
 _EXECUTOR_IN_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 
 _LOGITS_BYTES = 16
-"""Per sample and word: 32-bit logits, and their copies that sampling and log-probabilities make."""
+"""Bytes per sample and vocabulary entry: 32-bit logits, and their copies for sampling and log-probabilities."""
 
 _SET_ALREADY = {
-    **{"dtype": "it is actors.dtype", "seed": "it is run.seed", "max_num_seqs": "it is actors.max_running_samples"},
+    **{"dtype": "use actors.dtype", "seed": "use run.seed", "max_num_seqs": "use actors.max_running_samples"},
     "max_model_len": "it is actors.max_prompt_tokens + actors.max_new_tokens",
-    **{"tensor_parallel_size": "it is actors.tensor_parallel_size", "model": "it is model.path"},
-    **dict.fromkeys(("gpu_memory_utilization", "num_gpu_blocks_override"), "it is actors.gpu_memory_share"),
-    "kv_cache_memory_bytes": "it is actors.kv_cache_gib",
+    **{"tensor_parallel_size": "use actors.tensor_parallel_size", "model": "use model.path"},
+    **dict.fromkeys(("gpu_memory_utilization", "num_gpu_blocks_override"), "use actors.gpu_memory_share"),
+    "kv_cache_memory_bytes": "use actors.kv_cache_gib",
     **dict.fromkeys(
         ("generation_config", "override_generation_config", "logits_processors", "logprobs_mode", "watermark_config"),
-        "training samples by temperature alone, so that log-probabilities stay exact",
+        "training samples use temperature only, so that log-probabilities stay exact",
     ),
     **dict.fromkeys(
         ("weight_transfer_config", "worker_extension_cls", "worker_cls", "distributed_executor_backend"),
-        "weights reach a running engine through what Leeway puts there",
+        "weight updates of a running engine depend on it",
     ),
     **dict.fromkeys(
         ("pipeline_parallel_size", "data_parallel_size", "nnodes"),
-        "an engine is one replica, split by actors.tensor_parallel_size alone; more of them are actors.num_actors",
+        "an engine is one replica, split only by actors.tensor_parallel_size; for more replicas, use actors.num_actors",
     ),
-    "scheduling_policy": "what another actor handed on goes before the rest",
-    "skip_tokenizer_init": "engines take and give tokens, and have no tokenizer",
+    "scheduling_policy": "samples that another actor requeued have priority",
+    "skip_tokenizer_init": "engines take and return token ids, without a tokenizer",
 }
-"""Arguments of an engine that are not for `engine_args`, and why."""
+"""Arguments that `engine_args` must not set, with the reason or the key to use instead."""
 _SET_ON_CPU = {
-    "enable_chunked_prefill": "a seeded request that is split over steps ends an engine on CPU",
+    "enable_chunked_prefill": "a seeded request that is split over steps crashes an engine on CPU",
     "enforce_eager": "an engine on CPU compiles nothing",
 }
 
 
 def set_environment(config: ActorsConfig) -> None:
-    """Set what vLLM reads from the environment only; its processes inherit it."""
+    """Set the variables that vLLM reads only from the environment; its processes inherit them."""
     os.environ[OWNER_ENV] = str(os.getpid())
     os.environ["OMP_NUM_THREADS"] = str(threads_of(config.cpus))
     defaults = {
@@ -74,11 +74,11 @@ def set_environment(config: ActorsConfig) -> None:
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_OFFLINE": "1",
         READY_ENV: str(_READY_TIMEOUT_S),
-        # a forked child would not load our plugin again, and so not die with its owner
+        # a forked child would not load our plugin again, and so would not exit with its owner
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-        # engines share the cores of a machine: none may bind itself to the cores of another
+        # engines share the cores of a machine: none may pin itself to cores that another one uses
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        # it cuts by top-k and top-p, which we never do, and compiles itself for minutes where there is a compiler
+        # it implements top-k and top-p, which are never used here, and compiles for minutes if there is a compiler
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
     }
     for name, value in defaults.items():
@@ -86,15 +86,15 @@ def set_environment(config: ActorsConfig) -> None:
 
 
 def load_engine(config: ActorsConfig) -> None:
-    """Import vLLM, which takes most of the start of an engine."""
+    """Import vLLM, which takes most of an engine's start-up time."""
     set_environment(config)
-    with uncollected():
+    with gc_disabled():
         import vllm.v1.engine.async_llm  # noqa: F401
 
 
 @contextlib.contextmanager
-def uncollected_children() -> Iterator[None]:
-    """Start vLLM's processes in the block without the garbage collector; our plugin turns it on again."""
+def gc_disabled_children() -> Iterator[None]:
+    """Start vLLM's processes within the block with garbage collection off; our plugin turns it on again."""
     command_line = spawn.get_command_line
 
     def with_collector_off(**arguments: object) -> list[str]:
@@ -111,7 +111,7 @@ def uncollected_children() -> Iterator[None]:
 
 
 def engine_args(model_path: Path, config: ActorsConfig, seed: int) -> AsyncEngineArgs:
-    """Return the arguments of one engine; ValueError if vLLM's build does not fit the GPUs reserved."""
+    """Return the arguments of one engine; raise ValueError if vLLM's build does not match the reserved GPUs."""
     from vllm.config import WeightTransferConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform
@@ -119,37 +119,37 @@ def engine_args(model_path: Path, config: ActorsConfig, seed: int) -> AsyncEngin
     on_cpu = current_platform.is_cpu()
     if not on_cpu and not config.gpus:
         raise ValueError(
-            "actors.gpus = 0, and the vLLM installed here computes on GPUs: give each actor one, or "
+            "actors.gpus = 0, but the vLLM installed here needs a GPU: set actors.gpus = 1, or "
             "install the vLLM for CPU (LEEWAY_EXTRA=cpu make install)"
         )
     if on_cpu and config.gpus:
         raise ValueError(
-            f"this actor has reserved {config.gpus:g} GPUs, and the vLLM installed on this host computes on the CPU: "
-            "LEEWAY_EXTRA=gpu make install there, or set actors.gpus = 0"
+            f"this actor reserved {config.gpus:g} GPUs, but the vLLM installed on this host runs on the CPU: "
+            "run LEEWAY_EXTRA=gpu make install there, or set actors.gpus = 0"
         )
     if on_cpu:
-        # Prompts are not split over steps: vLLM rewinds the generator of a seeded request after such a
-        # part, and a generator on CPU cannot be rewound, which ends the engine.
+        # Prompts are not split over steps: vLLM rewinds the generator of a seeded request after each
+        # part, and a generator on CPU cannot be rewound, which crashes the engine.
         placement: dict[str, Any] = {
             "kv_cache_memory_bytes": config.kv_cache_bytes_on_cpu,
             "enforce_eager": True,
             "enable_chunked_prefill": False,
         }
         if config.tensor_parallel_size == 1:
-            # vLLM would put the model into a third process, which costs a round trip for every step
+            # vLLM would put the model into a third process, which costs a round trip per step
             placement["distributed_executor_backend"] = _EXECUTOR_IN_PROCESS
         if config.max_prompt_tokens < _CPU_BLOCK_TOKENS:
-            # no prompt fills a block, so none could be shared: save the hashing
+            # no prompt fills a block, so no block can be shared: skip the hashing
             placement["enable_prefix_caching"] = False
     else:
         placement = _memory_on_gpu(model_path, config, current_platform.get_device_total_memory)
     if config.tensor_parallel_size > 1:
-        # in a placement group vLLM would have Ray start its workers, each in a bundle of its own; ours has all GPUs
+        # in a placement group vLLM would start each worker in its own Ray bundle; ours has one bundle with all GPUs
         placement["distributed_executor_backend"] = "mp"
-    told = dict(config.engine_args)
+    overrides = dict(config.engine_args)
     if config.dtype != "float32":
-        # logits that are rounded to 16 bits would be off by hundredths; the learner's are not rounded either
-        told["hf_overrides"] = {"head_dtype": "float32", **told.get("hf_overrides", {})}
+        # logits rounded to 16 bits would be off by hundredths; the learner does not round its logits either
+        overrides["hf_overrides"] = {"head_dtype": "float32", **overrides.get("hf_overrides", {})}
     fixed = {
         "model": str(model_path),
         "skip_tokenizer_init": True,
@@ -162,18 +162,18 @@ def engine_args(model_path: Path, config: ActorsConfig, seed: int) -> AsyncEngin
         "logprobs_mode": "processed_logprobs",
         "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
         "worker_extension_cls": WORKER_CALLS,
-        # our sampling parameters alone decide, not a generation_config.json
+        # use only our sampling parameters, not those of a generation_config.json
         "generation_config": "vllm",
     }
-    return AsyncEngineArgs(**{"disable_log_stats": True, **placement, **told, **fixed})
+    return AsyncEngineArgs(**{"disable_log_stats": True, **placement, **overrides, **fixed})
 
 
 def _memory_on_gpu(model_path: Path, config: ActorsConfig, total_bytes: Callable[[], int]) -> dict[str, Any]:
-    """Return an engine's arguments for GPU memory; ValueError if its share does not hold model, keys and values.
+    """Return an engine's arguments for GPU memory; raise ValueError if its share is too small for model and cache.
 
-    Alone on a GPU it gets its share, and gives keys and values what a trial leaves. Beside others the trial would
-    measure them too. There it gets the bytes of keys and values, and as its share, which must be free before anything
-    is loaded, those and the weights.
+    Alone on a GPU, the engine gets its share, and vLLM sizes the cache of keys and values by a trial run. On a shared
+    GPU the trial would measure the other processes too. The engine then gets the bytes of its cache explicitly, and a
+    share of weights plus cache, which must be free before anything is loaded.
     """
     if config.kv_cache_gib is None and config.gpus >= 1:
         return {"gpu_memory_utilization": config.gpu_memory_share}
@@ -183,33 +183,33 @@ def _memory_on_gpu(model_path: Path, config: ActorsConfig, total_bytes: Callable
     room = int(config.gpu_memory_share * total) - weights - logits - ON_GPU_BYTES
     kv_cache = room if config.kv_cache_gib is None else int(config.kv_cache_gib * 2**30)
     if config.gpus < 1 and (room <= 0 or kv_cache > room):
-        wanted = "memory" if config.kv_cache_gib is None else f"actors.kv_cache_gib = {config.kv_cache_gib:g}"
+        amount = "memory" if config.kv_cache_gib is None else f"actors.kv_cache_gib = {config.kv_cache_gib:g}"
         raise ValueError(
             f"actors.gpu_memory_share = {config.gpu_memory_share:g} of a GPU of {total / 2**30:.0f} GiB does not leave "
-            f"{wanted} for attention keys and values beside {weights / 2**30:.1f} GiB of weights and about "
-            f"{(ON_GPU_BYTES + logits) / 2**30:.1f} GiB that an engine takes: raise it, or lower "
+            f"{amount} for attention keys and values besides {weights / 2**30:.1f} GiB of weights and about "
+            f"{(ON_GPU_BYTES + logits) / 2**30:.1f} GiB of engine overhead: raise it, or lower "
             f"{'actors.max_running_samples' if config.kv_cache_gib is None else 'actors.kv_cache_gib'}"
         )
     needed = (weights // config.tensor_parallel_size + kv_cache) / total
     return {"kv_cache_memory_bytes": kv_cache, "gpu_memory_utilization": min(1.0, round(needed, 4))}
 
 
-def check_engine_args(told: Mapping[str, Any], *, on_cpu: bool) -> None:
-    """Refuse arguments that vLLM does not know or that Leeway sets; ValueError names it and the alternative."""
+def check_engine_args(arguments: Mapping[str, Any], *, on_cpu: bool) -> None:
+    """Raise ValueError for an argument that vLLM does not have or that Leeway sets, with the alternative."""
     set_already = {**_SET_ALREADY, **(_SET_ON_CPU if on_cpu else {})}
-    for name, value in told.items():
+    for name, value in arguments.items():
         if name in set_already:
             raise ValueError(f"engine_args.{name} is set by Leeway: {set_already[name]}")
         known = known_engine_args()
         if known and name not in known:
-            raise ValueError(f"engine_args.{name}: vLLM knows no such argument{did_you_mean(name, known)}")
+            raise ValueError(f"engine_args.{name}: vLLM has no such argument{did_you_mean(name, known)}")
         if name == "hf_overrides" and not isinstance(value, dict):
             raise ValueError(f"engine_args.hf_overrides = {value!r} must be a table")
 
 
 @cache
 def known_engine_args() -> frozenset[str]:
-    """Return the fields of vLLM's AsyncEngineArgs from its source, since its import takes seconds; none without it."""
+    """Return the fields of vLLM's AsyncEngineArgs from its source, as its import takes seconds; empty without vLLM."""
     found = find_spec("vllm")
     file = Path(found.origin).parent / "engine" / "arg_utils.py" if found is not None and found.origin else None
     if file is None or not file.is_file():
@@ -225,43 +225,43 @@ def known_engine_args() -> frozenset[str]:
 
 
 _SOCKETS_ENV = "VLLM_RPC_BASE_PATH"
-_END_S = 10.0
+_TERM_TIMEOUT_S = 10.0
 _MAX_PATH_BYTES = 107
 _NAME_BYTES = 37
 _KIN = r"leeway-{user}-vllm-\d+-\d{{1,9}}"
-"""Pattern of such folders alone: those of fetched weights beside them end in the name of a store."""
+"""Pattern that matches only these folders: those of fetched weights beside them end in the name of a store."""
 _numbers = itertools.count()
 
 
 class EngineSockets:
-    """A folder for the sockets between one engine's processes, readable by this user alone.
+    """A folder for the sockets between one engine's processes, accessible only to this user.
 
-    It is removed with the engine, or by the next engine after a kill. vLLM's own names in the temporary folder stay
-    forever.
+    It is removed when the engine stops, or by the next engine after a kill. Without it, vLLM's sockets would stay in
+    the temporary folder forever.
     """
 
     def __init__(self) -> None:
-        """Make it, or raise OSError, and name it in the environment, which the engine's processes inherit."""
+        """Create the folder, or raise OSError, and set its path in the environment of the engine's processes."""
         name = f"leeway-{os.geteuid()}-vllm-{os.getpid()}-{next(_numbers)}"
         path = Path(tempfile.gettempdir()) / name
         if len(os.fsencode(path)) + _NAME_BYTES > _MAX_PATH_BYTES:
             path = Path("/tmp") / name
         try:
-            self._folder = HostFolder(path, kin=_KIN)
+            self._folder = HostFolder(path, siblings=_KIN)
         except TransferFailed as error:
-            # the cause is the system's word; without one the folder is somebody else's, and the text says so
+            # a cause is an error of the system; without one, the text itself states the reason
             why = error.__cause__ or error
-            raise OSError(f"no folder for vLLM's sockets can be made in {path.parent}: {why}") from error
+            raise OSError(f"cannot create a folder for vLLM's sockets in {path.parent}: {why}") from error
         os.environ[_SOCKETS_ENV] = str(path)
 
     async def end(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
-        """Terminate vLLM's ZeroMQ context, which it leaves to the garbage collector, and remove the folder.
+        """Terminate vLLM's ZeroMQ context, which vLLM leaves to the garbage collector, and remove the folder.
 
-        In another thread: it waits for sockets that this event loop closes after a crash.
+        Terminate in another thread: it blocks on sockets that this event loop closes after a crash.
         """
         thread = DaemonThreads("engine-context", max_threads=1)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_END_S):
+            async with asyncio.timeout(_TERM_TIMEOUT_S):
                 await thread.run(context.term)
         self.remove()
 

@@ -1,11 +1,11 @@
-"""ActorLoop: one actor's life. Lease, generate, score, push; renew, follow the weights, report.
+"""ActorLoop: the life cycle of one actor: lease, generate, score, push; renew leases and follow the weights.
 
     starting -> running -> draining -> stopped
                    `-------------------^  (stop, or an error that ends the actor)
 
-Every sample is a task of its own and is pushed when it is complete. Three more tasks lease prompts while there is room,
-renew what is held, and follow the weight store. The first of them to fail ends the loop with its error; a failed sample
-is only given up. However the loop ends, unfinished samples are handed on with their tokens.
+Each sample runs in its own task and is pushed when it is complete. Further tasks lease prompts while slots are free,
+renew held leases, follow the weight store, and save partial rollouts. The first task to fail ends the loop with its
+error; a failed sample is only reported. When the loop ends, unfinished samples are requeued with their tokens.
 """
 
 from __future__ import annotations
@@ -19,42 +19,50 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from actors.config import ActorSections
-from actors.engine import Engine
-from actors.report import ActorReport, EvalRequest, EvalResult, actor_name
-from actors.rewards import Scorer, ScorerLimits
-from actors.sample import GOODBYE_S, Completed, HandingOn, HeldLease, SampleFailed, SampleMaker, settled
-from actors.tasks import Task, load_encoded
-from actors.tasks.task import PromptCodec
-from actors.weights import ActorError, WeightFollower
-from buffer.client import BufferClient
-from buffer.protocol import Lease, RowResult
-from buffer.schema import HANDED_ON, Prefix, Trajectory
-from common.process import DaemonThreads, wall_time
-from common.run import RunContext
-from common.serving_model import prepare_serving_model
-from common.staleness import PolicyVersion
-from weight_sync.client import StoreAccess
-from weight_sync.puller import Puller, open_puller
+from leeway.actors.config import ActorSections
+from leeway.actors.engine import Engine
+from leeway.actors.report import ActorReport, EvalRequest, EvalResult, actor_name
+from leeway.actors.rewards import Scorer, ScorerLimits
+from leeway.actors.sample import (
+    SHUTDOWN_GRACE_S,
+    Completed,
+    HeldLease,
+    PartialRollouts,
+    SampleFailed,
+    SampleMaker,
+    await_future,
+)
+from leeway.actors.tasks import Task, load_encoded
+from leeway.actors.tasks.task import PromptCodec
+from leeway.actors.weights import ActorError, WeightFollower
+from leeway.buffer.client import BufferClient
+from leeway.buffer.protocol import Lease, RowResult
+from leeway.buffer.schema import REQUEUED, Prefix, Trajectory
+from leeway.common.process import DaemonThreads, wall_time
+from leeway.common.run import RunContext
+from leeway.common.serving_model import prepare_serving_model
+from leeway.common.staleness import PolicyVersion
+from leeway.weight_sync.client import StoreAccess
+from leeway.weight_sync.puller import Puller, open_puller
 
 _log = logging.getLogger(__name__)
 
 _LEASE_POLL_S = (0.01, 0.05)
-"""First and longest pause between requests while admission is closed."""
+"""First and longest pause in seconds between lease requests while the buffer's admission is closed."""
 _CREDIT_POLL_S = 0.02
 _AHEAD_SHARE = 0.25
-"""Weight of the last lease in the running mean of `_num_ahead`."""
+"""Weight of the newest lease in the running mean `_num_ahead`."""
 _CLOSE_S = 3.0
-"""Bound of closing the connections."""
+"""Timeout in seconds for closing the connections."""
 
 
 class ActorFenced(ActorError):
-    """A newer process acts under this actor's name, so the buffer refuses what this one sends."""
+    """Another process registered under this actor's name, so the buffer rejects the messages of this one."""
 
 
 @dataclass(slots=True)
-class Parts:
-    """What an actor works with, each started."""
+class ActorComponents:
+    """The started components of an actor."""
 
     task: Task
     decoder: PromptCodec
@@ -64,8 +72,8 @@ class Parts:
     client: BufferClient
 
 
-async def assemble(context: RunContext[ActorSections], number: int) -> Parts:
-    """Start the parts of an actor, the cheap and error-prone ones first; on failure stop what was started."""
+async def assemble(context: RunContext[ActorSections], number: int) -> ActorComponents:
+    """Start the components of an actor, cheap and error-prone ones first; on failure, stop those already started."""
     facts, config, name = context.facts, context.config, actor_name(number)
     threads = DaemonThreads(f"{name}-start", max_threads=2)
     task, codec = await threads.run(load_encoded, config.task, context.model_path, config.actors.max_prompt_tokens)
@@ -84,32 +92,32 @@ async def assemble(context: RunContext[ActorSections], number: int) -> Parts:
         served = await threads.run(prepare_serving_model, context.model_path, context.folder / "serving_models")
         engine = await Engine.start(served, config.actors, version=PolicyVersion(0, 0), seed=facts.seed + number)
         undo.push_async_callback(engine.stop)
-        # Greeted last: from here on an older process of this name is fenced.
+        # Connect last: from here on the buffer fences an older process of this name.
         await threads.run(client.connect)
         undo.pop_all()
-    return Parts(task, codec, scorer, engine, puller, client)
+    return ActorComponents(task, codec, scorer, engine, puller, client)
 
 
 class ActorLoop:
-    """One actor. `start`, then `run` until the buffer drains or `stop` is called; `evaluate` any time between."""
+    """One actor. `start` it, then `run` it until the buffer drains or `stop` is called; `evaluate` works meanwhile."""
 
     def __init__(
         self,
         context: RunContext[ActorSections],
         number: int,
         pool: str,
-        assemble: Callable[[RunContext[ActorSections], int], Awaitable[Parts]] = assemble,
+        assemble: Callable[[RunContext[ActorSections], int], Awaitable[ActorComponents]] = assemble,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Prepare actor `number` of a pool, starting nothing; its number makes its name and its seed."""
+        """Create actor `number` of a pool without starting it; its name and seed are derived from the number."""
         self._context = context
         self._config = context.config.actors
         self._number = number
         self._name = actor_name(number)
         self._pool = pool
         self._assemble = assemble
-        self._parts: Parts | None = None
+        self._parts: ActorComponents | None = None
         self._held: dict[int, HeldLease] = {}
         self._room_changed = asyncio.Event()
         self._leased = asyncio.Event()
@@ -121,23 +129,23 @@ class ActorLoop:
         self._samples: set[asyncio.Task[None]] = set()
         self._failure: ActorError | Exception | None = None
         self._evaluating = 0
-        self._num_left = 0
-        """Samples that left the engine since the last lease came."""
+        self._num_departed = 0
+        """Samples that left the engine since the last lease was granted."""
         self._num_ahead = 0.0
-        """Samples that leave it until their replacements are there, a running mean."""
-        self._hand_on_at = 0
-        """Tokens at which samples continue elsewhere, as the buffer says; 0: none does."""
+        """Running mean of the samples that leave the engine before their replacements arrive."""
+        self._requeue_at = 0
+        """Tokens at which samples are requeued to a faster pool, as set by the buffer; 0: never."""
         self._waiting = "starting"
-        self.goodbye = 0, 0
-        """Samples that `run` handed on at its end, and tokens that were lost."""
+        self.drain_result = 0, 0
+        """Samples that `run` requeued when it ended, and tokens that were lost."""
 
-    # --- life -------------------------------------------------------------------------------------
+    # --- life cycle -------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Load the task, start the engine, greet the buffer, and pull weights if the store is ahead.
+        """Load the task, start the engine, connect to the buffer, and pull weights if the store is ahead.
 
-        Raises what the parts raise: TaskError, ModelFolderError, EngineDead, BufferError, TransferFailed, OSError; and
-        PolicyTimeout if the newest weights could not be applied in time.
+        Raises the errors of the components (TaskError, ModelFolderError, EngineDead, BufferError, TransferFailed,
+        OSError), and PolicyTimeout if the newest weights are not applied in time.
         """
         parts = await self._assemble(self._context, self._number)
         facts, sections, config = self._context.facts, self._context.config, self._config
@@ -149,41 +157,41 @@ class ActorLoop:
         self._maker = SampleMaker(
             facts.seed, config, sections.task.correct_at, parts.engine, self._follower, parts.scorer, parts.decoder
         )
-        self._handing_on = HandingOn(self._name, self._maker, parts.client)
+        self._partial_rollouts = PartialRollouts(self._name, self._maker, parts.client)
         await self._follower.update()
         self._waiting = "not running yet"
 
     @property
-    def _started(self) -> Parts:
-        assert self._parts is not None, "start() comes first"
+    def _started(self) -> ActorComponents:
+        assert self._parts is not None, "call start() first"
         return self._parts
 
     async def run(self) -> None:
-        """Make samples until the buffer is drained or `stop` is called.
+        """Generate samples until the buffer is drained or `stop` is called.
 
-        EngineDead if the engine is gone, BufferError if the buffer is, ActorError if a policy version did not come or a
-        newer process took the name.
+        Raises EngineDead if the engine has died, BufferError if the buffer is unreachable, and ActorError if a policy
+        version does not arrive or another process registers under this actor's name.
         """
-        assert self._parts is not None, "start() comes first"
+        assert self._parts is not None, "call start() first"
         held = self._held.values()
         jobs: list[Coroutine[Any, Any, object]] = [
             self._lease_groups(),
             self._stopping.wait(),
             self._follower.run(),
             self._renew_leases(),
-            self._handing_on.keep(held),
+            self._partial_rollouts.save_periodically(held),
         ]
         tasks = [asyncio.create_task(job) for job in jobs]
         self._ended.clear()
         try:
-            # the first two end by themselves; the others end only by failing
+            # the first two return by themselves; the others end only with an error
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
             self._stopping.set()
             for task in tasks:
                 task.cancel()
-            # before the jobs have ended: a follower in the middle of an update ends only with it
-            self.goodbye = await self._handing_on.leave_all(held)
+            # before the jobs have ended: a follower that is applying an update ends only after it
+            self.drain_result = await self._partial_rollouts.requeue_all(held)
             await self._cancel_samples(self._held.values())
             results = await asyncio.gather(*tasks, return_exceptions=True)
             self._waiting = "stopped"
@@ -197,7 +205,7 @@ class ActorLoop:
 
         Raises:
             ValueError: the request does not fit the task.
-            PolicyTimeout: the version asked for did not arrive in time.
+            PolicyTimeout: the requested version did not arrive in time.
         """
         heldout = self._started.task.heldout
         self._evaluating += 1
@@ -207,19 +215,19 @@ class ActorLoop:
             self._evaluating -= 1
 
     async def stop(self) -> None:
-        """End `run`, which hands on what is leased, and stop the engine. Idempotent."""
+        """End `run`, which requeues unfinished samples, and stop the engine. Idempotent."""
         self._stopping.set()
         parts, self._parts = self._parts, None
         if parts is None:
             return
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(2 * GOODBYE_S):
+            async with asyncio.timeout(2 * SHUTDOWN_GRACE_S):
                 await self._ended.wait()
-                if self._samples:  # what is left is being pushed: let it arrive
+                if self._samples:  # the remaining samples are being pushed: let that finish
                     await asyncio.wait(self._samples)
         self._held.clear()
         await parts.scorer.close()
-        # side by side: a buffer that no longer answers must not keep the staged weights of this machine
+        # concurrently: an unresponsive buffer must not delay the release of this machine's staged weights
         closer = DaemonThreads(f"{self._name}-close", max_threads=2)
         closing = [closer.submit(parts.client.close), closer.submit(parts.puller.close)]
         await asyncio.wait([asyncio.wrap_future(each) for each in closing], timeout=_CLOSE_S)
@@ -245,19 +253,19 @@ class ActorLoop:
             busy_intervals=self._maker.busy.take(),
             refused=self._follower.refused,
             updates=self._follower.take_updates(),
-            hand_on_at=self._hand_on_at,
+            requeue_at=self._requeue_at,
             waiting=waiting,
             waiting_s=waiting_s,
             engine=parts.engine.stats.report(),
         )
 
     def _waiting_for(self) -> tuple[str, float]:
-        """What, and for how many seconds; 0.0 if unknown."""
+        """Return what the actor waits for, and for how many seconds; 0.0 if unknown."""
         reward, open_s = self._started.scorer.waits_for or ("", 0.0)
         slow = f"reward {reward}" if reward else ""
         if self._evaluating:
-            asked = f"evaluating policy {self._follower.version}"
-            return (f"{asked}, which waits for {slow}" if slow else asked), open_s
+            evaluating = f"evaluating policy {self._follower.version}"
+            return (f"{evaluating}, waiting for {slow}" if slow else evaluating), open_s
         if self._held and self._follower.waits_for is not None:
             return f"waiting for policy {self._follower.waits_for}", 0.0
         return (f"waiting for {slow}", open_s) if slow else (self._waiting, 0.0)
@@ -271,7 +279,7 @@ class ActorLoop:
         return self._config.room(num_to_generate, num_open, self._num_ahead, self._maker.admission.at_once())
 
     async def _lease_groups(self) -> None:
-        """Lease whenever there is room, until the buffer drains."""
+        """Lease groups whenever slots are free, until the buffer drains."""
         pause_s, since_s = _LEASE_POLL_S[0], self._clock()
         while True:
             self._room_changed.clear()
@@ -279,22 +287,22 @@ class ActorLoop:
                 self._waiting = ""
                 await self._room_changed.wait()
                 continue
-            asked_s = self._clock()
-            wants = self._maker.admission.needs_lengths
-            asked = self._client.lease(room, self._pool, self._engine.stats.step_s, wants_lengths=wants)
-            grant = await self._handing_on.granted(asked)
-            self._follower.hear_of(PolicyVersion(*grant.newest))
-            self._hand_on_at = grant.hand_on_at
+            requested_s = self._clock()
+            wants_lengths = self._maker.admission.needs_lengths
+            request = self._client.lease(room, self._pool, self._engine.stats.step_s, wants_lengths=wants_lengths)
+            grant = await self._partial_rollouts.granted(request)
+            self._follower.observe_version(PolicyVersion(*grant.newest))
+            self._requeue_at = grant.requeue_at
             prefixes = grant.prefixes()
             for lease in grant.leases:
                 self._take(lease, {i: prefixes[lease.lease_id, i] for i in lease.prefixes})
             if grant.leases:
                 now_s = self._clock()
-                # what ends just after one is asked for is asked for with the next
-                num_ahead = 2 * self._num_left * (now_s - asked_s) / max(1e-9, now_s - since_s)
+                # twice: a sample that ends just after a request is replaced only by the next one
+                num_ahead = 2 * self._num_departed * (now_s - requested_s) / max(1e-9, now_s - since_s)
                 num_ahead = self._num_ahead + (num_ahead - self._num_ahead) * _AHEAD_SHARE
                 self._num_ahead = 0.0 if grant.is_near_bound else num_ahead
-                since_s, self._num_left = now_s, 0
+                since_s, self._num_departed = now_s, 0
                 pause_s = _LEASE_POLL_S[0]
                 continue
             if grant.draining and not self._held:
@@ -320,12 +328,12 @@ class ActorLoop:
         return task
 
     async def _renew_leases(self) -> None:
-        """Renew each lease at every third of its timeout; what the buffer took back is cancelled."""
+        """Renew each lease at every third of its timeout; cancel the samples of leases that the buffer took back."""
         while True:
             next_s = min((held.renew_at_s for held in self._held.values()), default=None)
             self._leased.clear()
             with contextlib.suppress(TimeoutError):
-                # a lease that comes meanwhile may be due sooner
+                # a lease granted meanwhile may be due sooner
                 async with asyncio.timeout(None if next_s is None else next_s - self._clock()):
                     await self._leased.wait()
             now_s = self._clock()
@@ -334,19 +342,19 @@ class ActorLoop:
                 continue
             for held in due.values():
                 held.renew_at_s = now_s + held.lease.timeout_s / 3
-            reply = await settled(self._client.renew(list(due)))
+            reply = await await_future(self._client.renew(list(due)))
             lost = [self._held.pop(lease_id) for lease_id in reply.lost if lease_id in self._held]
-            self._handing_on.count_lost(lost)
+            self._partial_rollouts.count_lost(lost)
             await self._cancel_samples(lost)
             self._room_changed.set()
 
     async def _cancel_samples(self, leases: Iterable[HeldLease]) -> None:
-        """Cancel what is generated or scored for these leases; pushes are finished."""
+        """Cancel generation and scoring for these leases; let pushes finish."""
         tasks = [task for held in leases for task in held.tasks.values()]
         for task in tasks:
             task.cancel()
         if tasks:
-            await asyncio.wait(tasks, timeout=GOODBYE_S)
+            await asyncio.wait(tasks, timeout=SHUTDOWN_GRACE_S)
 
     # --- samples ----------------------------------------------------------------------------------
 
@@ -354,9 +362,9 @@ class ActorLoop:
         try:
             try:
                 held.completed[index] = completed = await self._generate(held, index)
-                if completed.generation.finish_reason == HANDED_ON:
-                    self._outgrown(held, index)
-                if index in held.left:
+                if completed.generation.finish_reason == REQUEUED:
+                    self._requeue_group(held, index)
+                if index in held.requeued:
                     return
                 trajectory = await self._maker.score(held.lease, held.problem, index, completed)
             finally:
@@ -366,52 +374,52 @@ class ActorLoop:
             self._account(await self._push(trajectory), held.lease, index)
             self._maker.counts.settled_s += wall_time() - trajectory.finished_s
         except SampleFailed as failure:
-            await settled(self._client.give_up(held.lease, [index], str(failure)))
+            await await_future(self._client.report_failed(held.lease, [index], str(failure)))
         held.open.discard(index)
-        self._settle(held)
+        self._release_if_done(held)
 
     async def _generate(self, held: HeldLease, index: int) -> Completed:
         try:
             prefix = held.prefixes.get(index)
-            return await self._maker.generate(held.lease, held.problem, index, prefix, lambda: self._hand_on_at)
+            return await self._maker.generate(held.lease, held.problem, index, prefix, lambda: self._requeue_at)
         finally:
             held.to_generate.discard(index)
-            self._num_left += 1
+            self._num_departed += 1
             self._room_changed.set()
 
-    def _outgrown(self, held: HeldLease, index: int) -> None:
-        """Hand on a sample that would be late here, with all of its group that is not generated."""
-        if index not in held.left:
-            leaving = held.to_generate | {index}
-            held.left |= leaving
-            self._begin(self._leave(held, leaving), held, index)
+    def _requeue_group(self, held: HeldLease, index: int) -> None:
+        """Requeue a sample that would be late here, with all samples of its group that are still to be generated."""
+        if index not in held.requeued:
+            indices = held.to_generate | {index}
+            held.requeued |= indices
+            self._begin(self._requeue(held, indices), held, index)
 
-    async def _leave(self, held: HeldLease, indices: set[int]) -> None:
-        await self._handing_on.leave(held, indices)
-        self._settle(held)
+    async def _requeue(self, held: HeldLease, indices: set[int]) -> None:
+        await self._partial_rollouts.requeue(held, indices)
+        self._release_if_done(held)
 
     async def _push(self, trajectory: Trajectory) -> RowResult:
-        """Push in order, once there is credit: without it the client would block this event loop.
+        """Push in order once the client has credit: without credit it would block this event loop.
 
-        What the credit waits for is acknowledged, or fails within the client's bound and ends the loop.
+        Earlier pushes free credit when they are acknowledged, or fail within the client's timeout and end the loop.
         """
         async with self._pushing:
             while not self._client.has_room(trajectory):
                 await asyncio.sleep(_CREDIT_POLL_S)
             pushed = self._client.push(trajectory)
-        return await settled(pushed)
+        return await await_future(pushed)
 
     def _account(self, result: RowResult, lease: Lease, index: int) -> None:
         if result.outcome == "fenced":
             raise ActorFenced(
-                f"{self._name}: the buffer refuses this process, because a newer one says it is {self._name}. "
-                "It was restarted while this one was thought dead, or two actors share a name"
+                f"{self._name}: the buffer rejects this process because another process registered as {self._name}. "
+                "This actor was presumed dead and restarted, or two actors share a name"
             )
         if result.outcome == "quarantined":
             _log.error("the buffer quarantined group %d, sample %d: %s", lease.group_id, index, result.reason)
         self._maker.counts.outcomes[result.outcome] += 1
 
-    def _settle(self, held: HeldLease) -> None:
+    def _release_if_done(self, held: HeldLease) -> None:
         if not held.open:
             self._held.pop(held.lease.lease_id, None)
         self._room_changed.set()
@@ -421,15 +429,15 @@ class ActorLoop:
         error: BaseException | None
         if not task.cancelled():
             error = task.exception()
-        elif self._stopping.is_set() or index in held.left or self._held.get(held.lease.lease_id) is not held:
+        elif self._stopping.is_set() or index in held.requeued or self._held.get(held.lease.lease_id) is not held:
             return
-        else:  # nobody cancelled it: its lease would be renewed, and its group waited for, without end
+        else:  # cancelled from outside: its lease would be renewed, and its group awaited, forever
             error = ActorError(
-                f"{self._name}: sample {index} of group {held.lease.group_id} ended before it was pushed or given "
-                "up: something that it waited for was cancelled. Does the engine or the task cancel its own work?"
+                f"{self._name}: sample {index} of group {held.lease.group_id} ended before it was pushed or reported "
+                "as failed: a call that it awaited was cancelled. Check whether the engine or task cancels its own work"
             )
         if error is not None:
-            # A sample's own failures were given up; this one concerns them all.
+            # A failure of this sample alone was already reported; this error affects all samples.
             assert isinstance(error, Exception)
             self._failure = self._failure or error
             self._stopping.set()

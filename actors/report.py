@@ -1,4 +1,4 @@
-"""What an actor reports to the launcher: counts, when it was busy, what it waits for, and results of evaluations."""
+"""Reports of an actor to the launcher: counts, busy intervals, what it waits for, and evaluation results."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from actors.engine_output import EngineReport
-from actors.rewards import FailingReward
-from common.process import wall_time
-from common.staleness import PolicyVersion
+from leeway.actors.engine_output import EngineReport
+from leeway.actors.rewards import FailingReward
+from leeway.common.process import wall_time
+from leeway.common.staleness import PolicyVersion
 
 _MAX_INTERVALS = 4096
-"""If nothing takes them, the oldest are dropped beyond this number."""
+"""Maximum number of intervals between reports; the oldest are dropped beyond it."""
 
 
 def actor_name(number: int) -> str:
@@ -22,12 +22,12 @@ def actor_name(number: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class WeightUpdate:
-    """One update of the engine's weights. Generation paused from start to end."""
+    """One update of the engine's weights. Generation is paused from start to end."""
 
     start_s: float
     end_s: float
     load_s: float
-    """Of the pause, what the reload took."""
+    """Seconds of the pause that the reload took."""
     version: tuple[int, int]
 
     @property
@@ -37,39 +37,39 @@ class WeightUpdate:
 
 @dataclass(frozen=True, slots=True)
 class ActorReport:
-    """Plain values only. Counts are since the start of the actor, lists since the last report."""
+    """Report of one actor, in plain values. Counts are since the actor's start, lists since the last report."""
 
     name: str
     pool: str
     version: tuple[int, int]
     task_fingerprint: str
-    """Equal for all actors, or they disagree about what a prompt id means."""
+    """Must be equal for all actors; otherwise their prompt ids refer to different prompts."""
     num_samples: int
     num_tokens: int
     num_outcomes: dict[str, int]
     """Pushed trajectories by outcome: committed, duplicate, late, quarantined."""
     failing: list[FailingReward]
-    """Reward functions that gave up on their last sample."""
+    """Reward functions that failed on their last sample after all retries."""
     num_tokens_lost: int
-    """Of samples that were lost with their lease or could not be handed on: they are generated again."""
+    """Tokens of samples that were lost with their lease or could not be requeued; they are generated again."""
     settled_s: float
-    """Sum of the seconds from a sample's last token to the buffer's answer."""
+    """Sum over samples of the seconds from the last token to the buffer's acknowledgement."""
     num_running: int
     num_slots: int
-    """Greatest `num_running`: as many as the cache is likely to hold, if that is fewer than configured."""
+    """Maximum of `num_running`: as configured, or what the cache is likely to hold if that is less."""
     running_s: float
-    """Sum of the seconds of training requests in the engine: over wall time, their mean number."""
+    """Sum of the seconds of training requests in the engine; divided by wall time, their mean number."""
     busy_intervals: list[tuple[float, float]]
     """Wall-clock (start, end), seconds since the epoch, while a training request was running."""
     refused: str
-    """The version refused last and why; empty once the engine serves the newest."""
+    """The last rejected version and the reason; empty once the engine serves the newest version."""
     updates: list[WeightUpdate]
-    hand_on_at: int
-    """Tokens at which its samples continue in a faster pool; 0: none does."""
+    requeue_at: int
+    """Tokens at which samples are requeued to a faster pool; 0: never."""
     waiting: str
-    """What keeps the actor from running more, or a group from being whole; empty if nothing does."""
+    """What keeps the actor from running more samples, or a group from completing; empty if nothing does."""
     waiting_s: float
-    """0.0 if unknown."""
+    """Seconds of that wait; 0.0 if unknown."""
     engine: EngineReport
 
 
@@ -81,17 +81,17 @@ class EvalRequest:
     shard: int = 0
     num_shards: int = 1
     min_version: PolicyVersion | None = None
-    """Wait for this version or a newer one; None takes what the engine serves."""
+    """Wait for this version or a newer one; None uses the version that the engine serves."""
 
 
 @dataclass(frozen=True, slots=True)
 class EvalCounts:
-    """One answer per problem. Shards add up, field by field."""
+    """Counts of answers, one per problem. Shards are added field by field."""
 
     num_correct: int = 0
     num_scored: int = 0
     num_failed: int = 0
-    """Generation or a reward function failed, or none applied: neither right nor wrong."""
+    """Neither correct nor wrong: generation or a reward function failed, or no function applied."""
 
     def __add__(self, other: EvalCounts) -> EvalCounts:
         return EvalCounts(
@@ -102,13 +102,13 @@ class EvalCounts:
 
     @property
     def accuracy(self) -> float | None:
-        """Share of correct among scored answers; None if none was scored."""
+        """Return the fraction of scored answers that are correct; None if none was scored."""
         return self.num_correct / self.num_scored if self.num_scored else None
 
 
 @dataclass(frozen=True, slots=True)
 class EvalResult:
-    """Result of one actor for its shard."""
+    """Evaluation result of one actor for its shard."""
 
     version: PolicyVersion
     num_problems: int
@@ -118,18 +118,18 @@ class EvalResult:
 
 @dataclass(slots=True)
 class Counts:
-    """The counts behind a report and a goodbye."""
+    """Counts for reports and for the drain result."""
 
     num_samples: int = 0
     num_tokens: int = 0
     outcomes: Counter[str] = field(default_factory=Counter)
-    num_handed_on: int = 0
+    num_requeued: int = 0
     num_tokens_lost: int = 0
     settled_s: float = 0.0
 
 
 class BusyClock:
-    """Merged intervals during which at least one request was running, and how many there were."""
+    """Records the merged intervals with at least one running request, and the number of running requests."""
 
     def __init__(self, wall: Callable[[], float] = wall_time) -> None:
         self.num_running = 0
@@ -164,7 +164,7 @@ class BusyClock:
         return now_s
 
     def take(self) -> list[tuple[float, float]]:
-        """Return the intervals since the last call; an open one is cut here."""
+        """Return the intervals since the last call; an open interval is split at this time."""
         if self.num_running:
             now = self._wall()
             self._closed.append((self._since_s, now))

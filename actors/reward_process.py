@@ -1,9 +1,9 @@
-"""RewardProcess: a reward function in a process of its own, where it may hang, crash or eat memory alone.
+"""RewardProcess: a reward function in its own process, which contains hangs, crashes and memory exhaustion.
 
-The process loads the function itself, from the task's section of the config: only problems and completions travel, as
-JSON, and numbers come back. It makes one call at a time, in its main thread, where alarms and signal handlers work;
-what an `async def` returns is awaited there, in one event loop for all calls, so connections last. A call that does not
-end is ended with its process, and everything that it has started, by the parent of its process.
+The process loads the function itself, from the `[task]` section of the config: it receives problems and completions as
+JSON and returns numbers. It runs one call at a time, in its main thread, where alarms and signal handlers work. The
+result of an `async def` is awaited there, in one event loop for all calls, so that connections persist. A call that
+does not return is killed with its process and all descendants by the parent of the process.
 """
 
 from __future__ import annotations
@@ -34,31 +34,33 @@ import msgspec
 import psutil
 from pydantic import TypeAdapter
 
-from actors.config import OFFLINE_ENV
-from actors.sandbox import HINT, adopt_orphans, cut_network, die_with_parent
-from actors.tasks import Problem, RewardFunction, TaskError, load_reward
-from actors.tasks.config import Classifier, Judge, TaskConfig
-from actors.tasks.task import TOOK_TOO_LONG, Call, NoScore
+from leeway.actors.config import OFFLINE_ENV
+from leeway.actors.sandbox import HINT, adopt_orphans, cut_network, die_with_parent
+from leeway.actors.tasks import Problem, RewardFunction, TaskError, load_reward
+from leeway.actors.tasks.config import Classifier, Judge, TaskConfig
+from leeway.actors.tasks.task import TOOK_TOO_LONG, Call, NoScore
 
 MEMORY_BYTES = 16 * 2**30
-"""Soft limit of a process's allocations, except a classifier's: a file that needs more raises it itself."""
-_END_S = 5.0
-"""Bound of the kernel's end of a killed process; one that holds much memory takes longest."""
-_LOOK_S = 0.005
-_FIRST_TO_GO = 1000
-"""OOM score: the reward's process is killed before the actor."""
-_MOST_CHARACTERS = 4000
-"""Of a traceback, and of any other text of a user's function."""
+"""Soft limit of a process's allocations, except a classifier's; a reward file that needs more can raise it itself."""
+_EXIT_S = 5.0
+"""Timeout in seconds for the exit of a killed process; one that holds much memory takes longest."""
+_POLL_S = 0.005
+_OOM_SCORE = 1000
+"""OOM score adjustment: the kernel kills the reward process before the actor."""
+_MAX_CHARACTERS = 4000
+"""Maximum length of a traceback, and of any other text from a user's function."""
 _NOT_STARTED = "its process did not start"
-_CLOSED, _CLOSED_STATUS = "the reward closed the descriptor by which its process answers", 121
+_CLOSED, _CLOSED_STATUS = "the reward closed the descriptor through which its process replies", 121
 _LENGTH = struct.Struct("!I")
-_NOT_THE_USERS = (str(Path(__file__).parent), str(Path(asyncio.__file__).parent))
-"""Folders whose code is between us and the user's function."""
-_PROGRAM = "import sys; sys.path.append(sys.argv[1]); from actors.reward_process import serve; serve(*sys.argv[2:])"
+_INTERNAL_FOLDERS = (str(Path(__file__).parent), str(Path(asyncio.__file__).parent))
+"""Folders of code that runs between this module and the user's function; tracebacks leave it out."""
+_PROGRAM = (
+    "import sys; sys.path.append(sys.argv[1]); from leeway.actors.reward_process import serve; serve(*sys.argv[2:])"
+)
 
 
 class CallFailed(Exception):
-    """A call of a reward function did not deliver."""
+    """A call of a reward function failed."""
 
     def __init__(
         self,
@@ -72,25 +74,25 @@ class CallFailed(Exception):
     ) -> None:
         super().__init__(f"{why}: {detail}" if detail else why)
         self.why = why
-        """Failures are counted by it, so it names no sample."""
+        """Failures are counted by this text, so it must not contain anything specific to a sample."""
         self.where = where
-        """The line of the user's function, if there is one."""
+        """The line of the user's function, if known."""
         self.trace = trace
         self.lost = lost
-        """Has it cost the process?"""
+        """True if the process was lost with the call."""
         self.is_timeout = is_timeout
 
 
 Value = float | CallFailed | None
-"""Of a sample: a finite number, None if the function does not apply, or why this sample alone has none."""
+"""Value of a sample: a finite number, None if the function does not apply, or the failure of this sample alone."""
 
 
 class _Outcome(msgspec.Struct, omit_defaults=True):
-    """Of a call, or of loading the function."""
+    """Outcome of a call, or of loading the function."""
 
     values: list[float | None] = []
     without: dict[int, tuple[str, str]] = {}
-    """Samples without a value -> why, and in detail."""
+    """Index of a sample without a value -> reason and detail."""
     why: str = ""
     detail: str = ""
     where: str = ""
@@ -106,13 +108,13 @@ class _Outcome(msgspec.Struct, omit_defaults=True):
 
 
 def _environment() -> dict[str, str]:
-    """Return the environment that the run was started with: a reward may need the Hub."""
-    taken = os.environ.get(OFFLINE_ENV, "").split(",")
-    return {name: value for name, value in os.environ.items() if name not in taken}
+    """Return the environment that the run was started with, since a reward may need the Hub."""
+    added = os.environ.get(OFFLINE_ENV, "").split(",")
+    return {name: value for name, value in os.environ.items() if name not in added}
 
 
 class RewardProcess:
-    """One process as its actor sees it."""
+    """An actor's handle to a reward process."""
 
     def __init__(
         self, process: subprocess.Popen[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -124,28 +126,28 @@ class RewardProcess:
 
     @classmethod
     async def start(cls, function: RewardFunction, timeout_s: float) -> RewardProcess:
-        """Start a process, and have it load the function within this time. It ends with this one.
+        """Start a process that loads the function within `timeout_s`. It exits with the calling process.
 
-        CallFailed if the function cannot be loaded, or the process ended, or took too long.
+        Raises CallFailed if the function cannot be loaded, or if the process exits or times out.
         """
-        ours, its = socket.socketpair()
-        root, descriptor = str(Path(__file__).parents[1]), its.fileno()
+        local, remote = socket.socketpair()
+        root, descriptor = str(Path(__file__).parents[2]), remote.fileno()
         try:
-            with its:
+            with remote:
                 process = subprocess.Popen(
                     [sys.executable, "-P", "-c", _PROGRAM, root, str(descriptor)],
                     stdin=subprocess.DEVNULL,
                     env=_environment(),
                     pass_fds=[descriptor],
-                    # no signal of the terminal; a session of its own would do that too, but be scheduled as one
-                    # (CONFIG_SCHED_AUTOGROUP), and wait beside busy engines
+                    # no signals of the terminal; a new session would also do that, but is scheduled as one group
+                    # (CONFIG_SCHED_AUTOGROUP) and starved by busy engines
                     process_group=0,
                 )
         except OSError as error:
-            ours.close()
+            local.close()
             raise CallFailed(_NOT_STARTED, str(error)) from error
-        started = cls(process, *await asyncio.open_connection(sock=ours))
-        about = {
+        started = cls(process, *await asyncio.open_connection(sock=local))
+        setup = {
             "function": [function.name, list(function.columns), function.reference],
             "task": function.task.model_dump(mode="json"),
             "level": logging.getLogger().getEffectiveLevel(),
@@ -153,7 +155,7 @@ class RewardProcess:
         is_up = False
         try:
             async with asyncio.timeout(timeout_s):
-                (await started._ask(about)).values_or_failure()
+                (await started._request(setup)).values_or_failure()
             is_up = True
         except TimeoutError:
             raise CallFailed(_NOT_STARTED, f"loading the function took longer than {timeout_s:g} s") from None
@@ -171,19 +173,19 @@ class RewardProcess:
         return not self._is_ended and not self._reader.at_eof() and self._process.poll() is None
 
     async def call(self, problems: Sequence[Problem], completions: Sequence[str]) -> list[Value]:
-        """Return each sample's value. A caller that gives up ends the process.
+        """Return each sample's value. A caller that stops waiting must `end` the process.
 
-        CallFailed if the function failed, or the process ended.
+        Raises CallFailed if the function fails or the process exits.
         """
-        return (await self._ask(_asked(problems, completions))).values_or_failure()
+        return (await self._request(_call_message(problems, completions))).values_or_failure()
 
     async def end(self) -> None:
-        """End it, and whatever it has started; waits for the kernel, with a bound. Idempotent."""
+        """Kill the process and its descendants; wait up to `_EXIT_S` for the exit. Idempotent."""
         self._is_ended = True
         self._writer.transport.abort()
         await self._status()
 
-    async def _ask(self, message: object) -> _Outcome:
+    async def _request(self, message: object) -> _Outcome:
         data = json.dumps(message).encode()
         try:
             self._writer.write(_LENGTH.pack(len(data)) + data)
@@ -192,20 +194,20 @@ class RewardProcess:
             return msgspec.json.decode(await self._reader.readexactly(length), type=_Outcome)
         except (asyncio.IncompleteReadError, ConnectionError):
             status = await self._status()
-            why = _CLOSED if status == _CLOSED_STATUS else f"the reward's process ended with {_in_words(status)}"
+            why = _CLOSED if status == _CLOSED_STATUS else f"the reward process ended with {_describe(status)}"
             raise CallFailed(why, lost=True) from None
         except msgspec.DecodeError as error:
-            raise CallFailed("the reward's process does not answer as it should", str(error), lost=True) from None
+            raise CallFailed("the reward process sent an invalid reply", str(error), lost=True) from None
 
     async def _status(self) -> int | None:
-        deadline = time.monotonic() + _END_S
+        deadline = time.monotonic() + _EXIT_S
         while (status := self._process.poll()) is None and time.monotonic() < deadline:
-            await asyncio.sleep(_LOOK_S)
-        self._process.kill()  # where it has ended this does nothing
+            await asyncio.sleep(_POLL_S)
+        self._process.kill()  # no effect if it has exited
         return status
 
 
-def _asked(problems: Sequence[Problem], completions: Sequence[str]) -> dict[str, Any]:
+def _call_message(problems: Sequence[Problem], completions: Sequence[str]) -> dict[str, Any]:
     distinct = {id(problem): problem for problem in problems}  # a group's samples share their problem
     place = {key: number for number, key in enumerate(distinct)}
     return {
@@ -215,49 +217,49 @@ def _asked(problems: Sequence[Problem], completions: Sequence[str]) -> dict[str,
     }
 
 
-def _in_words(status: int | None) -> str:
+def _describe(status: int | None) -> str:
     if status is None:
         return "no status"
     if status >= 0:
         return f"exit status {status}"
-    hint = ", as where memory is short" if status == -signal.SIGKILL else ""
+    hint = ", possibly out of memory" if status == -signal.SIGKILL else ""
     return f"signal {signal.Signals(-status).name}{hint}"
 
 
-# --- in the process -----------------------------------------------------------------------------------
+# --- inside the reward process ------------------------------------------------------------------------
 
 
 def serve(descriptor: str) -> None:
-    """Load a function and make its calls, until the other end is closed."""
+    """Load a function and run its calls until the other end of the channel is closed."""
     channel = io.FileIO(int(descriptor), "r+")
     os.set_inheritable(channel.fileno(), False)
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # who started us may hold some back
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the parent may have blocked some
     if sys.platform == "linux":
-        _stay_behind(channel.fileno())
+        _fork_guarded(channel.fileno())
         with contextlib.suppress(OSError):
-            Path("/proc/self/oom_score_adj").write_text(str(_FIRST_TO_GO))
-    os.register_at_fork(after_in_child=channel.close)  # else it is open while anything lives that the user's file forks
+            Path("/proc/self/oom_score_adj").write_text(str(_OOM_SCORE))
+    os.register_at_fork(after_in_child=channel.close)  # else processes that the user's file forks keep it open
     faulthandler.enable()
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     stream = cast("BinaryIO", io.BufferedRWPair(channel, channel))
     inode = os.fstat(channel.fileno()).st_ino
 
-    def answer(outcome: _Outcome) -> None:
+    def reply(outcome: _Outcome) -> None:
         data = msgspec.json.encode(outcome)
-        with contextlib.suppress(OSError, ValueError):  # the user's code may have closed it, and used its number again
+        with contextlib.suppress(OSError, ValueError):  # the user's code may have closed it and reused its number
             if os.fstat(channel.fileno()).st_ino == inode:
                 stream.write(_LENGTH.pack(len(data)) + data)
                 return stream.flush()
         os._exit(_CLOSED_STATUS)
 
-    about = _read(stream)
-    if about is None:
+    setup = _read(stream)
+    if setup is None:
         return
-    logging.basicConfig(level=about["level"], format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    name, columns, reference = about["function"]
-    task: Any = TypeAdapter(TaskConfig).validate_python(about["task"])
+    logging.basicConfig(level=setup["level"], format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    name, columns, reference = setup["function"]
+    task: Any = TypeAdapter(TaskConfig).validate_python(setup["task"])
     function = RewardFunction(name, task, columns, reference)
-    if not isinstance(function.named, Classifier):  # which allocates what its weights take
+    if not isinstance(function.named, Classifier):  # a classifier allocates as much as its weights need
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
         soft = MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(MEMORY_BYTES, hard)
         resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
@@ -266,43 +268,43 @@ def serve(descriptor: str) -> None:
             cut_network()
         call = load_reward(function)
     except TaskError as error:
-        answer(_Outcome(why=_clean(str(error))))
+        reply(_Outcome(why=_clean(str(error))))
         return
-    except OSError as error:  # of the kernel: what the user's file raises is a TaskError
-        answer(_Outcome(why="task.reward_network = false, and the kernel refuses", detail=f"{error}; {HINT}"))
+    except OSError as error:  # from the kernel: errors of the user's file are raised as TaskError
+        reply(_Outcome(why="task.reward_network = false, but the kernel refuses", detail=f"{error}; {HINT}"))
         return
-    answer(_Outcome())
+    reply(_Outcome())
     with asyncio.Runner() as runner:
-        while (asked := _read(stream)) is not None:
-            answer(_outcome(call, asked, runner))
+        while (request := _read(stream)) is not None:
+            reply(_outcome(call, request, runner))
 
 
-def _stay_behind(channel: int) -> None:
-    """Return in a child. This process guards it: once either end of the channel is gone it ends all that there is."""
+def _fork_guarded(channel: int) -> None:
+    """Fork and return in the child. The parent kills all its descendants once the actor or the child is gone."""
     this = os.getpid()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     adopt_orphans()
     if not (child := os.fork()):
         die_with_parent()
-        os.setpgid(0, 0)  # what it sends to its group is not for the guardian
+        os.setpgid(0, 0)  # signals to its own group must not reach the parent
         if os.getppid() == this:
             return
         os._exit(0)
     line, watched = socket.socket(fileno=channel), select.poll()
-    watched.register(line, 0)  # that the actor has closed it, or is gone, is always reported
+    watched.register(line, 0)  # POLLHUP is always reported: the actor closed it or exited
     watched.register(os.pidfd_open(child))
     watched.poll()
     line.close()
-    deadline, status = time.monotonic() + _END_S, 0
-    with contextlib.suppress(ChildProcessError):  # there are none any more
+    deadline, status = time.monotonic() + _EXIT_S, 0
+    with contextlib.suppress(ChildProcessError):  # no children are left
         while time.monotonic() < deadline:
             for each in psutil.Process().children(recursive=True):
                 with contextlib.suppress(psutil.Error):
                     each.kill()
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 status = ended[1] if ended[0] == child else status
-            time.sleep(_LOOK_S)
-    if os.WIFSIGNALED(status):  # end as it did, without another dump of memory
+            time.sleep(_POLL_S)
+    if os.WIFSIGNALED(status):  # end by the same signal, without another core dump
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         with contextlib.suppress(OSError):
             signal.signal(os.WTERMSIG(status), signal.SIG_DFL)
@@ -310,50 +312,50 @@ def _stay_behind(channel: int) -> None:
     os._exit(os.WEXITSTATUS(status))
 
 
-def _read(stream: BinaryIO) -> Any:  # noqa: ANN401 -- a message, or None where there are no more
+def _read(stream: BinaryIO) -> Any:  # noqa: ANN401 -- a message, or None at the end
     head = stream.read(_LENGTH.size)
     return json.loads(stream.read(_LENGTH.unpack(head)[0])) if len(head) == _LENGTH.size else None
 
 
-def _outcome(call: Call, asked: dict[str, Any], runner: asyncio.Runner) -> _Outcome:
-    problems = [Problem(*each) for each in asked["problems"]]
-    completions: list[str] = asked["completions"]
+def _outcome(call: Call, request: dict[str, Any], runner: asyncio.Runner) -> _Outcome:
+    problems = [Problem(*each) for each in request["problems"]]
+    completions: list[str] = request["completions"]
 
     async def awaited(values: Any) -> Any:  # noqa: ANN401 -- the function is the user's
         return await values
 
     try:
-        values: Any = call([problems[number] for number in asked["which"]], completions)
+        values: Any = call([problems[number] for number in request["which"]], completions)
         if inspect.isawaitable(values):
             values = runner.run(awaited(values))
-        return _checked(values, len(completions))  # calls methods of what the function returned
+        return _checked(values, len(completions))  # calls methods of the returned values
     except CallFailed as failure:
         return _Outcome(why=failure.why, detail=_clean(str(failure).removeprefix(f"{failure.why}: ")))
     except BaseException as error:  # the function is the user's: it may raise anything
         return _failed(error)
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm that is left would strike another sample
+        signal.setitimer(signal.ITIMER_REAL, 0)  # a pending alarm would hit another sample
 
 
 def _failed(error: BaseException) -> _Outcome:
     try:
         detail = str(error)
-    except Exception as another:  # its text is made by the user's code too
-        detail = f"and its text cannot be made: {type(another).__name__}"
+    except Exception as another:  # its text comes from the user's code too
+        detail = f"its message cannot be formatted: {type(another).__name__}"
     soft, _ = resource.getrlimit(resource.RLIMIT_DATA)
     if isinstance(error, MemoryError) and soft != resource.RLIM_INFINITY:
-        detail = f"{detail or 'out of memory'}; a reward's process may allocate {soft / 2**30:g} GiB"
+        detail = f"{detail or 'out of memory'}; the limit of a reward process is {soft / 2**30:g} GiB"
     frames = [
-        frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_NOT_THE_USERS)
+        frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_INTERNAL_FOLDERS)
     ]
     where = f"{frames[-1].filename}, line {frames[-1].lineno}: {frames[-1].line}" if frames else ""
-    trace = "".join(traceback.format_list(frames))[-_MOST_CHARACTERS:]
+    trace = "".join(traceback.format_list(frames))[-_MAX_CHARACTERS:]
     return _Outcome(why=type(error).__name__, detail=_clean(detail), where=_clean(where), trace=_clean(trace))
 
 
 def _clean(text: str) -> str:
-    """Bound a text's length, and replace what UTF-8 cannot encode."""
-    return text[:_MOST_CHARACTERS].encode("utf-8", "replace").decode()
+    """Truncate a text, and replace what UTF-8 cannot encode."""
+    return text[:_MAX_CHARACTERS].encode("utf-8", "replace").decode()
 
 
 def _checked(values: Any, num_samples: int) -> _Outcome:  # noqa: ANN401 -- the function is the user's
@@ -361,7 +363,7 @@ def _checked(values: Any, num_samples: int) -> _Outcome:  # noqa: ANN401 -- the 
     if hasattr(values, "tolist"):  # numpy arrays and torch tensors
         values = values.tolist()
     if not isinstance(values, list | tuple):
-        raise CallFailed("returned no list", f"but a {type(values).__name__}")
+        raise CallFailed("did not return a list", f"it returned a {type(values).__name__}")
     if len(values) != num_samples:
         raise CallFailed("wrong number of values", f"{len(values)} for {num_samples} samples")
     without = {
@@ -376,7 +378,7 @@ def _finite(value: Any) -> float:  # noqa: ANN401 -- the function is the user's
     try:
         number = float(value)
     except (TypeError, ValueError) as error:
-        raise CallFailed("returned no number", repr(value)) from error
+        raise CallFailed("did not return a number", repr(value)) from error
     if not math.isfinite(number):
         raise CallFailed("returned a value that is not finite", repr(value))
     return number

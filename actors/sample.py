@@ -1,8 +1,8 @@
-"""Single answers to prompts: samples to train on, and answers to held-out problems, outside the ledger.
+"""Completions of single prompts: training samples, and answers to held-out problems, which the ledger does not count.
 
-SampleMaker  generates and scores them
+SampleMaker  generates and scores completions
 HeldLease    a lease and its samples
-HandingOn    requeues unfinished samples with their tokens, or has the buffer keep what there is of them
+PartialRollouts    requeues unfinished samples with their tokens, and saves those of running samples
 """
 
 from __future__ import annotations
@@ -20,56 +20,56 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
-from actors.config import ActorsConfig, KvSample, admission_of
-from actors.engine import Engine, EngineDead, RequestKey
-from actors.engine_output import Generation
-from actors.report import BusyClock, Counts, EvalCounts, EvalRequest, EvalResult
-from actors.rewards import RewardFailed, Scorer
-from actors.tasks import Problem
-from actors.tasks.task import PromptCodec
-from actors.weights import ActorError, WeightFollower
-from buffer.client import BufferClient, Granted
-from buffer.ledger import GENERATION_FAILED
-from buffer.protocol import Lease
-from buffer.schema import HANDED_ON, Prefix, Trajectory
-from common.process import wall_time
+from leeway.actors.config import ActorsConfig, KvSample, admission_of
+from leeway.actors.engine import Engine, EngineDead, RequestKey
+from leeway.actors.engine_output import Generation
+from leeway.actors.report import BusyClock, Counts, EvalCounts, EvalRequest, EvalResult
+from leeway.actors.rewards import RewardFailed, Scorer
+from leeway.actors.tasks import Problem
+from leeway.actors.tasks.task import PromptCodec
+from leeway.actors.weights import ActorError, WeightFollower
+from leeway.buffer.client import BufferClient, Granted
+from leeway.buffer.ledger import GENERATION_FAILED
+from leeway.buffer.protocol import Lease
+from leeway.buffer.schema import REQUEUED, Prefix, Trajectory
+from leeway.common.process import wall_time
 
 _log = logging.getLogger(__name__)
 
 R = TypeVar("R")
 
 GENERATE_TIMEOUT_S = 3600.0
-"""A sample that takes longer counts as failed: 32,000 tokens at 9 a second take less. An answer of an evaluation may
-take twice that, for it may wait for samples."""
+"""Timeout of a sample in seconds; a sample that exceeds it counts as failed. 32,000 tokens at 9 tokens/s take less.
+Answers of an evaluation may take twice as long, since they may wait for samples."""
 SAMPLED_TEMPERATURE = 1.0
-KEEP_EVERY_S = 300.0
-"""Seconds between two saves of partial rollouts in the buffer; bounds what a killed actor loses."""
-GOODBYE_S = 5.0
-"""Bound of letting go of all that is held."""
-MOST_COLUMN_BYTES = 64 * 2**10
-"""Of a row as JSON, which each of its samples carries: unit tests may be megabytes."""
+PARTIAL_SAVE_INTERVAL_S = 300.0
+"""Seconds between saves of partial rollouts in the buffer; bounds what a killed actor loses."""
+SHUTDOWN_GRACE_S = 5.0
+"""Grace period in seconds for requeuing all held samples."""
+MAX_COLUMN_BYTES = 64 * 2**10
+"""Maximum bytes of a row's columns as JSON, which each of its samples carries: unit tests may be megabytes."""
 
 
 def kept_columns(columns: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the columns of a row that its samples are stored with: without the largest if all are too much."""
+    """Return the columns of a row to store with its samples: without the largest ones if all exceed the limit."""
     sizes = {name: len(msgspec.json.encode(value)) for name, value in columns.items()}
     kept = dict(columns)
     for name in sorted(sizes, key=lambda name: -sizes[name]):
-        if sum(sizes[each] for each in kept) <= MOST_COLUMN_BYTES:
+        if sum(sizes[each] for each in kept) <= MAX_COLUMN_BYTES:
             break
         del kept[name]
-        _say_left_out(name)
+        _warn_left_out(name)
     return kept
 
 
 @cache
-def _say_left_out(name: str) -> None:
-    _log.warning("column '%s' of some rows is too large to be stored with every sample, and is left out there", name)
+def _warn_left_out(name: str) -> None:
+    _log.warning("column '%s' is too large in some rows to store with each sample, and is omitted there", name)
 
 
 @dataclass(frozen=True, slots=True)
 class Completed:
-    """A sample that has left the engine and has no reward yet; or the first tokens of an interrupted one."""
+    """A sample that has left the engine and has no reward yet, or the tokens so far of an interrupted one."""
 
     generation: Generation
     started_s: float
@@ -77,17 +77,17 @@ class Completed:
 
 
 class SampleFailed(Exception):
-    """This sample failed. The text is the reason that the ledger counts by."""
+    """One sample failed. The ledger counts failures by this message."""
 
 
 def sample_seed(run_seed: int, group_id: int, sample_index: int, attempt: int) -> int:
-    """Return the seed of one request, 63 bits: the same for the same sample of a run, different for every other."""
+    """Return the 63-bit seed of one request: equal for the same sample of a run, different for every other."""
     key = f"{run_seed}/{group_id}/{sample_index}/{attempt}".encode()
     return int.from_bytes(blake2b(key, digest_size=8).digest(), "big") >> 1
 
 
 class SampleMaker:
-    """Generates and scores single answers, as many of a kind at once as the engine has slots and room for."""
+    """Generates and scores single completions; the engine's slots and cache bound the number in flight."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class SampleMaker:
         scorer: Scorer,
         decoder: PromptCodec,
     ) -> None:
-        """`config` bounds number and time, `correct_at` is the least reward of a correct answer."""
+        """`config` bounds concurrency and length; `correct_at` is the minimum reward of a correct answer."""
         self._run_seed = run_seed
         self._config = config
         self._correct_at = correct_at
@@ -108,39 +108,39 @@ class SampleMaker:
         self._scorer = scorer
         self._decoder = decoder
         self.admission = admission_of(config, engine.stats.cache, lambda: engine.stats.num_steps)
-        # its own, for samples hold theirs while an evaluation keeps them waiting
+        # separate slots: samples keep theirs while they wait for an evaluation
         self._evaluation_slots = asyncio.Semaphore(self.admission.num_sure)
         self._started_s: dict[RequestKey, float] = {}
         self.busy = BusyClock()
         self.counts = Counts()
 
     async def generate(
-        self, lease: Lease, problem: Problem, sample_index: int, prefix: Prefix | None, hand_on_at: Callable[[], int]
+        self, lease: Lease, problem: Problem, sample_index: int, prefix: Prefix | None, requeue_at: Callable[[], int]
     ) -> Completed:
-        """Generate one sample of a lease, once there is a slot for it: all of it, or what follows its first tokens.
+        """Generate one sample of a lease once a slot is free: all of it, or the rest after a prefix.
 
-        One that begins here is interrupted at `hand_on_at` tokens, if that says any. SampleFailed if it could not be
-        generated, EngineDead if the engine is gone, PolicyTimeout if a policy version never came.
+        A sample without a prefix is interrupted at `requeue_at()` tokens, unless that is 0. Raises SampleFailed if
+        generation fails, EngineDead if the engine has died, and PolicyTimeout if a policy version does not arrive.
         """
-        if prefix is not None and (why := self.engine.ended(prefix)) is not None:
-            whole = Generation(prefix.token_ids, prefix.logprobs, prefix.spans, why)
+        if prefix is not None and (finish_reason := self.engine.ended(prefix)) is not None:
+            whole = Generation(prefix.token_ids, prefix.logprobs, prefix.spans, finish_reason)
             return Completed(whole, prefix.started_s, wall_time())
-        key, sample = self._to_run(lease, problem, sample_index, prefix, hand_on_at())
+        key, sample = self._to_run(lease, problem, sample_index, prefix, requeue_at())
         generation: Generation | None = None
         await self.admission.admit(key, sample)
         try:
-            if prefix is not None:  # no token is of an older version than the one before it
+            if prefix is not None:  # a token must not be of an older version than the one before it
                 await self._follower.catch_up(prefix.newest)
             await self._follower.admit(lease.min_version)
-            _, sample = self._to_run(lease, problem, sample_index, prefix, hand_on_at())
+            _, sample = self._to_run(lease, problem, sample_index, prefix, requeue_at())
             self.admission.begin(key, sample)
             started_s = wall_time() if prefix is None else prefix.started_s
             self._started_s[key] = started_s
             self.busy.enter()
             try:
-                generation = await self._generate(lease, problem, sample_index, prefix, sample.limit, hand_on_at)
+                generation = await self._generate(lease, problem, sample_index, prefix, sample.limit, requeue_at)
             except EngineDead:
-                raise  # what there is of it can still be handed on
+                raise  # its tokens so far can still be requeued
             except BaseException:
                 del self._started_s[key]
                 raise
@@ -149,35 +149,35 @@ class SampleMaker:
         finally:
             self._free(key, sample, generation)
         del self._started_s[key]
-        self.counts.num_samples += generation.finish_reason != HANDED_ON
-        self.counts.num_tokens += len(generation.token_ids) - sample.there
+        self.counts.num_samples += generation.finish_reason != REQUEUED
+        self.counts.num_tokens += len(generation.token_ids) - sample.num_prefix_tokens
         return Completed(generation, started_s, wall_time())
 
     def _to_run(
-        self, lease: Lease, problem: Problem, sample_index: int, prefix: Prefix | None, hand_on_at: int
+        self, lease: Lease, problem: Problem, sample_index: int, prefix: Prefix | None, requeue_at: int
     ) -> tuple[RequestKey, KvSample]:
-        """Return a sample's key in the engine, and what it may come to hold of the engine's cache."""
-        longest, there = self._config.max_new_tokens, 0 if prefix is None else len(prefix.token_ids)
-        limit = longest if prefix is not None else min(longest, hand_on_at or longest)
+        """Return a sample's key in the engine, and the sizes that bound its use of the engine's cache."""
+        longest, num_prefix_tokens = self._config.max_new_tokens, 0 if prefix is None else len(prefix.token_ids)
+        limit = longest if prefix is not None else min(longest, requeue_at or longest)
         return (lease.lease_id, sample_index), KvSample(
-            lease.group_id, len(problem.token_ids), limit, there, lease.usual_tokens
+            lease.group_id, len(problem.token_ids), limit, num_prefix_tokens, lease.usual_tokens
         )
 
     def _free(self, key: RequestKey, sample: KvSample, generation: Generation | None) -> None:
-        """Free its slot; an interrupted sample says nothing of lengths."""
+        """Free the slot of a sample; the length of an interrupted one is not counted."""
         num_tokens = 0 if generation is None else len(generation.token_ids)
         is_cut = generation is not None and num_tokens >= sample.limit
         is_over = generation is not None and (generation.finish_reason == "stop" or is_cut)
         self.admission.end(key, num_tokens if is_over else None, is_cut=is_cut)
 
     def so_far(self, lease: Lease, sample_index: int) -> Completed | None:
-        """Return what there is of a sample in the engine, or when that died; None if there is nothing."""
+        """Return the tokens so far of a sample in the engine, or when that died; None without tokens."""
         key = lease.lease_id, sample_index
         generation = self.engine.so_far(key)
         return None if generation is None else Completed(generation, self._started_s[key], wall_time())
 
     async def score(self, lease: Lease, problem: Problem, sample_index: int, completed: Completed) -> Trajectory:
-        """Return the sample with its reward; SampleFailed if a reward function failed."""
+        """Return the sample with its reward; raise SampleFailed if a reward function fails."""
         generation = completed.generation
         text = self._decoder.decode(generation.token_ids.tolist())
         try:
@@ -193,7 +193,7 @@ class SampleMaker:
         )
 
     def unfinished(self, lease: Lease, problem: Problem, sample_index: int, completed: Completed) -> Trajectory:
-        """Return the sample without a reward, to be handed on."""
+        """Return the sample without a reward, for requeuing."""
         generation, prompt = completed.generation, np.array(problem.token_ids, dtype=np.int32)
         return Trajectory(
             lease_id=lease.lease_id,
@@ -206,7 +206,7 @@ class SampleMaker:
             logprobs=generation.logprobs,
             spans=generation.spans,
             reward=None,
-            finish_reason=HANDED_ON,
+            finish_reason=REQUEUED,
             started_s=completed.started_s,
             finished_s=completed.finished_s,
         )
@@ -218,44 +218,43 @@ class SampleMaker:
         sample_index: int,
         prefix: Prefix | None,
         limit: int,
-        hand_on_at: Callable[[], int],
+        requeue_at: Callable[[], int],
     ) -> Generation:
         seed = sample_seed(self._run_seed, lease.group_id, sample_index, lease.attempt)
         deadline = asyncio.timeout(GENERATE_TIMEOUT_S)
         try:
             async with deadline:
                 key, longest = (lease.lease_id, sample_index), self._config.max_new_tokens
-                made = await self.engine.generate(
+                found = await self.engine.generate(
                     problem.token_ids, max_new_tokens=limit, seed=seed, prefix=prefix, key=key
                 )
-                if made.finish_reason != "length" or len(made.token_ids) == longest:
-                    return made
-                if hand_on_at():
-                    return replace(made, finish_reason=HANDED_ON)
-                # whoever was to go on with it is gone; with the same seed the same chance would come again
-                prefix = Prefix(made.token_ids, made.logprobs, made.spans, self._started_s[key])
+                if found.finish_reason != "length" or len(found.token_ids) == longest:
+                    return found
+                if requeue_at():
+                    return replace(found, finish_reason=REQUEUED)
+                # the pool that would continue it is gone; the same seed would repeat the random numbers
+                prefix = Prefix(found.token_ids, found.logprobs, found.spans, self._started_s[key])
                 seed = sample_seed(self._run_seed, lease.group_id, sample_index, -lease.attempt)
                 return await self.engine.generate(problem.token_ids, seed=seed, prefix=prefix, key=key)
         except (ActorError, EngineDead):
             raise
-        except Exception as error:  # whatever the engine refuses is this sample's failure, counted by its type
-            why = "took too long" if deadline.expired() else type(error).__name__
+        except Exception as error:  # any other error of the engine fails only this sample, counted by its type
+            reason = "took too long" if deadline.expired() else type(error).__name__
             _log.error(
                 "generation failed: prompt %d, group %d, sample %d: %s (%s)",
-                lease.prompt_id, lease.group_id, sample_index, why, error,
+                lease.prompt_id, lease.group_id, sample_index, reason, error,
             )  # fmt: skip
-            raise SampleFailed(f"{GENERATION_FAILED}: {why}") from error
+            raise SampleFailed(f"{GENERATION_FAILED}: {reason}") from error
 
     async def evaluate(self, request: EvalRequest, heldout: Sequence[Problem]) -> EvalResult:
-        """Answer one shard of the held-out problems while the weights are held, with the same seeds at every
-        evaluation.
+        """Answer one shard of the held-out problems at a single version, with the same seeds in every evaluation.
 
-        ValueError if the task has fewer problems or no such shard, PolicyTimeout if `min_version` did not arrive in
-        time.
+        Raises ValueError if the task has fewer problems or the shard does not exist, and PolicyTimeout if `min_version`
+        does not arrive in time.
         """
         if not 1 <= request.num_problems <= len(heldout):
             raise ValueError(
-                f"an evaluation of {request.num_problems} problems: the task holds {len(heldout)} out; "
+                f"cannot evaluate {request.num_problems} problems: the task has {len(heldout)} held-out problems; "
                 "raise task.num_heldout"
             )
         if not 0 <= request.shard < request.num_shards:
@@ -273,16 +272,16 @@ class SampleMaker:
 
     async def _answer(self, problem: Problem, index: int, temperature: float) -> EvalCounts:
         try:
-            # twice: at first samples have the engine's seats, for as long as each of them may take
+            # twice: at first, samples may occupy the engine for one timeout
             async with self._evaluation_slots, asyncio.timeout(2 * GENERATE_TIMEOUT_S):
                 seed = sample_seed(self._run_seed, -1, index, 0) if temperature else None
                 completion = await self.engine.generate(problem.token_ids, temperature=temperature, seed=seed)
             scored = await self._scorer.score(problem, self._decoder.decode(completion.token_ids.tolist()))
         except (ActorError, EngineDead):
             raise
-        except RewardFailed:  # logged where it failed
+        except RewardFailed:  # already logged
             return EvalCounts(num_failed=1)
-        except Exception as error:  # one problem that the engine refuses must not lose the others
+        except Exception as error:  # one rejected problem must not fail the others
             _log.error("evaluation of held-out problem %d failed: %s: %s", index, type(error).__name__, error)
             return EvalCounts(num_failed=1)
         if scored.reward is None:
@@ -290,27 +289,27 @@ class SampleMaker:
         return EvalCounts(int(scored.reward >= self._correct_at), 1)
 
 
-# --- what an actor holds, and hands on ------------------------------------------------------------
+# --- held leases and partial rollouts --------------------------------------------------------------
 
 
 @dataclass(slots=True, eq=False)
 class HeldLease:
-    """Samples are known by their index in the group."""
+    """A lease and its samples, which are identified by their index in the group."""
 
     lease: Lease
     problem: Problem
     open: set[int]
-    """Neither acknowledged nor failed nor handed on."""
+    """Samples that are not yet acknowledged, failed or requeued."""
     to_generate: set[int]
-    """Of those, the ones that the engine has not completed."""
+    """Open samples that the engine has not completed."""
     renew_at_s: float
     prefixes: dict[int, Prefix]
-    """The tokens that samples continue from."""
+    """The tokens that samples resume from."""
     tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict)
-    """Of samples that generate or score; once a sample is being pushed nothing cancels it."""
+    """Tasks of samples that are being generated or scored; a sample that is being pushed is not cancelled."""
     completed: dict[int, Completed] = field(default_factory=dict)
     """Samples that have left the engine and are not pushed yet."""
-    left: set[int] = field(default_factory=set)
+    requeued: set[int] = field(default_factory=set)
     pushing: set[int] = field(default_factory=set)
 
     @property
@@ -318,87 +317,87 @@ class HeldLease:
         return self.open - self.pushing
 
 
-class HandingOn:
-    """Hands on the samples of one actor."""
+class PartialRollouts:
+    """Requeues the unfinished samples of one actor, and saves their tokens in the buffer."""
 
     def __init__(self, name: str, maker: SampleMaker, client: BufferClient) -> None:
         self._name, self._maker, self._client = name, maker, client
-        self._asked: Future[Granted] | None = None
+        self._request: Future[Granted] | None = None
 
-    async def granted(self, asked: Future[Granted]) -> Granted:
-        """Wait for leases. If cancelled, `leave_all` hands on those that are granted later."""
-        self._asked = asked
-        grant = await settled(asked)
-        self._asked = None
+    async def granted(self, request: Future[Granted]) -> Granted:
+        """Wait for leases. If cancelled, `requeue_all` requeues those that are granted later."""
+        self._request = request
+        grant = await await_future(request)
+        self._request = None
         return grant
 
-    async def keep(self, leases: Collection[HeldLease]) -> None:
-        """Report the tokens of running samples to the buffer now and then; `leases` may change."""
+    async def save_periodically(self, leases: Collection[HeldLease]) -> None:
+        """Save the tokens of running samples in the buffer at regular intervals; `leases` may change."""
         while True:
-            await asyncio.sleep(KEEP_EVERY_S)
-            told = [
-                self._client.hand_on(held.lease, [row.sample_index for row in there], there, goes_on=True)
+            await asyncio.sleep(PARTIAL_SAVE_INTERVAL_S)
+            requests = [
+                self._client.requeue(held.lease, [row.sample_index for row in rows], rows, goes_on=True)
                 for held in leases
-                if (there := self._there(held, held.to_generate - held.left))
+                if (rows := self._partial(held, held.to_generate - held.requeued))
             ]
-            for each in told:
-                await settled(each)
+            for each in requests:
+                await await_future(each)
 
-    async def leave_all(self, leases: Collection[HeldLease]) -> tuple[int, int]:
-        """Hand on all that is held, or granted only now, within `GOODBYE_S`; return samples handed on, and tokens lost.
+    async def requeue_all(self, leases: Collection[HeldLease]) -> tuple[int, int]:
+        """Requeue all held and just-granted samples within `SHUTDOWN_GRACE_S`; return samples requeued and tokens lost.
 
-        Leases that the buffer gets no message about expire.
+        Leases that the buffer receives no message about expire.
         """
         leases, counts = list(leases), self._maker.counts
-        before = counts.num_handed_on, counts.num_tokens_lost
-        results: list[object] = [TimeoutError(f"no answer within {GOODBYE_S:g} s")]
+        before = counts.num_requeued, counts.num_tokens_lost
+        results: list[object] = [TimeoutError(f"no reply within {SHUTDOWN_GRACE_S:g} s")]
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(GOODBYE_S):
-                leaving = [self.leave(held, held.unfinished) for held in leases]
-                leaving += [self._leave_granted(self._asked)] if self._asked is not None else []
-                results = list(await asyncio.gather(*leaving, return_exceptions=True))
+            async with asyncio.timeout(SHUTDOWN_GRACE_S):
+                requeuing = [self.requeue(held, held.unfinished) for held in leases]
+                requeuing += [self._requeue_granted(self._request)] if self._request is not None else []
+                results = list(await asyncio.gather(*requeuing, return_exceptions=True))
         errors = [each for each in results if isinstance(each, Exception)]
         if errors and (remaining := [held for held in leases if held.unfinished]):
             _log.warning(
-                "%s could not hand on what it had of %d groups, and other actors make it anew: %s",
+                "%s could not requeue its samples of %d groups; other actors generate them again: %s",
                 self._name, len(remaining), errors[0],
             )  # fmt: skip
             self.count_lost(remaining)
-        return counts.num_handed_on - before[0], counts.num_tokens_lost - before[1]
+        return counts.num_requeued - before[0], counts.num_tokens_lost - before[1]
 
-    async def leave(self, held: HeldLease, indices: set[int]) -> None:
-        """Hand samples of a lease on, with the tokens that they have."""
-        held.left |= indices
+    async def requeue(self, held: HeldLease, indices: set[int]) -> None:
+        """Requeue samples of a lease with their tokens so far."""
+        held.requeued |= indices
         tasks = {index: held.tasks[index] for index in indices if index in held.tasks}
         engine, lease_id = self._maker.engine, held.lease.lease_id
         running = {index for index in tasks if engine.runs((lease_id, index))}
-        for index in tasks.keys() - running:  # it waits for a slot or a policy version, or is scored
+        for index in tasks.keys() - running:  # waiting for a slot or a policy version, or being scored
             tasks[index].cancel()
         with contextlib.suppress(EngineDead):
             await engine.interrupt([(lease_id, index) for index in running])
         if tasks:
-            # within a goodbye the buffer is to be told too
-            await asyncio.wait(tasks.values(), timeout=GOODBYE_S / 2)
+            # half of the grace period: the rest is for the request to the buffer
+            await asyncio.wait(tasks.values(), timeout=SHUTDOWN_GRACE_S / 2)
         indices &= held.open
-        await settled(self._client.hand_on(held.lease, sorted(indices), self._there(held, indices)))
-        self._maker.counts.num_handed_on += len(indices & held.open)
+        await await_future(self._client.requeue(held.lease, sorted(indices), self._partial(held, indices)))
+        self._maker.counts.num_requeued += len(indices & held.open)
         held.open -= indices
 
-    async def _leave_granted(self, asked: Future[Granted]) -> None:
-        """Hand on what was not begun; what the buffer has of it stays there."""
-        leases = (await settled(asked)).leases
-        for left in [self._client.hand_on(lease, lease.sample_indices, []) for lease in leases]:
-            await settled(left)
-        self._maker.counts.num_handed_on += sum(len(lease.sample_indices) for lease in leases)
+    async def _requeue_granted(self, request: Future[Granted]) -> None:
+        """Requeue samples that were not started; the buffer keeps the tokens that it has of them."""
+        leases = (await await_future(request)).leases
+        for each in [self._client.requeue(lease, lease.sample_indices, []) for lease in leases]:
+            await await_future(each)
+        self._maker.counts.num_requeued += sum(len(lease.sample_indices) for lease in leases)
 
     def count_lost(self, leases: Iterable[HeldLease]) -> None:
         for held in leases:
-            for row in self._there(held, held.unfinished):
+            for row in self._partial(held, held.unfinished):
                 prefix = held.prefixes.get(row.sample_index)
                 before = 0 if prefix is None else len(prefix.token_ids)
                 self._maker.counts.num_tokens_lost += row.num_completion_tokens - before
 
-    def _there(self, held: HeldLease, indices: Iterable[int]) -> list[Trajectory]:
+    def _partial(self, held: HeldLease, indices: Iterable[int]) -> list[Trajectory]:
         lease, maker = held.lease, self._maker
         found = {index: held.completed.get(index) or maker.so_far(lease, index) for index in sorted(indices)}
         return [
@@ -408,8 +407,8 @@ class HandingOn:
         ]
 
 
-async def settled(future: Future[R]) -> R:
-    """Wait for the buffer, within the client's own bound. Cancelling the wait leaves the request alone: the client owns
-    its futures and must be able to complete them.
+async def await_future(future: Future[R]) -> R:
+    """Await a reply of the buffer, within the client's own timeout. Cancelling the wait does not cancel the request:
+    the client owns its futures and must be able to complete them.
     """
     return await asyncio.shield(asyncio.wrap_future(future))

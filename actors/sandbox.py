@@ -1,12 +1,12 @@
-"""Namespaces: cut a process off from the network, and run programs that a model wrote.
+"""Isolation by namespaces: cut a process off from the network, and run programs that a model wrote.
 
-cut_network      this process, and all that it starts, has no network any more
-die_with_parent  it ends with the process that started it
-serve            a program of its own: runs programs one after the other, each within limits, and reports on each
+cut_network      cuts this process and its future children off from the network
+die_with_parent  makes the kernel kill this process when its parent exits
+serve            entry point of a separate process: runs programs one at a time, within limits, and reports the results
 
-Imports the standard library alone, so that it starts in milliseconds. If the kernel permits, the programs have no
-network, see no other process, can read the file system and not write it, and have a small folder in memory; all that
-they start ends with them. Otherwise only the limits of time, memory and output hold.
+Imports only the standard library, so that it starts in milliseconds. If the kernel permits, the programs have no
+network, see no other process, can read but not write the file system, and have a small folder in memory; their child
+processes are killed with them. Otherwise only the limits of time, memory and output hold.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from pathlib import Path
 from typing import Any
 
 OUTPUT_BYTES = 2**20
-"""Most output of a program beyond what is expected of it."""
+"""Maximum bytes of a program's output beyond the expected output."""
 _FILE_BYTES = 16 * 2**20
 _FOLDER_BYTES = 64 * 2**20
 _ADDRESS_BYTES = 8 * 2**30
-"""Beside a process's allocations: libraries, stacks of threads, and shared memory."""
-_NUM_PROCESSES, _MOST_OF_NOBODY = 64, 1024
-"""Of a program; without a namespace of its own, of all that the host runs as this user."""
+"""Address space besides a process's allocations: libraries, stacks of threads, and shared memory."""
+_MAX_PROCESSES, _MAX_PROCESSES_OF_NOBODY = 64, 1024
+"""Maximum processes of a program; without a namespace of its own, of all processes of this user on the host."""
 _NUM_FILES = 256
 NOBODY = 65534
-_LOOK_S = 20.0
+_PROBE_S = 20.0
 _ONE_THREAD = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-"""With a thread per core, as `import numpy` starts them, their buffers would fill a program's memory limit."""
+"""By default `import numpy` starts a thread per core; their buffers would exceed a program's memory limit."""
 SCRATCH = "/dev/shm"
-"""The programs' folder: it is on every Linux, and hides what others keep there."""
+"""Mount point of the programs' folder: it exists on every Linux, and the mount hides files of other processes."""
 REFUSED = 77
-"""Exit status if the kernel does not let it run as asked."""
+"""Exit status if the kernel refuses the requested isolation."""
 
 _NEWNS, _NEWIPC, _NEWUSER, _NEWPID, _NEWNET = 0x20000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_REC, _MS_PRIVATE = 1, 2, 4, 0x4000, 1 << 18
@@ -57,19 +57,19 @@ _SIOCGIFFLAGS, _SIOCSIFFLAGS, _IFF_UP = 0x8913, 0x8914, 1
 _libc = ctypes.CDLL(None, use_errno=True)
 
 HINT = (
-    "let user namespaces be made (sysctl user.max_user_namespaces, kernel.apparmor_restrict_unprivileged_userns), in a "
-    "container also by its seccomp profile"
+    "allow user namespaces (sysctl user.max_user_namespaces, kernel.apparmor_restrict_unprivileged_userns), in a "
+    "container also in its seccomp profile"
 )
-"""What to try if the kernel refuses."""
+"""Remedy if the kernel refuses; ends an error message."""
 
 
 def cut_network() -> None:
-    """Enter a network with nothing but a loopback of its own, before any thread starts; OSError if the kernel refuses.
+    """Enter a new network namespace that has only a loopback. Call it before any thread starts.
 
-    Open sockets stay. Unix sockets that have a file can still be reached.
+    Open sockets stay open, and Unix sockets with a file stay reachable. Raises OSError if the kernel refuses.
     """
     try:
-        _unshare(_NEWNET)  # who may do so without more keeps all rights
+        _unshare(_NEWNET)  # a process with this privilege keeps all its rights
     except PermissionError:
         user, group = os.geteuid(), os.getegid()
         _unshare(_NEWUSER | _NEWNET)
@@ -80,14 +80,14 @@ def cut_network() -> None:
         fcntl.ioctl(probe, _SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", flags | _IFF_UP))
 
 
-def why_not_cut() -> str:
-    """Return the kernel's refusal of `cut_network`; '' if it permits it."""
-    program = "import sys; sys.path.append(sys.argv[1]); from actors.sandbox import cut_network; cut_network()"
-    command = [sys.executable, "-I", "-S", "-c", program, str(Path(__file__).parents[1])]
+def cut_network_error() -> str:
+    """Return the kernel's error for `cut_network`; '' if it succeeds."""
+    program = "import sys; sys.path.append(sys.argv[1]); from leeway.actors.sandbox import cut_network; cut_network()"
+    command = [sys.executable, "-I", "-S", "-c", program, str(Path(__file__).parents[2])]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_LOOK_S, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_PROBE_S, check=False)
     except subprocess.TimeoutExpired:
-        return f"no answer within {_LOOK_S:g} s"
+        return f"no answer within {_PROBE_S:g} s"
     return "" if not done.returncode else (done.stderr.strip().splitlines() or ["no reason given"])[-1]
 
 
@@ -102,7 +102,7 @@ def _checked(result: int, what: str) -> None:
 
 
 def _map_ids(user: tuple[int, int], group: tuple[int, int]) -> None:
-    """In a new user namespace: (there, outside)."""
+    """Map ids in a new user namespace; each pair is (inside, outside)."""
     for file, text in (
         ("setgroups", "deny"),
         ("uid_map", f"{user[0]} {user[1]} 1"),
@@ -112,27 +112,26 @@ def _map_ids(user: tuple[int, int], group: tuple[int, int]) -> None:
 
 
 def die_with_parent() -> None:
-    """Have the kernel end this process with the thread that started it, unless that is gone already."""
+    """Make the kernel kill this process when the thread that started it exits; no effect if it already has."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def adopt_orphans() -> None:
-    """Become the parent of all orphaned descendants, also of those in sessions of their own."""
+    """Become the parent of all orphaned descendants, including those in other sessions."""
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-# --- a program of its own -------------------------------------------------------------------------------
+# --- entry point of a separate process ------------------------------------------------------------------
 
 
 def serve(parent: str) -> None:
     """Read a job from stdin, run its programs, write their results to stdout; both are JSON.
 
-    A job has `as_nobody` and `isolated`, the way to run, `timeout_s` for all programs together, `memory_bytes`,
-    `stop_at_failure`, and `programs`, each with its `source` and either `stdin` and `stdout`, a `test`, or a `call` and
-    results that are `wanted`. A result is true if the program printed that, ran the test to its end or returned one of
-    them; a reason and its detail if that cannot be judged.
-
-    Exits with REFUSED if the kernel does not let it run so.
+    A job has `as_nobody` and `isolated`, which select the isolation, `timeout_s` for all programs together,
+    `memory_bytes`, `stop_at_failure`, and `programs`. Each program has a `source` and either `stdin` and `stdout`, a
+    `test`, or a `call` and the accepted results, `wanted`. A result is true if the program printed `stdout`, passed the
+    test or returned an accepted result; a reason and its detail if the program cannot be judged; else false.
+    Exits with REFUSED if the kernel refuses the isolation.
     """
     job = json.load(sys.stdin)
     try:
@@ -140,12 +139,12 @@ def serve(parent: str) -> None:
             os.setgroups([])
             os.setresgid(NOBODY, NOBODY, NOBODY)
             os.setresuid(NOBODY, NOBODY, NOBODY)
-            _libc.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)  # else its own files in /proc are not its own
+            _libc.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)  # else the process does not own its files in /proc
         if job["isolated"]:
             user, group = os.geteuid(), os.getegid()
             _unshare(_NEWUSER | _NEWNET | _NEWPID | _NEWNS | _NEWIPC)
             _map_ids((NOBODY, user), (NOBODY, group))
-            # in one of its own a program could mount, and fill the memory; a container may have /proc/sys read-only
+            # in a namespace of its own a program could mount and fill memory; in a container /proc/sys may be read-only
             with contextlib.suppress(OSError):
                 Path("/proc/sys/user/max_user_namespaces").write_text("0")
     except OSError as error:
@@ -158,7 +157,7 @@ def serve(parent: str) -> None:
         with tempfile.TemporaryDirectory(prefix="leeway-code-", ignore_cleanup_errors=True) as folder:
             print(json.dumps(_results(job, folder)), flush=True)
         return
-    if child := os.fork():  # the first process of its namespace, with which all others there end
+    if child := os.fork():  # the first process of its namespace; when it exits, the kernel kills all others there
         _, status = os.waitpid(child, 0)
         os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
     die_with_parent()
@@ -172,7 +171,7 @@ def serve(parent: str) -> None:
 
 
 def _mount_read_only() -> None:
-    """Make all mounts read-only, but for a new folder in memory at SCRATCH."""
+    """Make all mounts read-only, except a new folder in memory at SCRATCH."""
     _checked(_libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None), "mount")
     attributes = struct.pack("QQQQ", _ATTR_RDONLY, 0, 0, 0)
     changed = _libc.syscall(_MOUNT_SETATTR, _AT_FDCWD, b"/", _AT_RECURSIVE, attributes, len(attributes))
@@ -182,10 +181,10 @@ def _mount_read_only() -> None:
     _libc.mount(b"proc", b"/proc", b"proc", _MS_RDONLY | _MS_NOSUID | _MS_NODEV, None)  # a container may forbid it
 
 
-# --- one program after the other ------------------------------------------------------------------------
+# --- programs -------------------------------------------------------------------------------------------
 
 _START = "import builtins, sys; exec(sys.argv.pop(), {'__builtins__': dict(vars(builtins))})"
-"""Gives `_TEST` builtins that the program does not change."""
+"""Runs `_TEST` with builtins that the program cannot change."""
 _TEST = """
 import builtins, json, os, sys, types, typing
 from contextlib import suppress
@@ -193,22 +192,22 @@ task, dumps, report = json.load(sys.stdin), json.dumps, open(os.dup(1), "w")
 for number in 0, 1:
     os.dup2(os.open(os.devnull, os.O_RDWR), number)
 program, main = types.ModuleType("solution"), types.ModuleType("__main__")
-sys.modules.update(solution=program, __main__=main)  # dataclasses look their module up
+sys.modules.update(solution=program, __main__=main)  # dataclasses look up their module
 space, test, marks, imports = vars(program), vars(main), set(), {}
 space["__builtins__"] = vars(builtins)
 exec("from typing import *", space)  # for the annotations of LeetCode's programs
 groups, plain = (list, tuple, set, frozenset, dict), {int, float, str, bool, bytes, type(None)}
 probes = object(), None, 0, 1, 2, 3, 10, 10**6, -1, "", "a", "b", "abc", ["l"], ("t",), {"d": 0}
-class Names(dict):  # the builtins of a test: names of the program come after them, as they are when they are used
+class Names(dict):  # the builtins of a test, then the names of the program, looked up when used
     __missing__ = lambda self, name: space[name]
 class NoVerdict(Exception): ...
 unclear = NoVerdict("the row names no function to call", "the program defines several")
-def ran(name=True):  # an assertion, or the test's function of this name
+def ran(name=True):  # record an assertion, or the test's function of this name
     marks.add(name)
     for new in test.keys() - space.keys():
         space[new] = test[new]  # the program may use a class that the test defines
     return True
-def honest(value, equal=0):  # neither it nor an entry of it equals values that differ
+def honest(value, equal=0):  # fail if the value or an entry of it equals different values
     for one in [*value, *getattr(value, "values", list)()] if isinstance(value, groups) else ():
         honest(one)
     for probe in () if type(value) in plain else probes:
@@ -216,7 +215,7 @@ def honest(value, equal=0):  # neither it nor an entry of it equals values that 
             equal += bool(value == probe or value < -1e300)
     assert equal < 2
     return value
-def restore():  # what the program has replaced in the builtins and the modules that the test imports
+def restore():  # undo the program's changes to builtins and to modules that the test imports
     sys.modules.update(imports)
     vars(builtins).update(__builtins__)
     for owner, names in saved:
@@ -236,7 +235,7 @@ def call(function):
     is_known = needed in ((), ("candidate",)) or name == "check" and len(needed) == 1
     if is_known and not hasattr(function, "pytestmark") and function(*[entry() for _ in needed]) is None:
         return
-    if is_known or name not in marks:  # else the test calls it itself
+    if is_known or name not in marks:  # else the test itself calls it
         raise NoVerdict("the row's tests need pytest", f"to call {name}({', '.join(needed)})")
 def run_case(unittest, case):
     unittest.defaultTestLoader.loadTestsFromTestCase(case).run(result := unittest.TestResult())
@@ -249,9 +248,9 @@ def run_class(case):
         for step in ("setup_class", "setup_method", key):
             hasattr(own, step) and call(getattr(own, step))
 def run_test():
-    names, asked = Names(__builtins__), [task["name"]] if task["name"] else task["names"]
-    used = [name for name in asked if callable(space.get(name)) and space[name] is not getattr(typing, name, 0)]
-    if names.keys() >= set(used):  # what is asked for has the name of a builtin
+    names, candidates = Names(__builtins__), [task["name"]] if task["name"] else task["names"]
+    used = [name for name in candidates if callable(space.get(name)) and space[name] is not getattr(typing, name, 0)]
+    if names.keys() >= set(used):  # the functions under test have names of builtins
         if used[1:]:
             raise unclear
         names.update({name: space[name] for name in used})
@@ -287,11 +286,11 @@ try:
         run_test()
 except NoVerdict as stop:
     why = stop.args
-report.write(task["word"] + dumps([why, result], default=lambda value: value.tolist()))  # of numpy
+report.write(task["word"] + dumps([why, result], default=lambda value: value.tolist()))  # numpy
 """
-"""Runs a test after a program, and reports with the word that it was told, at the end alone: a program that exits
-early has not passed. The test has names and builtins of its own, and calls `leeway_ran` for each assertion, as
-`actors.tasks.code` rewrites it. Of a call the result is reported: what is wanted is not known here."""
+"""Runs a test after a program. It reports only at the end, prefixed with a secret word, so a program that exits early
+does not pass. The test has its own names and builtins, and calls `leeway_ran` for each assertion, as rewritten by
+`leeway.actors.tasks.code`. For a call it reports the result; this process does not receive the accepted results."""
 
 
 def _results(job: dict[str, Any], folder: str) -> list[bool | list[str]]:
@@ -349,10 +348,10 @@ def _passes(program: dict[str, Any], job: dict[str, Any], folder: str, deadline:
         return False
     if is_script:
         return _lines(output.decode("utf-8", "replace")) == _lines(expected)
-    said, is_true, report = output.decode("utf-8", "replace").partition(word)
-    if said or not is_true:  # what the program wrote there
+    printed, has_word, report = output.decode("utf-8", "replace").partition(word)
+    if printed or not has_word:  # the program itself wrote to the output
         return False
-    with contextlib.suppress(ValueError, TypeError):  # it may have changed what writes JSON
+    with contextlib.suppress(ValueError, TypeError):  # the program may have changed the JSON encoder
         why, result = json.loads(report)
         if isinstance(why, list):
             return [*map(str, why), "", ""][:2]
@@ -360,32 +359,32 @@ def _passes(program: dict[str, Any], job: dict[str, Any], folder: str, deadline:
     return False
 
 
-def _is_same(found: Any, wanted: Any) -> bool:  # noqa: ANN401 -- any JSON
-    """Compare as Python does; a float that is wanted allows for rounding, in proportion to it."""
-    if isinstance(wanted, list) and isinstance(found, list):
-        return len(found) == len(wanted) and all(map(_is_same, found, wanted))
-    if isinstance(wanted, dict) and isinstance(found, dict):
-        return found.keys() == wanted.keys() and all(_is_same(found[key], wanted[key]) for key in wanted)
-    if isinstance(wanted, float) and isinstance(found, float):
-        is_close = math.isclose(found, wanted, rel_tol=1e-9, abs_tol=0.0 if wanted else 1e-12)
-        return is_close or (math.isnan(found) and math.isnan(wanted))
-    return bool(found == wanted)
+def _is_same(found: Any, expected: Any) -> bool:  # noqa: ANN401 -- any JSON
+    """Compare as Python does, but allow an expected float a relative rounding error."""
+    if isinstance(expected, list) and isinstance(found, list):
+        return len(found) == len(expected) and all(map(_is_same, found, expected))
+    if isinstance(expected, dict) and isinstance(found, dict):
+        return found.keys() == expected.keys() and all(_is_same(found[key], expected[key]) for key in expected)
+    if isinstance(expected, float) and isinstance(found, float):
+        is_close = math.isclose(found, expected, rel_tol=1e-9, abs_tol=0.0 if expected else 1e-12)
+        return is_close or (math.isnan(found) and math.isnan(expected))
+    return bool(found == expected)
 
 
 def _lines(text: str) -> list[str]:
-    """Strip white space at the ends of lines and of the whole."""
+    """Return the lines of a text without white space around the text and at line ends."""
     return [line.rstrip() for line in text.strip().splitlines()]
 
 
-def _output_of(process: subprocess.Popen[bytes], most: int, deadline: float) -> bytes | None:
-    """Return its output until it ends or closes it; None if that is too much, or takes too long."""
+def _output_of(process: subprocess.Popen[bytes], max_bytes: int, deadline: float) -> bytes | None:
+    """Return the output until the process exits or closes it; None if it is too long or misses the deadline."""
     assert process.stdout is not None
     output, descriptor, end = b"", process.stdout.fileno(), os.pidfd_open(process.pid)
     try:
-        while len(output) <= most and (left_s := deadline - time.monotonic()) > 0:
+        while len(output) <= max_bytes and (left_s := deadline - time.monotonic()) > 0:
             ready, _, _ = select.select([descriptor, end], [], [], left_s)
             more = os.read(descriptor, 65536) if descriptor in ready else b""
-            if ready and not more:  # it has ended; what it has started may hold its output
+            if ready and not more:  # it has exited; a child may still hold its output open
                 return output
             output += more
     finally:
@@ -394,7 +393,7 @@ def _output_of(process: subprocess.Popen[bytes], most: int, deadline: float) -> 
 
 
 def _end(process: subprocess.Popen[bytes], job: dict[str, Any]) -> None:
-    """End the program, and whatever it has started: in a namespace all that is there."""
+    """Kill the program and its descendants: in a namespace, all processes in it."""
     with contextlib.suppress(ProcessLookupError):
         if job["isolated"]:
             os.kill(-1, signal.SIGKILL)  # from the first process of the namespace: all but itself
@@ -409,7 +408,7 @@ def _end(process: subprocess.Popen[bytes], job: dict[str, Any]) -> None:
 
 
 def _limit(job: dict[str, Any]) -> None:
-    """In the program's process, before it is the program."""
+    """Set the limits in the program's process, before it executes the program."""
     die_with_parent()
     seconds = int(job["timeout_s"]) + 1
     limits = {
@@ -420,12 +419,12 @@ def _limit(job: dict[str, Any]) -> None:
         resource.RLIMIT_NOFILE: _NUM_FILES,
         resource.RLIMIT_CORE: 0,
     }
-    if job["isolated"] or job["as_nobody"]:  # else all processes of whoever started the run count
-        limits[resource.RLIMIT_NPROC] = _NUM_PROCESSES if job["isolated"] else _MOST_OF_NOBODY
-    for kind, most in limits.items():
+    if job["isolated"] or job["as_nobody"]:  # else all processes of the run's user would count
+        limits[resource.RLIMIT_NPROC] = _MAX_PROCESSES if job["isolated"] else _MAX_PROCESSES_OF_NOBODY
+    for kind, limit in limits.items():
         _, hard = resource.getrlimit(kind)
-        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
-        resource.setrlimit(kind, (most, most))
+        limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+        resource.setrlimit(kind, (limit, limit))
     _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    if job["isolated"] and _CAPSET > 0:  # those of its own namespace, by which it could mount
+    if job["isolated"] and _CAPSET > 0:  # drop the capabilities of its namespace, which permit mounts
         _libc.syscall(_CAPSET, struct.pack("Ii", _CAP_VERSION, 0), struct.pack("6I", *([0] * 6)))

@@ -1,17 +1,17 @@
 """Pure functions from log-probabilities to a loss, and their config sections.
 
-registry            the algorithms by name, the config union that `algorithm.type` selects from, the loss of a config;
-                    withholds from a loss what its Needs do not declare
-base                LossInputs: what every loss may read; LossOutput: the loss and its metrics; Algorithm, its config
-                    section, its Needs; group_advantages; refuses a batch that no loss can use
+registry            the algorithms by name, the config union selected by `algorithm.type`, and the loss of a config;
+                    hides inputs that the Needs of a loss do not declare
+base                LossInputs: the inputs of every loss; LossOutput: the loss and its metrics; Algorithm, its config
+                    section and its Needs; group_advantages; validation of batches
 trajectory_balance  VarGrad trajectory balance (TBA)
 online_dpo          best-against-worst preference loss
 oapl                regression of log(pi / mu) on the optimal advantage
-off_policy_ppo      decoupled PPO, over the advantages of a group, of the batch or of a critic (GAE)
-distillation        on-policy distillation: reverse KL to a teacher, token by token
-corrections         importance weights with truncations and masks, of objectives or of gradients; surrogates of PPO;
-                    how far the data are from the policy
+off_policy_ppo      decoupled PPO with advantages from a group, the batch or a critic (GAE)
+distillation        on-policy distillation: token-level reverse KL to a teacher
+corrections         importance weights with truncations and masks, for objectives or gradients; surrogates of PPO;
+                    off-policy metrics
 
-This package imports torch, and of ours only how a user's file is loaded: it knows no pipeline, no buffer and no
-version.
+This package imports torch and, from leeway, only `leeway.common.user_input`. It is independent of pipelines, buffers
+and versions.
 """

@@ -1,33 +1,44 @@
-"""What a loss builds on.
+"""Building blocks of losses.
 
-LossInputs, LossOutput   what it reads and what it returns
+LossInputs, LossOutput   inputs and output of a loss
 group_advantages         advantages from the rewards of a group: RLOO, GRPO, Dr. GRPO
-Algorithm                its config section, what that needs of a run, and the loss itself
-Correction, Interval     entries of a section's `corrections`
-check_inputs             refuses a batch that no loss can use
+Algorithm                a config section with its Needs, and the loss function
+Correction, Interval     base classes for the entries of `corrections`
+check_inputs             raises for a batch that no loss can use
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import reprlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Self, SupportsFloat
+from inspect import signature
+from typing import Any, Literal, Self, SupportsFloat, get_type_hints, overload
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, NonNegativeFloat, PositiveFloat, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    JsonValue,
+    NonNegativeFloat,
+    PositiveFloat,
+    create_model,
+    model_validator,
+)
 from torch import Tensor
 
 BASIC: dict[str, JsonValue] = {"basic": True}
-"""Of the fields of knobs that most users set."""
+"""`json_schema_extra` of keys that most users set."""
 LOG_RATIO_LIMIT = 20.0
-"""Log ratios are clamped to +-20 before exp: finite in float32, and far beyond any trust region."""
+"""Bound in nats to which log ratios are clamped before exp: finite in float32, and far beyond any trust region."""
 
 
 Measured = dict[str, Tensor | float | None]
-"""Metrics by name, some of them yet to be read from the device."""
+"""Metrics by name; tensors are not yet copied from the device."""
 
 
 def clamped_exp(log_ratio: Tensor) -> Tensor:
@@ -35,47 +46,47 @@ def clamped_exp(log_ratio: Tensor) -> Tensor:
 
 
 def share_of(chosen: Tensor, number: int | Tensor) -> Tensor:
-    """Return how many are chosen (bool), over a number, as float64."""
+    """Return the number of True entries of `chosen` divided by `number`, as float64."""
     return chosen.sum().double() / number
 
 
 @dataclass(frozen=True)
 class LossInputs:
-    """One batch as the loss sees it: log-probabilities of completion tokens, flat over the batch.
+    """Inputs of a loss for one batch: log-probabilities of completion tokens, flat over the batch.
 
     Shape suffixes: T completion tokens of the whole batch, B sequences, in groups that share a prompt. The tokens of a
-    sequence stand in their order. All log-probabilities are natural, at the sampling temperature, over the full
-    vocabulary. A loss that reads undeclared log-probabilities (see `Needs`) raises UndeclaredInput.
+    sequence are in order. All log-probabilities are natural, at the sampling temperature, over the full vocabulary.
+    Reading undeclared log-probabilities (see `Needs`) raises UndeclaredInput.
     """
 
     logprobs_T: Tensor
-    """log pi of each token under the learner: the leaf that is differentiated."""
+    """log pi of each token under the learner: the leaf to differentiate."""
     proximal_logprobs_T: Tensor
-    """log pi_prox: the weights at the start of this draw."""
+    """log pi_prox: under the weights at the start of this step."""
     behaviour_logprobs_T: Tensor
-    """log mu: the policy that sampled the token, whichever version that was."""
+    """log mu: under the policy version that sampled the token."""
     reference_logprobs_T: Tensor
-    """log pi_ref of the frozen reference model."""
+    """log pi_ref: under the frozen reference model."""
     sequence_T: Tensor
-    """int64: the sequence (0..B-1) of each token."""
+    """int64: sequence (0..B-1) of each token."""
     group_B: Tensor
-    """int64: the group (0..num_groups-1) of each sequence: samples of one lease, or of one prompt."""
+    """int64: group (0..num_groups-1) of each sequence: samples of one lease, or of one prompt."""
     rewards_B: Tensor
     finished_B: Tensor
-    """bool: the sequence ended with an end-of-sequence token."""
+    """bool: whether the sequence ended with an end-of-sequence token."""
     num_groups: int
     prompt_B: Tensor | None = None
-    """int64: a number for the prompt of each sequence, the same in all its groups; None: every group has its own."""
+    """int64: prompt of each sequence, equal across groups of a prompt; None: every group has its own prompt."""
     values_T: Tensor | None = None
-    """The critic's value of the state before each token: a second leaf; None without a critic."""
+    """Critic value of the state before each token, a second leaf; None without a critic."""
     old_values_T: Tensor | None = None
-    """The same at the start of this draw."""
+    """`values_T` at the start of this step."""
     num_prompts: int | None = None
-    """Of `prompt_B`, whose numbers are then 0..num_prompts-1; None: they may be any."""
+    """Number of prompts if `prompt_B` is in 0..num_prompts-1; None if `prompt_B` has arbitrary values."""
     lag_T: Tensor | None = None
-    """int64: updates between the version that sampled each token and the present one; None if not counted."""
+    """int64: updates between the version that sampled each token and the current version; None if unknown."""
     progress: float = 0.0
-    """Share of the run's updates that came before this one, taken or not, as for a schedule of beta."""
+    """Fraction of the run's updates before this one, including skipped ones; for schedules, for example of beta."""
 
     @property
     def num_sequences(self) -> int:
@@ -87,37 +98,37 @@ class LossInputs:
         return total_B.index_add(0, self.sequence_T, values_T)
 
     def mean_per_sequence(self, values_T: Tensor) -> Tensor:
-        """Mean of a per-token value over each sequence: T -> B; 0 for an empty completion."""
+        """Return the mean of a per-token value over each sequence: T -> B; 0 for an empty completion."""
         return self.sum_per_sequence(values_T) / self.length_B.clamp_min(1).to(values_T.dtype)
 
     @property
     def length_B(self) -> Tensor:
-        # as bincount, which asks the device for the largest first
+        # replaces bincount, which synchronizes with the device to find the maximum
         none_B = torch.zeros(self.num_sequences, dtype=torch.int64, device=self.sequence_T.device)
         return none_B.index_add(0, self.sequence_T, torch.ones_like(self.sequence_T))
 
     @property
     def group_size_B(self) -> Tensor:
-        """Sequences in the group of each sequence, in the dtype of the rewards."""
+        """Number of sequences in the group of each sequence, in the dtype of the rewards."""
         ones_B = torch.ones_like(self.rewards_B)
         size_G = torch.zeros(self.num_groups, dtype=ones_B.dtype, device=ones_B.device)
         return size_G.index_add(0, self.group_B, ones_B)[self.group_B]
 
     def mean_per_group(self, values_B: Tensor) -> Tensor:
-        """Mean over the sequences of each group, spread back over its sequences: B -> B.
+        """Return for each sequence the mean over its group: B -> B.
 
-        Summed in float64: equal float32 values have exactly that mean, so no rounding passes for a difference.
+        Sums in float64, so that equal float32 values have exactly that mean and rounding causes no differences.
         """
         total_G = torch.zeros(self.num_groups, dtype=torch.float64, device=values_B.device)
         total_B = total_G.index_add(0, self.group_B, values_B.double())[self.group_B]
         return (total_B / self.group_size_B).to(values_B.dtype)
 
     def penalised_rewards_B(self, missing_eos_penalty: float) -> Tensor:
-        """Rewards, less the penalty for a completion that ended by length: B."""
+        """Return the rewards minus the penalty for completions that reached the length limit: B."""
         return self.rewards_B - missing_eos_penalty * (~self.finished_B).to(self.rewards_B.dtype)
 
     def by_prompt(self) -> LossInputs:
-        """Return the batch with all samples of a prompt in one group, whichever version wrote them."""
+        """Return the batch with all samples of a prompt in one group, across policy versions."""
         if self.prompt_B is None:
             return self
         if self.num_prompts is not None:
@@ -129,14 +140,14 @@ class LossInputs:
 GroupBaseline = Literal["rloo", "grpo", "dr_grpo"]
 
 STD_FLOOR = 1e-6
-"""Added to the group's standard deviation: with equal rewards the advantage is 0, not 0/0."""
+"""Added to the standard deviation of a group, so that equal rewards give advantage 0, not 0/0."""
 
 
 def group_advantages(inputs: LossInputs, rewards_B: Tensor, baseline: GroupBaseline) -> Tensor:
-    """Advantage of each sequence from the rewards of its group: B -> B. A group of one has advantage 0.
+    """Return the advantage of each sequence from the rewards of its group: B -> B; 0 for a group of one.
 
     rloo: r_j minus the mean of the other K-1 (arXiv 2402.14740).
-    grpo: r_j minus the mean of all K, divided by their standard deviation, of K-1 (arXiv 2402.03300).
+    grpo: r_j minus the mean of all K, divided by the standard deviation with denominator K-1 (arXiv 2402.03300).
     dr_grpo: r_j minus the mean of all K (arXiv 2503.20783).
     """
     centred_B = rewards_B - inputs.mean_per_group(rewards_B)
@@ -152,31 +163,30 @@ def group_advantages(inputs: LossInputs, rewards_B: Tensor, baseline: GroupBasel
 
 @dataclass(frozen=True)
 class LossOutput:
-    """A scalar loss, differentiable in `LossInputs.logprobs_T` (and `values_T`), and what to log beside it."""
+    """A scalar loss, differentiable in `LossInputs.logprobs_T` (and `values_T`), and its metrics."""
 
     loss: Tensor
     measured: Measured = field(default_factory=dict)
-    """What is logged, by name. A tensor of one number costs nothing until it is read, which would wait for the GPU
-    in every micro-batch. NaN counts as None."""
+    """Metrics by name. One-element tensors are read only when needed, because reading one synchronizes with the GPU.
+    NaN counts as None."""
     weights_T: Tensor | None = None
-    """The importance weights as the loss applied them: pi_prox / mu, or pi / mu of its gradient; None if it has
-    none."""
+    """Importance weights applied by the loss: pi_prox / mu, or pi / mu if the gradient is weighted; None if none."""
 
     @property
     def metrics(self) -> dict[str, float | None]:
-        """The metrics as numbers; None if one does not apply to this batch. TypeError names one that is not one."""
+        """Metrics as numbers; None if not applicable to this batch. Raises TypeError for any other value."""
         return {name: _number(name, found) for name, found in self.measured.items()}
 
 
-def _number(name: object, found: Any) -> float | None:  # noqa: ANN401 -- of a user's loss
+def _number(name: object, found: Any) -> float | None:  # noqa: ANN401 -- from a user's loss
     if found is None:
         return None
     with contextlib.suppress(TypeError, ValueError, OverflowError):
         is_one = isinstance(name, str) and (not isinstance(found, Tensor) or found.numel() == 1)
-        value = found.item() if is_one and hasattr(found, "item") else found  # of PyTorch and NumPy
+        value = found.item() if is_one and hasattr(found, "item") else found  # PyTorch and NumPy scalars
         if is_one and isinstance(value, SupportsFloat):
             return None if math.isnan(number := float(value)) else number
-    raise TypeError(f"the loss returned {described(found)} as metric {name!r}: give a real number or None")
+    raise TypeError(f"the loss returned {described(found)} as metric {name!r}: return a real number or None")
 
 
 def described(found: object) -> str:
@@ -189,33 +199,33 @@ Unit = Literal["sequence", "group", "prompt"]
 
 @dataclass(frozen=True)
 class Needs:
-    """What a run must provide for a loss, and may rely on."""
+    """Requirements of a loss on a run, and properties that the run may rely on."""
 
     groups: bool = False
-    """A config with K = 1, of which a group teaches nothing, is refused."""
+    """Groups of several samples; a config with K = 1 is rejected."""
     prompts: bool = False
-    """All samples of a prompt in a step must be in one update."""
+    """All samples of a prompt in a step belong to the same update."""
     reference: bool = False
     behaviour: bool = False
-    """Finite log-probabilities of the policy that sampled."""
+    """Finite log-probabilities under the policy that sampled."""
     proximal: bool = False
-    """Log-probabilities of the policy at the start of the draw: one more forward pass, if it has several updates."""
+    """Log-probabilities under the policy at the start of the step; one extra forward pass if it has several updates."""
     separable: Unit | None = None
-    """The gradient with respect to a sequence's log-probabilities depends on those of that sequence, of its group or
-    of its prompt alone, also if the proximal policy is the present one; rewards, references and counts of the whole
-    batch may enter. None: it depends on all."""
+    """Unit whose log-probabilities alone determine the gradient with respect to those of a sequence, even if the
+    proximal policy is the current one. Rewards, references and counts of the whole batch may enter. None: the gradient
+    depends on the whole batch."""
     critic: CriticKind | None = None
-    """Values, from a head on the policy or from a model of their own."""
+    """Values from a head on the policy, or from a separate model."""
 
 
 class Correction(BaseModel):
-    """An entry of `corrections`, by its `type`."""
+    """An entry of `corrections`, selected by `type`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class Interval(Correction):
-    """A range of values that are kept, with both ends."""
+    """A closed range of values to keep."""
 
     type: str
     low: NonNegativeFloat
@@ -224,16 +234,16 @@ class Interval(Correction):
     @model_validator(mode="after")
     def _must_not_be_empty(self) -> Self:
         if self.low >= self.high:
-            raise ValueError(f"{self.type}: low = {self.low} is not below high = {self.high}")
+            raise ValueError(f"{self.type}: low = {self.low} must be less than high = {self.high}")
         return self
 
 
 class AlgorithmSection(BaseModel):
-    """The `[algorithm]` section of one type; subclasses narrow `type` to their literal and add their knobs."""
+    """The `[algorithm]` section of one type; subclasses narrow `type` to a literal and add keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    type: str = Field(json_schema_extra={"fixed": "the checkpoint has the state that this loss trains"})
+    type: str = Field(json_schema_extra={"fixed": "the checkpoint holds the state trained by this loss"})
 
     @property
     def needs(self) -> Needs:
@@ -241,50 +251,99 @@ class AlgorithmSection(BaseModel):
 
 
 class GroupSection(AlgorithmSection):
-    """The section of a loss that compares the samples of a prompt with each other."""
+    """Section of a loss that compares samples of the same prompt."""
 
     compare: Literal["group", "prompt"] = Field(
         default="group",
-        description="A sample is compared with its own group, or with all samples of its prompt in the step, also "
-        "those of other policy versions (same_prompt of examples/samplers.py draws them together).",
+        description="Compare a sample with its 'group', or with all samples of its 'prompt' in the step.",
     )
 
     def compared(self, inputs: LossInputs) -> LossInputs:
-        """Return the batch in the groups that are compared."""
+        """Return the batch regrouped according to `compare`."""
         return inputs.by_prompt() if self.compare == "prompt" else inputs
 
 
 @dataclass(frozen=True)
 class Algorithm:
-    """One algorithm: what a file of this package registers as `ALGORITHM`."""
+    """An algorithm; each algorithm file of this package defines one as `ALGORITHM`."""
 
     config_class: type[AlgorithmSection]
     loss: Callable[[Any, LossInputs], LossOutput]
     """A pure function of the config and the whole batch."""
 
 
+@overload
+def algorithm(loss: Callable[[Any, LossInputs], LossOutput], /) -> Algorithm: ...
+@overload
+def algorithm(**needs: Any) -> Callable[[Callable[[Any, LossInputs], LossOutput]], Algorithm]: ...  # noqa: ANN401
+def algorithm(loss: Callable[[Any, LossInputs], LossOutput] | None = None, /, **needs: Any) -> Any:
+    """Turn a function into the `Algorithm` that `algorithm.type = "FILE.py:NAME"` names.
+
+    Args:
+        loss: takes a config and a batch. The annotation of its first parameter is the config class: a dataclass or a
+            pydantic model, whose fields become keys of `[algorithm]`.
+        needs: fields of `Needs`, such as `reference=True`: the inputs that the loss reads.
+    """
+    if loss is None:
+        return lambda function: _algorithm_of(function, Needs(**needs))
+    return _algorithm_of(loss, Needs())
+
+
+def _algorithm_of(loss: Callable[[Any, LossInputs], LossOutput], needed: Needs) -> Algorithm:
+    config_class = get_type_hints(loss)[next(iter(signature(loss).parameters))]
+    if issubclass(config_class, AlgorithmSection):
+        return Algorithm(config_class, loss)
+
+    class Section(AlgorithmSection):
+        @property
+        def needs(self) -> Needs:
+            return needed
+
+    model = create_model(config_class.__name__, __base__=Section, **_fields_of(config_class))
+    names = [name for name in model.model_fields if name != "type"]
+
+    def with_own_config(section: AlgorithmSection, inputs: LossInputs) -> LossOutput:
+        return loss(config_class(**{name: getattr(section, name) for name in names}), inputs)
+
+    return Algorithm(model, with_own_config)
+
+
+def _fields_of(config_class: type) -> dict[str, Any]:
+    """Return the fields of a dataclass or a pydantic model as `create_model` takes them."""
+    if issubclass(config_class, BaseModel):
+        return {name: (found.annotation, found) for name, found in config_class.model_fields.items()}
+    hints = get_type_hints(config_class)
+
+    def default(found: dataclasses.Field[Any]) -> Any:  # noqa: ANN401 -- of any field
+        if found.default_factory is not dataclasses.MISSING:
+            return Field(default_factory=found.default_factory)
+        return ... if found.default is dataclasses.MISSING else found.default
+
+    return {each.name: (hints[each.name], default(each)) for each in dataclasses.fields(config_class)}  # type: ignore[arg-type]
+
+
 class BadInputs(ValueError):
-    """A value in the batch that no loss can use."""
+    """The batch contains a value that no loss can use."""
 
     def __init__(self, sequence: int, what: str) -> None:
-        """Name the sequence by its index in the batch, what is wrong with it and what to try."""
+        """`sequence` is an index in the batch; `what` describes the problem and the fix."""
         super().__init__(f"sequence {sequence}: {what}")
         self.sequence = sequence
         self.what = what
 
 
 def check_inputs(inputs: LossInputs, needs: Needs) -> None:
-    """Check what came from outside, once for a draw: rewards, and behaviour log-probabilities that are read.
+    """Validate external data, once per step: rewards, and behaviour log-probabilities if the loss reads them.
 
-    The learner's own log-probabilities are not checked: if they are not finite, neither is the gradient. BadInputs
-    names the first sequence at fault.
+    The learner's own log-probabilities are not checked: if they are not finite, neither is the gradient. Raises
+    BadInputs for the first invalid sequence.
     """
     reward = _first_not_finite(inputs.rewards_B)
     if reward is not None:
         raise BadInputs(
             reward,
-            f"its reward is {float(inputs.rewards_B[reward])}, and must be finite. Let the reward function return None "
-            "for what it cannot judge",
+            f"its reward is {float(inputs.rewards_B[reward])}, but must be finite: let the reward function return None "
+            "if it cannot score a completion",
         )
     if not needs.behaviour:
         return
@@ -292,8 +351,8 @@ def check_inputs(inputs: LossInputs, needs: Needs) -> None:
     if token is not None:
         raise BadInputs(
             int(inputs.sequence_T[token]),
-            f"the behaviour log-probability of a token is {float(inputs.behaviour_logprobs_T[token])}, and this loss "
-            "reads it: sample with log-probabilities, or choose a loss without them (trajectory_balance or online_dpo "
+            f"the behaviour log-probability of a token is {float(inputs.behaviour_logprobs_T[token])}, but this loss "
+            "reads it: sample with log-probabilities, or use a loss without them (trajectory_balance or online_dpo "
             "with corrections = [])",
         )
 

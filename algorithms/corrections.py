@@ -1,26 +1,26 @@
-"""Data that another policy wrote: how far they are from the policy, and what is done about it.
+"""Off-policy corrections for data sampled by another policy, and metrics of the distance to it.
 
-Corrections are small objects, off unless they are named. Two kinds compose. A **weight** changes the importance weight
-rho = pi_prox / mu that multiplies a token's objective: a truncation bounds it, a mask sets it to 0. A **surrogate**
-takes the place of min(u A, clip(u, 1 - e_low, 1 + e_high) A), what PPO maximises of each token (`Clip`), which measures
-an update by u = pi / pi_prox.
+Corrections are small objects that are off by default. Two kinds compose. A **weight** changes the importance weight
+rho = pi_prox / mu that multiplies the objective of a token: a truncation bounds it, a mask sets it to 0. A
+**surrogate** replaces min(u A, clip(u, 1 - e_low, 1 + e_high) A), the per-token objective of PPO (`Clip`), where
+u = pi / pi_prox measures the size of the update.
 
-    token_tis        min(rho, C) for each token, and no less than a floor
+    token_tis        min(rho, C) for each token, bounded below by a floor
     sequence_tis     min(prod of rho over the sequence, C), the same for all its tokens
-    icepop           rho where low <= rho <= high, else 0
+    icepop           rho if low <= rho <= high, else 0
     geometric_mask   drops a sequence unless low <= exp(mean log rho) <= high
 
-    sequence_clip    PPO's with one ratio for a sequence, prod of u: the whole completion is one action
+    sequence_clip    PPO clipping with one ratio per sequence, prod of u: the whole completion is one action
     gspo             the same with exp(mean log u)
     cispo            sg[clip(u, low, high)] A log pi: clipping bounds the weight and keeps the gradient
 
-Any loss that weighs by importance can use them: `importance_weights` gives the first, `surrogate.objective`
-the second. A loss that is not a sum over tokens weighs its gradient instead (`weigh_gradient`): each token's share of
-it is multiplied by the weight, and the loss keeps its value. All log ratios are clamped to +-20 before exp, and no
-gradient passes a weight.
+Any importance-weighted loss can use them: `importance_weights` computes the weights, `surrogate.objective` the
+surrogate. A loss that is not a sum over tokens weights its gradient instead (`weigh_gradient`): the contribution of
+each token is multiplied by its weight, and the value of the loss is unchanged. All log ratios are clamped to +-20
+before exp, and no gradient flows through a weight.
 
-`off_policy_metrics` measures mismatch, chi-square divergence and effective sample size of rho, once per update. The
-last is the share of the samples that count once each is weighed by rho. If it is low, a few samples decide the update.
+`off_policy_metrics` computes mismatch, chi-square divergence and effective sample size of rho, once per update. The
+latter is the fraction of samples that count after weighting by rho. If it is low, a few samples dominate the update.
 
 References:
     Truncated importance sampling: Ionides 2008; IcePop, arXiv 2510.18855; PPO, arXiv 1707.06347;
@@ -37,7 +37,7 @@ import torch
 from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveFloat, model_validator
 from torch import Tensor
 
-from algorithms.base import (
+from leeway.algorithms.base import (
     BASIC,
     LOG_RATIO_LIMIT,
     AlgorithmSection,
@@ -53,7 +53,7 @@ from algorithms.base import (
 
 
 class Weighing(NamedTuple):
-    """The weight of each token, whether a mask keeps it, and the share of tokens that each correction changes."""
+    """Weight of each token, whether masks keep it, and the fraction of tokens that each correction changes."""
 
     weight_T: Tensor
     kept_T: Tensor
@@ -61,18 +61,16 @@ class Weighing(NamedTuple):
 
 
 class TokenTIS(Correction):
-    """Truncates the weight of each token."""
+    """Truncated weight of each token."""
 
     type: Literal["token_tis"] = "token_tis"
-    cap: PositiveFloat = Field(default=5.0, description="C, the greatest weight; 1.5 to 5.")
-    floor: NonNegativeFloat = Field(
-        default=0.1, description="The least weight: above 0 no token is ever without a say, however old it is."
-    )
+    cap: PositiveFloat = Field(default=5.0, description="Maximum weight; typically 1.5 to 5.")
+    floor: NonNegativeFloat = Field(default=0.1, description="Minimum weight; above 0, every token keeps a gradient.")
 
     @model_validator(mode="after")
     def _must_not_be_empty(self) -> Self:
         if self.floor >= self.cap:
-            raise ValueError(f"{self.type}: floor = {self.floor} is not below cap = {self.cap}")
+            raise ValueError(f"{self.type}: floor = {self.floor} must be less than cap = {self.cap}")
         return self
 
     def truncated(self, inputs: LossInputs, log_rho_T: Tensor) -> tuple[Tensor, Tensor]:
@@ -82,10 +80,10 @@ class TokenTIS(Correction):
 
 
 class SequenceTIS(Correction):
-    """Weighs a sequence as a whole, truncated."""
+    """Truncated weight of each sequence, the same for all its tokens."""
 
     type: Literal["sequence_tis"] = "sequence_tis"
-    cap: PositiveFloat = Field(default=2.0, description="C; 2 to 10.")
+    cap: PositiveFloat = Field(default=2.0, description="Maximum weight; typically 2 to 10.")
 
     def truncated(self, inputs: LossInputs, log_rho_T: Tensor) -> tuple[Tensor, Tensor]:
         rho_T = clamped_exp(inputs.sum_per_sequence(log_rho_T))[inputs.sequence_T]
@@ -93,11 +91,11 @@ class SequenceTIS(Correction):
 
 
 class IcePop(Interval):
-    """Masks single tokens whose two policies disagree."""
+    """Mask of single tokens for which the two policies disagree."""
 
     type: Literal["icepop"] = "icepop"
-    low: NonNegativeFloat = Field(default=0.5, description="Least rho that is kept.")
-    high: PositiveFloat = Field(default=5.0, description="Greatest rho that is kept.")
+    low: NonNegativeFloat = Field(default=0.5, description="Minimum rho to keep.")
+    high: PositiveFloat = Field(default=5.0, description="Maximum rho to keep.")
 
     def kept(self, inputs: LossInputs, log_rho_T: Tensor) -> Tensor:
         rho_T = log_rho_T.exp()
@@ -105,11 +103,11 @@ class IcePop(Interval):
 
 
 class GeometricMask(Interval):
-    """Masks whole sequences that the two policies rate differently."""
+    """Mask of whole sequences for which the two policies disagree."""
 
     type: Literal["geometric_mask"] = "geometric_mask"
-    low: NonNegativeFloat = Field(default=0.5, description="Least exp(mean log rho) of a sequence that is kept.")
-    high: PositiveFloat = Field(default=2.0, description="Greatest exp(mean log rho) of a sequence that is kept.")
+    low: NonNegativeFloat = Field(default=0.5, description="Minimum exp(mean log rho) of a sequence to keep.")
+    high: PositiveFloat = Field(default=2.0, description="Maximum exp(mean log rho) of a sequence to keep.")
 
     def kept(self, inputs: LossInputs, log_rho_T: Tensor) -> Tensor:
         mean_B = inputs.mean_per_sequence(log_rho_T).exp()
@@ -120,7 +118,7 @@ class GeometricMask(Interval):
 
 
 class Objective(NamedTuple):
-    """What is maximised per token, before importance weights, and where a bound changed it."""
+    """Objective to maximize per token, before importance weights, and where a bound changed it."""
 
     objective_T: Tensor
     low_T: Tensor
@@ -128,10 +126,10 @@ class Objective(NamedTuple):
 
 
 class Clip(Correction):
-    """PPO's pessimistic clipping of each token's ratio, unless another surrogate is named."""
+    """PPO's pessimistic clipping of the ratio of each token; the default surrogate."""
 
-    clip_low: float = Field(default=0.2, gt=0, le=1, description="The ratio is clipped below at 1 - clip_low.")
-    clip_high: PositiveFloat = Field(default=0.2, description="The ratio is clipped above at 1 + clip_high.")
+    clip_low: float = Field(default=0.2, gt=0, le=1, description="Lower clip of the ratio: 1 - clip_low.")
+    clip_high: PositiveFloat = Field(default=0.2, description="Upper clip of the ratio: 1 + clip_high.")
 
     def objective(self, inputs: LossInputs, advantage_T: Tensor) -> Objective:
         ratio_T = self._ratio(inputs, inputs.logprobs_T - inputs.proximal_logprobs_T.detach())
@@ -144,7 +142,7 @@ class Clip(Correction):
 
 
 class SequenceClip(Clip):
-    """PPO's clipping with the completion as one action (proximal RLOO), in equal parts on its tokens."""
+    """PPO clipping with the completion as one action (proximal RLOO), divided equally among its tokens."""
 
     type: Literal["sequence_clip"] = "sequence_clip"
 
@@ -160,19 +158,19 @@ class GSPO(Clip):
     """Clipping of the geometric mean of a sequence's ratios."""
 
     type: Literal["gspo"] = "gspo"
-    clip_low: float = Field(default=3e-4, gt=0, le=1, description="exp(mean log u) is clipped below at 1 - clip_low.")
-    clip_high: PositiveFloat = Field(default=4e-4, description="exp(mean log u) is clipped above at 1 + clip_high.")
+    clip_low: float = Field(default=3e-4, gt=0, le=1, description="Lower clip of exp(mean log u): 1 - clip_low.")
+    clip_high: PositiveFloat = Field(default=4e-4, description="Upper clip of exp(mean log u): 1 + clip_high.")
 
     def _ratio(self, inputs: LossInputs, log_u_T: Tensor) -> Tensor:
         return clamped_exp(inputs.mean_per_sequence(log_u_T))[inputs.sequence_T]
 
 
 class CISPO(Interval):
-    """A clipped weight on the policy gradient, which reaches every token."""
+    """Clipped weight on the policy gradient; every token keeps a gradient."""
 
     type: Literal["cispo"] = "cispo"
-    low: NonNegativeFloat = Field(default=0.0, description="Least u as a weight.")
-    high: PositiveFloat = Field(default=5.0, description="Greatest u as a weight.")
+    low: NonNegativeFloat = Field(default=0.0, description="Minimum of u as a weight.")
+    high: PositiveFloat = Field(default=5.0, description="Maximum of u as a weight.")
 
     def objective(self, inputs: LossInputs, advantage_T: Tensor) -> Objective:
         ratio_T = clamped_exp((inputs.logprobs_T - inputs.proximal_logprobs_T).detach())
@@ -182,7 +180,7 @@ class CISPO(Interval):
         return Objective(weight_T * advantage_T * inputs.logprobs_T, low_T, high_T)
 
 
-# --- a list of them ---------------------------------------------------------------------------------
+# --- lists of corrections ---------------------------------------------------------------------------
 
 AnyWeight = TokenTIS | SequenceTIS | IcePop | GeometricMask
 AnySurrogate = SequenceClip | GSPO | CISPO
@@ -190,37 +188,37 @@ AnyCorrection = AnyWeight | AnySurrogate
 Kind = TypeVar("Kind")
 
 
-def _from_name(value: Any) -> Any:  # noqa: ANN401 -- what TOML gave
+def _from_name(value: Any) -> Any:  # noqa: ANN401 -- from TOML
     return {"type": value} if isinstance(value, str) else value
 
 
-def _from_single(value: Any) -> Any:  # noqa: ANN401 -- what TOML gave
+def _from_single(value: Any) -> Any:  # noqa: ANN401 -- from TOML
     return [value] if isinstance(value, str | dict) else value
 
 
 Listed = Annotated[
     tuple[Annotated[Kind, Field(discriminator="type"), BeforeValidator(_from_name)], ...], BeforeValidator(_from_single)
 ]
-"""As a config writes them: ["token_tis", {type = "icepop", high = 3.0}], or one of them without a list."""
+"""Corrections as written in a config: ["token_tis", {type = "icepop", high = 3.0}], or a single one without a list."""
 
 
 def check_corrections(corrections: Sequence[AnyCorrection]) -> None:
-    """Refuse a list that says two things about one weight: ValueError names both."""
+    """Raise ValueError if two corrections of a list conflict."""
     names = [each.type for each in corrections]
     doubled = sorted({name for name in names if names.count(name) > 1})
     if doubled:
-        raise ValueError(f"corrections names '{doubled[0]}' twice; once is enough")
+        raise ValueError(f"corrections contains '{doubled[0]}' twice: remove one")
     truncations = [each.type for each in corrections if isinstance(each, TokenTIS | SequenceTIS)]
     surrogates = [each.type for each in corrections if isinstance(each, AnySurrogate)]
-    for rivals, what in ((truncations, "the importance weight"), (surrogates, "the clipped ratio")):
-        if len(rivals) > 1:
-            raise ValueError(f"corrections '{rivals[0]}' and '{rivals[1]}' both replace {what}; keep one of them")
+    for group, what in ((truncations, "the importance weight"), (surrogates, "the clipped ratio")):
+        if len(group) > 1:
+            raise ValueError(f"corrections '{group[0]}' and '{group[1]}' both replace {what}: keep one of them")
 
 
 def importance_weights(inputs: LossInputs, corrections: Sequence[AnyCorrection]) -> Weighing:
-    """Return the weight of each token: rho = pi_prox / mu after the weight corrections of the list, in any order.
+    """Return the weight of each token: rho = pi_prox / mu after the weight corrections; their order has no effect.
 
-    Without any, rho itself (log rho clamped to +-20).
+    Without weight corrections, the weight is rho itself (log rho clamped to +-20).
     """
     log_rho_T = (inputs.proximal_logprobs_T - inputs.behaviour_logprobs_T).detach()
     log_rho_T = log_rho_T.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
@@ -239,12 +237,12 @@ def importance_weights(inputs: LossInputs, corrections: Sequence[AnyCorrection])
 
 
 class WeighedSection(AlgorithmSection):
-    """The section of a loss whose gradient is weighed token by token."""
+    """Section of a loss whose gradient is weighted per token."""
 
     corrections: Listed[AnyWeight] = Field(
         default=(TokenTIS(),),
-        description="Importance weights pi / mu of the gradient, by name or as tables with their knobs: at most one of "
-        "'token_tis', 'sequence_tis'; 'icepop', 'geometric_mask'. []: no weights.",
+        description="Importance weights pi / mu of the gradient, as names or tables: at most one of 'token_tis', "
+        "'sequence_tis'; 'icepop', 'geometric_mask'. []: none.",
         json_schema_extra=BASIC,
     )
 
@@ -255,22 +253,22 @@ class WeighedSection(AlgorithmSection):
 
 
 def weigh_gradient(inputs: LossInputs, corrections: Sequence[AnyWeight]) -> tuple[LossInputs, Tensor | None, Measured]:
-    """Return the batch with log-probabilities through which each token's gradient passes times its weight.
+    """Return the batch with log-probabilities that multiply the gradient of each token by its weight.
 
-    The weight is rho = pi / mu after the corrections, of the present policy: a loss without a clipped ratio has nothing
-    else that follows the policy over several updates. The weights and their metrics are returned too; None and {}
-    without corrections.
+    The weight is rho = pi / mu of the current policy, after the corrections: in a loss without a clipped ratio, nothing
+    else tracks the policy over several updates. Also returns the weights and their metrics; None and {} without
+    corrections.
     """
     if not corrections:
         return inputs, None, {}
     logprobs_T = inputs.logprobs_T.detach()
     weighing = importance_weights(replace(inputs, proximal_logprobs_T=logprobs_T), corrections)
-    # the difference is 0, and its gradient is 1
+    # the difference has value 0 and gradient 1
     weighed_T = logprobs_T + weighing.weight_T * (inputs.logprobs_T - logprobs_T)
     return replace(inputs, logprobs_T=weighed_T), weighing.weight_T, weighing.metrics
 
 
-# --- how far the data are --------------------------------------------------------------------------
+# --- off-policy metrics ----------------------------------------------------------------------------
 
 Metrics = dict[str, float | None]
 NAMES = (
@@ -285,32 +283,32 @@ NAMES = (
 
 
 def effective_sample_share(weights: Tensor) -> float | None:
-    """Return 1 / mean((w / mean w)^2), the share of samples that count: 1 if all weigh the same.
+    """Return 1 / mean((w / mean w)^2), the fraction of samples that count: 1 if all weights are equal.
 
-    0 if all weights are 0; None if there is none.
+    Return 0 if all weights are 0, and None if there are no weights.
     """
     if weights.numel() == 0:
         return None
-    wide = weights.double()  # squares of e^20 sum up beyond what float32 resolves
+    wide = weights.double()  # sums of squares of e^20 exceed the precision of float32
     mean_square = float(wide.square().mean())
     return float(wide.mean().square()) / mean_square if mean_square > 0 else 0.0
 
 
 def off_policy_metrics(inputs: LossInputs, fresh_T: Tensor, weights_T: Tensor | None = None) -> Metrics:
-    """Diagnostics of rho = pi_prox / mu on the batch, before its update.
+    """Return diagnostics of rho = pi_prox / mu on a batch, before its update.
 
     Args:
-        inputs: the batch; its proximal log-probabilities are the learner's at the start of the draw.
-        fresh_T: bool, tokens that these very weights sampled, in sequences of which they sampled all.
+        inputs: the batch; its proximal log-probabilities are those of the learner at the start of the step.
+        fresh_T: bool, tokens sampled by exactly these weights, in sequences sampled entirely by them.
         weights_T: the weights that the loss applied, after corrections; None if it has none.
 
     Returns:
         `mismatch/k1` mean(log mu - log pi) and `mismatch/k3` mean(rho - 1 - log rho), estimates of KL(mu || pi);
         `mismatch/lag0_abs`, `lag0_k3`, `lag0_tokens`: the same on fresh tokens, where any difference is an
         implementation gap (None if there are none); `off_policy/chi2` mean(rho^2) - 1; `off_policy/ess_token`,
-        `ess_sequence` of rho; of the applied weights `*_truncated` and `off_policy/masked_frac`, the share of tokens
-        that weigh 0. Without a finite behaviour log-probability for every token, all but `lag0_tokens` are None, and
-        those of applied weights left out.
+        `ess_sequence` of rho; for the applied weights `*_truncated` and `off_policy/masked_frac`, the fraction of
+        tokens with weight 0. If a behaviour log-probability is not finite, all except `lag0_tokens` are None, and
+        those of the applied weights are omitted.
     """
     log_rho_T = (inputs.proximal_logprobs_T - inputs.behaviour_logprobs_T).detach()
     if log_rho_T.numel() == 0 or not bool(torch.isfinite(log_rho_T).all()):
@@ -332,7 +330,7 @@ def off_policy_metrics(inputs: LossInputs, fresh_T: Tensor, weights_T: Tensor | 
         "off_policy/ess_sequence": effective_sample_share(rho_B),
     }
     if weights_T is not None:
-        # a sequence weighs in the gradient as its tokens do on average
+        # the weight of a sequence in the gradient is the mean weight of its tokens
         applied_B = inputs.mean_per_sequence(weights_T)[written_B]
         metrics["off_policy/ess_token_truncated"] = effective_sample_share(weights_T)
         metrics["off_policy/ess_sequence_truncated"] = effective_sample_share(applied_B)

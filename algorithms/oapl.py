@@ -1,25 +1,25 @@
-"""OAPL: regression of the log ratio to the policy that sampled on the advantage.
+"""OAPL: regression of log(pi / mu), the log ratio to the behaviour policy, on the advantage.
 
 Objective:
     delta_j = beta * log(pi / mu)(y_j|x) - (r_j - V(x))
     L       = mean over prompts and j of delta_j^2
     V(x)    = the mean reward of the prompt's other samples
-    On data of one policy mu the gradient vanishes where pi(y|x) is proportional to mu(y|x) * exp(r / beta): the policy
-    that maximises the reward less beta times the KL to mu. With weights pi / mu that holds for any V, as a baseline
-    does in REINFORCE; without it needs V = beta * log Z.
+    On data of one policy mu, the gradient is zero at pi(y|x) proportional to mu(y|x) * exp(r / beta), the policy that
+    maximizes the reward minus beta times the KL to mu. With weights pi / mu this holds for any V, as for a baseline in
+    REINFORCE; without weights it requires V = beta * log Z.
 
 Estimator:
     grad L = 2 * beta / K * sum_j delta_j * sum_t w_t * grad log pi_t per prompt, with the weights w of `corrections`.
-    Prompts weigh the same, also where samples failed and their groups are smaller.
+    Prompts have equal weight, even if samples failed and their groups are smaller.
 
 Where the off-policy correction enters:
-    The anchor is the policy that sampled, whichever version that was: data of any age define their own target.
-    `corrections` weigh the gradient, which matters under delay.
+    The anchor is the policy version that sampled, so data of any age define their own target. `corrections` weight the
+    gradient, which matters under delay.
 
 What we left out:
-    The reference: nothing pulls towards it, and the optimum of a whole run is the best completion, not a tilted policy.
-    The paper's V, a log-mean-exp of the group's rewards: it is biased, and lies near the greatest reward, so nearly
-    every sample would be pushed down, stale ones too.
+    The reference: no term pulls towards it, so the optimum of a whole run is the best completion, not a tilted policy.
+    The paper's V, a log-mean-exp of the rewards of the group: it is biased and close to the maximum reward, so nearly
+    every sample would be pushed down, including stale ones.
 
 References:
     OAPL, arXiv 2602.19362; V, the mean of the others: RLOO, arXiv 2402.14740.
@@ -31,16 +31,16 @@ from typing import Literal
 
 from pydantic import Field, PositiveFloat
 
-from algorithms.base import BASIC, Algorithm, GroupSection, LossInputs, LossOutput, Needs, group_advantages
-from algorithms.corrections import WeighedSection, weigh_gradient
+from leeway.algorithms.base import BASIC, Algorithm, GroupSection, LossInputs, LossOutput, Needs, group_advantages
+from leeway.algorithms.corrections import WeighedSection, weigh_gradient
 
 
 class OAPLConfig(WeighedSection, GroupSection):
-    """Knobs of OAPL."""
+    """Settings of OAPL."""
 
     type: Literal["oapl"] = "oapl"
     beta: PositiveFloat = Field(
-        default=0.1, description="Strength of the pull towards the policy that sampled.", json_schema_extra=BASIC
+        default=0.1, description="Strength of the pull towards the behaviour policy.", json_schema_extra=BASIC
     )
 
     @property
@@ -53,7 +53,7 @@ def oapl(config: OAPLConfig, inputs: LossInputs) -> LossOutput:
 
     Returns:
         The loss, and metrics `oapl/delta_abs` (mean |delta| / beta, in nats), `oapl/value` (mean of V over samples) and
-        `oapl/kl_behaviour` (mean over samples of log pi - log mu, in nats a sequence).
+        `oapl/kl_behaviour` (mean over samples of log pi - log mu, in nats per sequence).
     """
     inputs, weights_T, shares = weigh_gradient(config.compared(inputs), config.corrections)
     log_rho_B = inputs.sum_per_sequence(inputs.logprobs_T - inputs.behaviour_logprobs_T)

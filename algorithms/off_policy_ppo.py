@@ -1,51 +1,51 @@
-"""Decoupled off-policy PPO: the policy that sampled and the centre of the trust region are different things.
+"""Decoupled off-policy PPO: the centre of the trust region is separate from the behaviour policy.
 
 Objective:
     J = mean_t sg[rho_t] * min(u_t * A_t, clip(u_t, 1 - e_low, 1 + e_high) * A_t),  L = -J + the terms below
-    rho = pi_prox / mu, u = pi / pi_prox. A surrogate among the corrections takes the place of min(...).
-    mean_over: of all T completion tokens of the batch, before any mask ("tokens"); of each sequence's tokens, and then
-    of sequences ("sequences", as the recipes of GRPO and GSPO have it); or the sum over all tokens divided by the
-    number of sequences and by the number that mean_over is (Dr. GRPO's: no length is favoured).
-    With a critic's values: + 1/2 / T * sum_t 1/2 max((V - R)^2, (clip(V, V_old +- 0.2) - R)^2), R = A + V_old.
+    rho = pi_prox / mu, u = pi / pi_prox. A surrogate among the corrections replaces min(...).
+    mean_over selects the mean: over all T completion tokens of the batch, before any mask ("tokens"); over the tokens
+    of each sequence, then over sequences ("sequences", as in the GRPO and GSPO recipes); or, if mean_over is a number,
+    the sum over all tokens divided by the number of sequences and by mean_over (Dr. GRPO: no length is favoured).
+    With critic values: + 1/2 / T * sum_t 1/2 max((V - R)^2, (clip(V, V_old +- 0.2) - R)^2), R = A + V_old.
 
 Estimator:
-    A from the rewards of the group (rloo, grpo, dr_grpo) or of the whole batch (batch: the mean of all others,
-    for groups of one), the same for every token of a sequence; or by GAE from the rewards per token and a critic's
-    values; or by a function of the user's.
-    KL to the reference, where kl_beta > 0. In the reward: kl_beta * log(pi_prox / pi_ref) is taken from it, of the
-    sequence with a group baseline, token by token with a critic; then pi* ~ pi_ref * exp(r / kl_beta) is the optimum.
-    In the loss: + kl_beta * mean_t sg[rho_t] * k_t, "loss" with k2 = 1/2 log(pi / pi_ref)^2, whose gradient is that of
-    KL(pi || pi_ref) of each token, "loss_k3" with k3 = pi_ref / pi - 1 - log(pi_ref / pi), GRPO's, whose gradient is
+    A comes from the rewards of the group (rloo, grpo, dr_grpo) or of the whole batch (batch: the mean of all others,
+    for groups of one), the same for every token of a sequence; or from GAE over per-token rewards and critic values; or
+    from a user's function.
+    KL to the reference, if kl_beta > 0. In the reward: kl_beta * log(pi_prox / pi_ref) is subtracted, per sequence with
+    a group baseline, per token with a critic; the optimum is then pi* ~ pi_ref * exp(r / kl_beta).
+    In the loss: + kl_beta * mean_t sg[rho_t] * k_t. "loss" uses k2 = 1/2 log(pi / pi_ref)^2, whose gradient is that of
+    KL(pi || pi_ref) per token. "loss_k3" uses k3 = pi_ref / pi - 1 - log(pi_ref / pi), as in GRPO, whose gradient is
     that of the other direction, KL(pi_ref || pi).
-    Entropy: + entropy_coef * mean_t sg[rho_t] * 1/2 (log pi)^2. Its gradient is that of the negative entropy of each
-    token's distribution, as that of k2 is of the KL: a KL to the uniform distribution.
-    T and the number of sequences count what masks remove: long answers are not favoured by short batches, nor kept
-    samples by dropped ones.
+    Entropy: + entropy_coef * mean_t sg[rho_t] * 1/2 (log pi)^2. Its gradient is that of the negative entropy of the
+    token distribution, just as that of k2 is the gradient of the KL: a KL to the uniform distribution.
+    T and the number of sequences include masked tokens and samples, so that short batches do not favour long answers,
+    and dropped samples do not increase the weight of the others.
 
 Where the off-policy correction enters:
-    rho repairs the expectation over tokens that another policy sampled; it is constant in the gradient, and bounded or
-    masked by the corrections. The clip acts on u alone: pi_prox is the policy at the start of the
-    draw, so stale data do not eat the trust region. Where a draw is one update, u = 1 and nothing is ever
-    clipped: give it several (learner.num_minibatches, learner.num_epochs).
-    proximal = "behaviour" is plain PPO on stale data: pi_prox := mu, so rho = 1 and the clip holds pi near mu.
-    proximal = "interpolated" takes pi_prox := mu^(1/d) * pi^(1 - 1/d) for a token that is d updates old, and pi where
-    d = 0, and so needs no pass over the draw before its updates (A-3PO): u = (pi / mu)^(1/d).
+    rho corrects the expectation over tokens sampled by another policy. It is constant in the gradient, and bounded or
+    masked by the corrections. The clip acts only on u: pi_prox is the policy at the start of the step, so stale data do
+    not consume the trust region. If a step is a single update, u = 1 and nothing is clipped: use several updates
+    (learner.num_minibatches, learner.num_epochs).
+    proximal = "behaviour" is plain PPO on stale data: pi_prox := mu, so rho = 1 and the clip keeps pi near mu.
+    proximal = "interpolated" sets pi_prox := mu^(1/d) * pi^(1 - 1/d) for a token that is d updates old, and pi if
+    d = 0. It needs no pass over the batch before its updates (A-3PO): u = (pi / mu)^(1/d).
 
 Recipes:
-    Proximal RLOO (Asynchronous RLHF): proximal = "behaviour", corrections = ["sequence_clip"], kl_beta = 0.05, the
-    rest as it is. T stays the denominator where the paper divides by the number of sequences: the gradient is the
-    paper's times sequences / T, or the paper's with mean_over = "sequences".
+    Proximal RLOO (Asynchronous RLHF): proximal = "behaviour", corrections = ["sequence_clip"], kl_beta = 0.05, other
+    keys at their defaults. The denominator is T, while the paper divides by the number of sequences: the gradient is
+    that of the paper times sequences / T, or equal to it with mean_over = "sequences".
     Dr. GRPO: baseline = "dr_grpo", mean_over = actors.max_new_tokens.
 
 What we left out:
-    The exact entropy over the vocabulary, V-trace (GAE takes the sampled continuations as they are), whitening of
-    advantages over the batch, and a bootstrap value for completions that were cut off.
+    The exact entropy over the vocabulary, V-trace (GAE uses the sampled continuations unchanged), whitening of
+    advantages over the batch, and a bootstrap value for truncated completions.
 
 References:
     AReaL, arXiv 2505.24298, equation 5; PPO, arXiv 1707.06347; Asynchronous RLHF, arXiv 2410.18252;
     Dr. GRPO, arXiv 2503.20783; A-3PO, arXiv 2512.06547; KL estimators: Schulman, Approximating KL Divergence (2020);
-    GAE, arXiv 1506.02438, equation 16; baselines: `algorithms.base.group_advantages`; surrogates:
-    `algorithms.corrections`.
+    GAE, arXiv 1506.02438, equation 16; baselines: `leeway.algorithms.base.group_advantages`; surrogates:
+    `leeway.algorithms.corrections`.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 from torch import Tensor
 
-from algorithms.base import (
+from leeway.algorithms.base import (
     BASIC,
     LOG_RATIO_LIMIT,
     Algorithm,
@@ -72,7 +72,7 @@ from algorithms.base import (
     group_advantages,
     share_of,
 )
-from algorithms.corrections import (
+from leeway.algorithms.corrections import (
     AnyCorrection,
     AnySurrogate,
     AnyWeight,
@@ -83,71 +83,67 @@ from algorithms.corrections import (
     check_corrections,
     importance_weights,
 )
-from common.user_input import Reference, UserFileError, blamed, load_object
+from leeway.common.user_input import Reference, UserFileError, load_object, user_code_errors
 
 CLIP = 0.2
 
 VALUE_COEF = 0.5
-"""Weight of the value loss. Adam hides the scale of a critic of its own; a head's is weighed against the policy's."""
+"""Weight of the value loss relative to the policy loss, for a value head; Adam hides it for a critic model."""
 VALUE_CLIP = 0.2
-"""A value moves by at most so much in a draw."""
+"""Maximum change of a value in one step, in units of reward."""
 
 CRITICS: dict[str, CriticKind] = {"value_head": "head", "critic": "model"}
-"""The baselines that are learned, and where their values come from."""
+"""Learned baselines -> source of their values."""
 
 UserBaseline = Callable[[LossInputs, Tensor], Tensor]
-"""Of a user's: the batch and its rewards (B), after penalties -> the advantage of each sequence (B)."""
+"""A user's baseline: (batch, its rewards after penalties [B]) -> advantage of each sequence [B]."""
 
 
 class OffPolicyPPOConfig(GroupSection):
-    """Knobs of decoupled PPO."""
+    """Settings of decoupled PPO."""
 
     type: Literal["off_policy_ppo"] = "off_policy_ppo"
     proximal: Literal["draw_start", "behaviour", "interpolated"] = Field(
         default="draw_start",
-        description="pi_prox, the centre of the trust region: the policy at the start of the draw (decoupled), the "
-        "one that sampled (plain PPO on stale data), or one between that and the present one, by the token's age.",
+        description="Centre of the trust region, pi_prox: policy at the start of the step, behaviour policy (plain "
+        "PPO), or between behaviour and current policy by token age.",
     )
     baseline: Literal["rloo", "grpo", "dr_grpo", "batch", "value_head", "critic"] | Reference = Field(
         default="rloo",
-        description="How rewards become advantages: 'rloo', 'grpo', 'dr_grpo' (not divided by their spread) "
-        "within a group, 'batch' against all others of the update (for actors.group_size = 1); GAE over the values of "
-        "'value_head', on the policy, or of 'critic', a model that starts as the policy; or FILE.py:FUNCTION of yours.",
+        description="Advantages: 'rloo', 'grpo' or 'dr_grpo' within a group; 'batch' within the update, for groups of "
+        "one; GAE with 'value_head' or 'critic'; or your FILE.py:FUNCTION.",
         json_schema_extra=BASIC,
     )
-    clip_low: float = Field(default=CLIP, gt=0, le=1, description="pi / pi_prox is clipped below at 1 - clip_low.")
-    clip_high: PositiveFloat = Field(default=CLIP, description="pi / pi_prox is clipped above at 1 + clip_high.")
+    clip_low: float = Field(default=CLIP, gt=0, le=1, description="Lower clip of pi / pi_prox: 1 - clip_low.")
+    clip_high: PositiveFloat = Field(default=CLIP, description="Upper clip of pi / pi_prox: 1 + clip_high.")
     corrections: Listed[AnyCorrection] = Field(
         default=(TokenTIS(),),
-        description="By name, or as tables with their knobs: at most one of 'token_tis', 'sequence_tis'; 'icepop', "
-        "'geometric_mask'; at most one of 'sequence_clip', 'gspo', 'cispo' in place of clip_low and clip_high. "
-        "[]: rho as it is. Unset with proximal = 'behaviour': [].",
+        description="As in other losses; also at most one of 'sequence_clip', 'gspo', 'cispo' instead of clip_low and "
+        "clip_high. []: uncorrected rho, the default with proximal = 'behaviour'.",
         json_schema_extra=BASIC,
     )
     mean_over: Literal["tokens", "sequences"] | PositiveFloat = Field(
         default="tokens",
-        description="What weighs alike: 'tokens', 'sequences', or with a number the sums over sequences, divided by "
-        "it; Dr. GRPO takes actors.max_new_tokens.",
+        description="Equal weights for 'tokens' or 'sequences'; a number divides the sum of each sequence (Dr. GRPO: "
+        "actors.max_new_tokens).",
     )
     kl_beta: NonNegativeFloat = Field(
         default=0.0, description="Weight of the KL to the reference; 0 needs no reference."
     )
     kl_in: Literal["reward", "loss", "loss_k3"] = Field(
         default="reward",
-        description="Where the KL enters, the loss by its estimator k2 or k3.",
+        description="Where the KL enters: 'reward', or the loss with estimator k2 ('loss') or k3 ('loss_k3').",
     )
     entropy_coef: NonNegativeFloat = Field(default=0.0, description="Weight of the entropy bonus.")
     missing_eos_penalty: NonNegativeFloat = Field(
-        default=0.0, description="Taken from the reward of an answer that ended by length."
+        default=0.0, description="Subtracted from the reward of answers at the length limit."
     )
-    gae_lambda: float = Field(
-        default=0.95, ge=0, le=1, description="lambda of GAE, of the baselines 'value_head' and 'critic'."
-    )
+    gae_lambda: float = Field(default=0.95, ge=0, le=1, description="lambda of GAE.")
 
     @model_validator(mode="before")
     @classmethod
-    def _correct_nothing_where_nothing_is_off(cls, values: Any) -> Any:  # noqa: ANN401 -- what TOML gave
-        if isinstance(values, dict) and values.get("proximal") == "behaviour":  # pi_prox / mu is 1 there
+    def _default_to_no_corrections(cls, values: Any) -> Any:  # noqa: ANN401 -- from TOML
+        if isinstance(values, dict) and values.get("proximal") == "behaviour":  # pi_prox / mu is 1
             return {"corrections": [], **values}
         return values
 
@@ -155,21 +151,21 @@ class OffPolicyPPOConfig(GroupSection):
     def _keys_must_agree(self) -> OffPolicyPPOConfig:
         check_corrections(self.corrections)
         self._check_surrogate()
-        self._check_that_all_is_read()
+        self._check_unused_keys()
         if self.compare == "prompt" and not self.has_group_baseline:
             raise ValueError(
-                f"compare = 'prompt' is about group baselines, and baseline = '{self.baseline}' is none: remove it"
+                f"compare = 'prompt' needs a group baseline, but baseline = '{self.baseline}': remove compare"
             )
         if self.is_users_baseline and not callable(load_object(self.baseline)):
-            raise ValueError(f"baseline = '{self.baseline}' is not a function (inputs, rewards_B) -> advantage_B")
+            raise ValueError(f"baseline = '{self.baseline}' must be a function (inputs, rewards_B) -> advantage_B")
         return self
 
     def _check_surrogate(self) -> None:
-        moved = [key for key in ("clip_low", "clip_high") if getattr(self, key) != CLIP]
+        changed = [key for key in ("clip_low", "clip_high") if getattr(self, key) != CLIP]
         for each in self.corrections:
-            if isinstance(each, AnySurrogate) and moved:
+            if isinstance(each, AnySurrogate) and changed:
                 raise ValueError(
-                    f"{moved[0]} is not read with the correction '{each.type}': remove it, or write bounds as "
+                    f"{changed[0]} has no effect with the correction '{each.type}': remove it, or set bounds as "
                     f"corrections = [{{type = '{each.type}', ...}}]"
                 )
             if isinstance(each, AnyWeight) and self.proximal == "behaviour":
@@ -178,8 +174,8 @@ class OffPolicyPPOConfig(GroupSection):
                     "remove it, or use proximal = 'draw_start'"
                 )
 
-    def _check_that_all_is_read(self) -> None:
-        """Refuse keys that nothing reads."""
+    def _check_unused_keys(self) -> None:
+        """Raise ValueError for keys that have no effect."""
         needed = {}
         if self.baseline not in CRITICS:
             needed["gae_lambda"] = "baseline = 'value_head' or 'critic'"
@@ -187,7 +183,7 @@ class OffPolicyPPOConfig(GroupSection):
             needed["kl_in"] = "kl_beta above 0"
         for key, what in needed.items():
             if getattr(self, key) != type(self).model_fields[key].default:
-                raise ValueError(f"{key} is read with {what} alone: remove it, or ask for that")
+                raise ValueError(f"{key} has no effect without {what}: remove it, or set that")
 
     @property
     def has_group_baseline(self) -> bool:
@@ -201,7 +197,7 @@ class OffPolicyPPOConfig(GroupSection):
     def needs(self) -> Needs:
         critic = CRITICS.get(self.baseline)
         compared = self.compare if self.has_group_baseline else None
-        # what a user's baseline reads nobody knows
+        # a user's baseline may read the whole batch
         is_whole = critic is not None or self.is_users_baseline
         return Needs(
             groups=self.has_group_baseline,
@@ -215,7 +211,7 @@ class OffPolicyPPOConfig(GroupSection):
 
     @property
     def shapes_reward(self) -> bool:
-        """Is there a KL in the reward, and so in the baseline?"""
+        """Whether the KL is part of the reward, and thus of the baseline."""
         return self.kl_beta > 0 and self.kl_in == "reward"
 
 
@@ -223,11 +219,11 @@ def off_policy_ppo(config: OffPolicyPPOConfig, inputs: LossInputs) -> LossOutput
     """Evaluate the loss on a whole batch; see the module's docstring for the formula.
 
     Returns:
-        The loss, the weights it applied, and metrics: `off_policy/clip_frac_low` and `_high` (share of tokens where
-        clipping changes the objective), `off_policy/NAME_frac` of each weight correction, `ppo/advantage_abs` (mean
-        over tokens), `ppo/entropy` where it has a bonus (weighed mean of -log pi, nats a token), `ppo/kl_reference`
-        where kl_beta > 0 (mean over sequences of log(pi_prox / pi_ref)), and with a
-        critic `ppo/value_loss`, `ppo/value_clip_frac` and `ppo/explained_variance` of the returns by the old values.
+        The loss, the weights it applied, and metrics: `off_policy/clip_frac_low` and `_high` (fraction of tokens for
+        which clipping changes the objective), `off_policy/NAME_frac` of each weight correction, `ppo/advantage_abs`
+        (mean over tokens), `ppo/entropy` if entropy_coef > 0 (weighted mean of -log pi, nats per token),
+        `ppo/kl_reference` if kl_beta > 0 (mean over sequences of log(pi_prox / pi_ref)), and with a critic
+        `ppo/value_loss`, `ppo/value_clip_frac` and `ppo/explained_variance` of the returns by the old values.
     """
     if config.proximal == "behaviour":
         inputs = replace(inputs, proximal_logprobs_T=inputs.behaviour_logprobs_T)
@@ -242,7 +238,7 @@ def off_policy_ppo(config: OffPolicyPPOConfig, inputs: LossInputs) -> LossOutput
     surrogate = next((each for each in config.corrections if isinstance(each, AnySurrogate)), clip)
     objective_T, low_T, high_T = surrogate.objective(inputs, advantage_T)
     if config.mean_over == "sequences" and isinstance(surrogate, SequenceClip):
-        # the share divides by the length again
+        # share_T divides by the length a second time
         objective_T = objective_T * inputs.length_B[inputs.sequence_T]
     loss = -(share_T * weighing.weight_T * objective_T).sum()
     metrics["off_policy/clip_frac_low"] = share_of(low_T & weighing.kept_T, num_tokens)
@@ -259,8 +255,8 @@ def off_policy_ppo(config: OffPolicyPPOConfig, inputs: LossInputs) -> LossOutput
 
 
 def _interpolated(inputs: LossInputs) -> Tensor:
-    """Return the constant log-probabilities of pi_prox between mu and pi, by the age of each token: T."""
-    assert inputs.lag_T is not None, "the config needs the age of each token, and the batch has none"
+    """Return the constant log-probabilities of pi_prox, interpolated between mu and pi by token age: T."""
+    assert inputs.lag_T is not None, "the config needs the age of each token, but the batch has none"
     lag_T = inputs.lag_T.to(inputs.logprobs_T.dtype)
     of_mu_T = torch.where(lag_T > 0, 1 / lag_T.clamp_min(1), 0.0)
     logprobs_T = inputs.logprobs_T.detach()
@@ -287,7 +283,7 @@ def _advantages(config: OffPolicyPPOConfig, inputs: LossInputs, metrics: Measure
         if config.kl_in == "reward":
             penalty_T = config.kl_beta * log_ratio_T
     if config.baseline in CRITICS:
-        assert inputs.old_values_T is not None, "the config needs a critic, and the batch has no values"
+        assert inputs.old_values_T is not None, "the config needs a critic, but the batch has no values"
         rewards_T = rewards_per_token(inputs, rewards_B, penalty_T)
         return gae(inputs, rewards_T, inputs.old_values_T.detach(), config.gae_lambda)
     shaped_B = rewards_B - inputs.sum_per_sequence(penalty_T)
@@ -297,12 +293,12 @@ def _advantages(config: OffPolicyPPOConfig, inputs: LossInputs, metrics: Measure
 def _sequence_advantages(config: OffPolicyPPOConfig, inputs: LossInputs, rewards_B: Tensor) -> Tensor:
     if config.is_users_baseline:
         setting = f"algorithm.baseline = '{config.baseline}'"
-        with blamed(setting):
+        with user_code_errors(setting):
             found_B = torch.as_tensor(cast("UserBaseline", load_object(config.baseline))(inputs, rewards_B)).detach()
         if found_B.shape != rewards_B.shape:
             raise UserFileError(
-                f"{setting} returned the shape {list(found_B.shape)} for {list(rewards_B.shape)}: "
-                "it is to give one advantage for each sequence"
+                f"{setting} returned shape {list(found_B.shape)}, expected {list(rewards_B.shape)}: "
+                "return one advantage for each sequence"
             )
         return found_B.to(rewards_B)
     if config.baseline == "batch":
@@ -313,7 +309,7 @@ def _sequence_advantages(config: OffPolicyPPOConfig, inputs: LossInputs, rewards
 
 
 def rewards_per_token(inputs: LossInputs, rewards_B: Tensor, penalty_T: Tensor) -> Tensor:
-    """Return a sequence's reward on its last token, less a penalty on each: B, T -> T."""
+    """Return per-token rewards: that of the sequence on its last token, minus a penalty on each: B, T -> T."""
     rewards_T = -penalty_T
     if rewards_T.numel() == 0:
         return rewards_T
@@ -323,11 +319,11 @@ def rewards_per_token(inputs: LossInputs, rewards_B: Tensor, penalty_T: Tensor) 
 
 
 def gae(inputs: LossInputs, rewards_T: Tensor, values_T: Tensor, lam: float) -> Tensor:
-    """Generalised advantage estimates: A_t = sum_l lam^l * (r_{t+l} + V_{t+l+1} - V_{t+l}): T -> T.
+    """Return generalized advantage estimates A_t = sum_l lam^l * (r_{t+l} + V_{t+l+1} - V_{t+l}): T -> T.
 
-    Rewards are not discounted: that would favour short answers. The state after the last token has the value 0, also if
-    the completion was cut off by length. Values, of the state before each token, are constant in the gradient. `lam`,
-    in [0, 1]: 1 is the return less the value, 0 the one-step error.
+    Rewards are not discounted, which would favour short answers. The state after the last token has value 0, even if
+    the completion was truncated by length. Values, of the state before each token, are constant in the gradient. `lam`
+    is in [0, 1]: 1 gives the return minus the value, 0 the one-step error.
     """
     if rewards_T.numel() == 0:
         return torch.zeros_like(rewards_T)
@@ -346,12 +342,12 @@ def gae(inputs: LossInputs, rewards_T: Tensor, values_T: Tensor, lam: float) -> 
 
 
 def _positions(inputs: LossInputs) -> tuple[int, Tensor]:
-    """Return one more than the longest sequence, and the place of each token in its own: T. Needs a token."""
+    """Return one more than the maximum sequence length, and the position of each token: T. Needs a token."""
     length_B = inputs.length_B
     order_T = torch.argsort(inputs.sequence_T, stable=True)
     start_B = torch.cumsum(length_B, 0) - length_B
-    place_T = torch.arange(order_T.numel(), device=order_T.device) - start_B[inputs.sequence_T[order_T]]
-    return int(length_B.max()) + 1, torch.empty_like(place_T).index_copy(0, order_T, place_T)
+    position_T = torch.arange(order_T.numel(), device=order_T.device) - start_B[inputs.sequence_T[order_T]]
+    return int(length_B.max()) + 1, torch.empty_like(position_T).index_copy(0, order_T, position_T)
 
 
 def _kl_terms(config: OffPolicyPPOConfig, inputs: LossInputs) -> Tensor:
@@ -359,14 +355,14 @@ def _kl_terms(config: OffPolicyPPOConfig, inputs: LossInputs) -> Tensor:
     log_ratio_T = inputs.logprobs_T - inputs.reference_logprobs_T
     if config.kl_in == "loss":
         return log_ratio_T.square() / 2
-    log_ratio_T = log_ratio_T.clamp_min(-LOG_RATIO_LIMIT)  # beyond it the last term alone would push away
+    log_ratio_T = log_ratio_T.clamp_min(-LOG_RATIO_LIMIT)  # bounds both terms: the last alone would push away
     return (-log_ratio_T).exp() - 1 + log_ratio_T
 
 
 def _value_loss(inputs: LossInputs, advantage_T: Tensor, metrics: Measured) -> Tensor:
     """Return half the squared error of the values, clipped around the old ones; mean over tokens."""
-    assert inputs.values_T is not None, "the config needs a critic, and the batch has no values"
-    assert inputs.old_values_T is not None, "the config needs a critic, and the batch has no old values"
+    assert inputs.values_T is not None, "the config needs a critic, but the batch has no values"
+    assert inputs.old_values_T is not None, "the config needs a critic, but the batch has no old values"
     old_T = inputs.old_values_T.detach()
     returns_T = advantage_T + old_T
     num_tokens = max(1, returns_T.numel())
@@ -382,10 +378,10 @@ def _value_loss(inputs: LossInputs, advantage_T: Tensor, metrics: Measured) -> T
 
 
 def _explained_variance(returns_T: Tensor, old_T: Tensor) -> float | None:
-    """Return the share of the returns' variance that the old values predicted; None if the returns are equal."""
+    """Return the fraction of the variance of the returns explained by the old values; None if returns are equal."""
     if returns_T.numel() == 0:
         return None
-    # equal returns differ by rounding, which is no variance to explain
+    # equal returns may differ by rounding errors, which do not count as variance
     largest = float(torch.maximum(returns_T.abs(), old_T.abs()).max())
     rounding = 100 * torch.finfo(returns_T.dtype).eps * largest
     spread = float(returns_T.double().var(correction=0))

@@ -1,8 +1,8 @@
 """The algorithms by name, the config union that `algorithm.type` selects from, and the loss of a config.
 
-To add one: write a file of this package that ends in `ALGORITHM = Algorithm(Config, loss)`, and add its name to
-`FILES`, which is also its `algorithm.type`. One of a user's stays in a file of theirs, and is named as
-`FILE.py:ALGORITHM`. docs/algorithms/README.md goes through an example of both.
+To add an algorithm, create a file in this package that ends with `ALGORITHM = Algorithm(Config, loss)`, and add its
+name to `FILES`; the name is also its `algorithm.type`. A user's algorithm stays in the user's file and is selected as
+`FILE.py:ALGORITHM`. docs/algorithms/README.md has an example of both.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import torch
 from pydantic import Field, SerializeAsAny, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
 from torch import Tensor
 
-from algorithms.base import Algorithm, AlgorithmSection, LossInputs, LossOutput, Needs, described
-from common.user_input import UserFileError, blamed, is_reference, load_object
+from leeway.algorithms.base import Algorithm, AlgorithmSection, LossInputs, LossOutput, Needs, described
+from leeway.common.user_input import UserFileError, is_reference, load_object, user_code_errors
 
 FILES = (
     "trajectory_balance",
@@ -30,22 +30,20 @@ FILES = (
 
 Loss = Callable[[LossInputs], LossOutput]
 
-ALGORITHMS: dict[str, Algorithm] = {name: import_module(f"algorithms.{name}").ALGORITHM for name in FILES}
+ALGORITHMS: dict[str, Algorithm] = {name: import_module(f"leeway.algorithms.{name}").ALGORITHM for name in FILES}
 
 
 def algorithm_of(name: str) -> Algorithm:
-    """Return the algorithm of an `algorithm.type`, one of `FILES` or FILE.py:NAME of a user's; UserFileError if it has
-    none.
-    """
+    """Return one of `FILES`, or a user's FILE.py:NAME; raise UserFileError if the file does not provide it."""
     if not is_reference(name):
         return ALGORITHMS[name]
     found = load_object(name)
     if not isinstance(found, Algorithm):
-        raise UserFileError(f"type = '{name}' is no Algorithm: write NAME = Algorithm(YourConfig, your_loss) there")
+        raise UserFileError(f"type = '{name}' is not an Algorithm: write NAME = Algorithm(YourConfig, your_loss) there")
     return found
 
 
-def _from_user_file(given: Any, known: ValidatorFunctionWrapHandler) -> AlgorithmSection:  # noqa: ANN401 -- of TOML
+def _from_user_file(given: Any, known: ValidatorFunctionWrapHandler) -> AlgorithmSection:  # noqa: ANN401 -- from TOML
     if isinstance(given, AlgorithmSection) and is_reference(given.type):
         return given
     if isinstance(given, dict) and is_reference(given.get("type")):
@@ -54,31 +52,31 @@ def _from_user_file(given: Any, known: ValidatorFunctionWrapHandler) -> Algorith
 
 
 def _section_of(values: dict[str, Any]) -> AlgorithmSection:
-    """Make the section of a user's algorithm from plain values, or raise UserFileError."""
+    """Return the section of a user's algorithm built from plain values; raise UserFileError if it is invalid."""
     reference, algorithm = values["type"], algorithm_of(values["type"])
     section_class = algorithm.config_class
-    with blamed(f"type = '{reference}'"):
+    with user_code_errors(f"type = '{reference}'"):
         try:
             section = section_class.model_validate(values)
             is_kept = section_class.model_validate(section.model_dump(mode="json")) == section
         except ValidationError as error:
             first = error.errors()[0]
-            # an error of the whole section names no key, and pydantic says of every one that it is of a value
+            # errors of the whole section have no key; pydantic prefixes their messages with "Value error, "
             key, what = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
             what = f"{key}: {what[:1].lower()}{what[1:]}" if key else what
             keys = ", ".join(name for name in section_class.model_fields if name != "type")
-            raise UserFileError(f"{what}; keys of {reference} are {keys}") from None
+            raise UserFileError(f"{what}; valid keys of {reference}: {keys}") from None
         if not (is_kept and callable(algorithm.loss) and isinstance(section.needs, Needs)):
             raise UserFileError(
-                f"type = '{reference}' needs a function as its loss, Needs as `needs`, and fields that config.toml "
-                "holds as they are: of plain types, without aliases, and without validators that change values"
+                f"type = '{reference}' needs a function as its loss, Needs as `needs`, and fields that survive a round "
+                "trip through config.toml: use plain types, no aliases, and no validators that change values"
             )
     copyreg.pickle(section_class, _as_values)
     return section
 
 
 def _as_values(section: AlgorithmSection) -> tuple[Callable[..., AlgorithmSection], tuple[dict[str, Any]]]:
-    """Have Ray send a section as plain values: another process knows its class only once it has imported the file."""
+    """Reduce a section to plain values for Ray: other processes have its class only after importing the file."""
     return _section_of, (section.model_dump(mode="json"),)
 
 
@@ -86,7 +84,7 @@ if TYPE_CHECKING:
     AlgorithmConfig = AlgorithmSection
 else:
     AlgorithmConfig = Annotated[
-        Union[tuple(algorithm.config_class for algorithm in ALGORITHMS.values())],  # noqa: UP007 -- built, not written
+        Union[tuple(algorithm.config_class for algorithm in ALGORITHMS.values())],  # noqa: UP007 -- dynamic
         Field(discriminator="type"),
         WrapValidator(_from_user_file),
         SerializeAsAny(),
@@ -94,9 +92,10 @@ else:
 
 
 def loss_for(config: AlgorithmConfig) -> Loss:
-    """Return the loss of a config, as a function of a batch of which `algorithms.base.check_inputs` finds no fault.
+    """Return the loss of a config, a function of a batch that passes `leeway.algorithms.base.check_inputs`.
 
-    It raises UndeclaredInput if the loss reads what its `needs` do not declare, UserFileError if a user's fails.
+    The function raises UndeclaredInput if the loss reads an input that its `needs` do not declare, and UserFileError if
+    a user's loss fails.
     """
     loss = algorithm_of(config.type).loss
     needs = config.needs
@@ -104,25 +103,25 @@ def loss_for(config: AlgorithmConfig) -> Loss:
         return lambda inputs: loss(config, only_declared(inputs, needs))
 
     def checked(inputs: LossInputs) -> LossOutput:
-        with blamed(setting := f"algorithm.type = '{config.type}'"):
+        with user_code_errors(setting := f"algorithm.type = '{config.type}'"):
             output = loss(config, only_declared(inputs, needs))
         found = getattr(output, "loss", output)
         if isinstance(output, LossOutput) and isinstance(found, Tensor) and found.numel() == 1 and found.requires_grad:
             return output
         raise UserFileError(
-            f"{setting} returned {described(found)} and not LossOutput(loss, metrics) whose loss is a tensor of one "
-            "number, computed from inputs.logprobs_T with gradients"
+            f"{setting} returned {described(found)} but must return LossOutput(loss, metrics) with the loss as a "
+            "one-element tensor, computed from inputs.logprobs_T with gradients"
         )
 
     return checked
 
 
 class UndeclaredInput(UserFileError):
-    """A loss read an input that its section did not declare; the text names both."""
+    """A loss read an input that its section did not declare; the message names both."""
 
 
 class _Undeclared(Tensor):
-    """Stands for an input that a run may lack. It can be handed on; any other use of it raises."""
+    """Placeholder for an undeclared input. It can be passed around; any other use raises UndeclaredInput."""
 
     field = ""
     need = ""
@@ -136,8 +135,8 @@ class _Undeclared(Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> NoReturn:
         raise UndeclaredInput(
-            f"the loss reads inputs.{cls.field}, which the `needs` of its [algorithm] section do not declare, so a run "
-            f"may have none. Return Needs({cls.need}=True, ...) there, or do not read it"
+            f"the loss reads inputs.{cls.field}, but the `needs` of its [algorithm] section do not declare it: "
+            f"return Needs({cls.need}=True, ...) there, or do not read it (a run may not provide undeclared inputs)"
         )
 
     def __repr__(self, **_: object) -> str:  # type: ignore[override]
@@ -151,9 +150,7 @@ _STAND_INS: dict[str, type[_Undeclared]] = {
 
 
 def only_declared(inputs: LossInputs, needs: Needs) -> LossInputs:
-    """Replace the inputs that a loss has not declared: left out they are NaN or 0, which would pass for a fault of the
-    data.
-    """
+    """Replace undeclared inputs by placeholders that raise on use; NaN or 0 would look like bad data."""
     undeclared: dict[str, Any] = {
         each.field: torch.empty(0).as_subclass(each) for need, each in _STAND_INS.items() if not getattr(needs, need)
     }

@@ -1,28 +1,28 @@
-"""Trajectory balance with a VarGrad estimate of log Z (TBA): the optimum is the same on data of any age.
+"""Trajectory balance with a VarGrad estimate of log Z (TBA): the optimum does not depend on the age of the data.
 
 Objective:
     log Z(x) = 1/K * sum_j [ log pi_ref(y_j|x) - log pi(y_j|x) + r_j / beta ]
     delta_j  = sg[log Z(x)] + log pi(y_j|x) - log pi_ref(y_j|x) - r_j / beta
     L        = mean over prompts and j of delta_j^2
-    Its minimum is pi*(y|x) proportional to pi_ref(y|x) * exp(r / beta), whatever data it is taken on.
+    Its minimum is pi*(y|x) proportional to pi_ref(y|x) * exp(r / beta) for data from any policy.
 
 Estimator:
     With R_j = r_j - beta * log(pi / pi_ref)(y_j), token t of completion j has the gradient
     -2 / (beta * K) * w_t * (R_j - mean R) * grad log pi_t per prompt: REINFORCE with a group baseline and a KL penalty
-    inside the reward. The scale is 1 / beta. Prompts weigh the same, also where samples failed and their groups are
-    smaller. The loss that is reported is L itself, without w.
+    in the reward. The scale is 1 / beta. Prompts have equal weight, even if samples failed and their groups are
+    smaller. The reported loss is L itself, without w.
 
 Where the off-policy correction enters:
-    In w_t = pi / mu of the token, bounded by the corrections (token_tis unless a run says otherwise). The optimum does
-    not need it: with any positive weights of tokens or sequences pi* is the only place of rest on data of one policy
-    of full support (docs/algorithms/trajectory_balance.md has the proof). The way there does: without weights stale
-    samples go on pushing probability off answers that the policy has given up, and under delay it collapses.
+    In w_t = pi / mu of the token, bounded by the corrections (default: token_tis). The optimum does not need it: with
+    any positive weights of tokens or sequences, pi* is the only stationary point on data of one policy with full
+    support (proof in docs/algorithms/trajectory_balance.md). Convergence does need it: without weights, stale samples
+    keep pushing probability off answers that the policy no longer produces, and the policy collapses under delay.
 
 What we left out:
     A learned log Z, and sub-trajectory (per-token) balance.
 
 References:
-    Trajectory Balance with Asynchrony, arXiv 2503.18929, equations 4-6, which has no w.
+    Trajectory Balance with Asynchrony, arXiv 2503.18929, equations 4-6 (without w).
     VarGrad: arXiv 2010.10436.
 """
 
@@ -32,12 +32,12 @@ from typing import Literal
 
 from pydantic import Field, PositiveFloat
 
-from algorithms.base import BASIC, Algorithm, GroupSection, LossInputs, LossOutput, Needs
-from algorithms.corrections import WeighedSection, weigh_gradient
+from leeway.algorithms.base import BASIC, Algorithm, GroupSection, LossInputs, LossOutput, Needs
+from leeway.algorithms.corrections import WeighedSection, weigh_gradient
 
 
 class TrajectoryBalanceConfig(WeighedSection, GroupSection):
-    """Knobs of trajectory balance."""
+    """Settings of trajectory balance."""
 
     type: Literal["trajectory_balance"] = "trajectory_balance"
     beta: PositiveFloat = Field(
@@ -45,7 +45,7 @@ class TrajectoryBalanceConfig(WeighedSection, GroupSection):
     )
     beta_final: PositiveFloat | None = Field(
         default=None,
-        description="Where beta ends: it goes there linearly over learner.num_steps. Unset: beta stays constant.",
+        description="Final beta, reached linearly over learner.num_steps; unset: constant.",
     )
 
     @property
@@ -64,7 +64,7 @@ def trajectory_balance(config: TrajectoryBalanceConfig, inputs: LossInputs) -> L
 
     Returns:
         The loss, and metrics `tb/beta`, `tb/delta_abs` (mean |delta|), `tb/log_z` (mean over samples) and
-        `tb/kl_reference` (mean over samples of log pi - log pi_ref, in nats a sequence).
+        `tb/kl_reference` (mean over samples of log pi - log pi_ref, in nats per sequence).
     """
     inputs, weights_T, shares = weigh_gradient(config.compared(inputs), config.corrections)
     beta_final = config.beta if config.beta_final is None else config.beta_final
@@ -74,7 +74,7 @@ def trajectory_balance(config: TrajectoryBalanceConfig, inputs: LossInputs) -> L
     distance_B = log_ratio_B - inputs.rewards_B / beta
     log_z_B = -inputs.mean_per_group(distance_B.detach())
     delta_B = log_z_B + distance_B
-    # every sample of a group carries its group's mean, so dividing by the group's size weighs prompts alike
+    # sums over samples: dividing by the group size gives prompts equal weight
     loss = (delta_B.square() / inputs.group_size_B).sum() / inputs.num_groups
     return LossOutput(
         loss,

@@ -1,21 +1,21 @@
-"""What does age cost? Accuracy by algorithm and `max_lag`, over the real system. Prints one JSON line last.
+"""Measure accuracy by algorithm and `max_lag` on the real system. The last line of stdout is JSON.
 
     python benchmarks/accuracy_over_lag.py [--on sums] [--lags 0 1 4 16] [--algorithms NAME ...] [--seeds 0 1 2]
         [--control off on] [--steps N] [--work FOLDER] [--section.key VALUE ...]
 
-Every cell is one `leeway train`, one after the other on the same machine; cells of an algorithm and a seed differ in
-`weight_sync.max_lag` alone. `--on sums` trains an ordinary model (examples/sums.toml) with nothing but the name of the
-algorithm, so at the shipped defaults; `--on demo` the demos, whose model was taught the answer first. `--on steady`,
-`sorting` and `adding` train at a constant rate of 1e-4 on 128 samples a step, where nothing brings the last versions
-close together: the same sums, and the models of `lib/small_tasks.py`. `--control off on` adds cells with lag control.
-Accuracy and the lag that was really trained on are read from the files of the run; where a run evaluates on its way,
-accuracy is the mean of its last five evaluations. `--work` keeps finished cells: called again with the same overrides,
-only the missing ones run. Any other key is an override that every cell gets. A step is one update in every cell, also
-of PPO: with several, synchronous training (`max_lag = 0`) does not exist.
+Each cell is one `leeway train`; cells run one after another on the same machine. Cells of one algorithm and seed differ
+only in `weight_sync.max_lag`. `--on sums` trains an ordinary model (examples/sums.toml) and sets only the algorithm, so
+all other keys have their defaults. `--on demo` trains the demos, whose model was first trained on the right answer.
+`--on steady`, `sorting` and `adding` train at a constant rate of 1e-4 on 128 samples per step, so the last versions
+stay apart: on the same sums, and on the models of `lib/small_tasks.py`. `--control off on` adds cells with lag control.
+Accuracy and the realised lag are read from the files of the run. If a run evaluates during training, its accuracy is
+the mean of its last five evaluations. `--work` stores finished cells; a call with the same overrides runs only missing
+ones. Any other key is an override for every cell. A step is one update in every cell, including PPO: with several
+updates per step, synchronous training (`max_lag = 0`) is impossible.
 
-Writes docs/results/accuracy_over_lag.md (accuracy_over_lag_NAME.md for `--on NAME`), or the page that `--page` names,
-and beside it a figure, .svg, and the figures of every cell, .json. The JSON line has, for each algorithm, means over
-seeds: `accuracy_lagL`, `accuracy_lagL_minus_lag0` and `accuracy_lagL_minus_start`, greedy, for every bound L.
+Writes docs/results/accuracy_over_lag.md (accuracy_over_lag_NAME.md for `--on NAME`) or the file given by `--page`, and
+beside it a plot (.svg) and the figures of every cell (.json). The JSON line has means over seeds for each algorithm:
+`accuracy_lagL`, `accuracy_lagL_minus_lag0` and `accuracy_lagL_minus_start`, greedy, for every bound L.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ STYLES = {
     "off_policy_ppo": ("#009E73", "^", 0.04),
     "oapl": ("#CC79A7", "D", 0.12),
 }
-"""Algorithm -> colour (told apart by the colour-blind), marker, and a shift to the side, for the lines lie close."""
+"""Algorithm -> colour (safe for colour blindness), marker, and horizontal shift that separates close lines."""
 WRONG_INPUT = 2
-"""Exit status of `leeway` where the config refuses a cell, and nothing was started."""
+"""Exit status of `leeway` if config validation rejects a cell; no process was started."""
 COLUMNS = {
     "greedy before": ("greedy_before", "{:.3f}"),
     "greedy after": ("greedy", "{:.3f}"),
@@ -68,34 +68,34 @@ COLUMNS = {
     "dropped as stale": ("dropped_stale", "{:.0f}"),
     "wall s": ("seconds", "{:.0f}"),
 }
-"""Column -> figure of a run, and how it reads."""
+"""Column -> figure of a run, and its format."""
 
 Figures = dict[str, float]
-"""Of one run, by name."""
+"""Figures of one run, by name."""
 
 
 @dataclass(frozen=True)
 class Ground:
-    """What is trained on."""
+    """A set of training setups, one per algorithm."""
 
     arguments: dict[str, list[str]]
-    """Algorithm -> what `leeway train` is given."""
+    """Algorithm -> arguments of `leeway train`."""
     page: Path
     what: str
-    """The examples, as the page names them."""
+    """Description of the examples on the page."""
     limits: str
-    """What the figures do not show."""
+    """Limits of the figures, for the page."""
     wanted: dict[str, float] = field(default_factory=dict)
-    """Figure of the JSON line -> what it is to be at least."""
+    """Figure of the JSON line -> its required minimum."""
     makes: str = ""
-    """The task of `lib/small_tasks.py` whose config comes first."""
+    """Task of `lib/small_tasks.py` whose config is the first argument; empty if `arguments` name a config."""
 
 
 STEADILY = ["--actors.eval_every", "10", "--learner.num_steps", "200", "--learner.lr_schedule", "constant"]
 NUM_LATE = 5
-"""Evaluations at the end of a run whose mean is its accuracy, where it evaluates on its way."""
+"""Number of final evaluations whose mean is the accuracy of a run that evaluates during training."""
 NO_WORSE = {"accuracy_lag4_minus_lag0": -0.05, "accuracy_lag16_minus_lag0": -0.05, "accuracy_lag64_minus_lag0": -0.05}
-STEADY = "One model and one task, at one learning rate, which stays constant."
+STEADY = "One model and one task, at one constant learning rate."
 
 
 def _small(name: str, what: str) -> Ground:
@@ -108,10 +108,10 @@ GROUNDS = {
     "sums": Ground(
         {name: ["examples/sums.toml", "--algorithm.type", name] for name in STYLES},
         RESULTS / "accuracy_over_lag.md",
-        "`examples/sums.toml` with `--algorithm.type` and no other key, so every algorithm at its shipped defaults,",
-        "The model is small, answers have two to four tokens, and a sum is right or wrong. The learning rate falls to "
-        "0, which brings the last versions close together; how an algorithm does while it does not is in "
-        "[stability.md](stability.md). Long answers and large steps make the same lag worth more.",
+        "`examples/sums.toml` with `--algorithm.type` and no other key, so each algorithm with its defaults,",
+        "The model is small, answers have two to four tokens, and a sum is right or wrong. The learning rate decays to "
+        "0, which brings the last versions close together; [stability.md](stability.md) measures constant learning "
+        "rates. The same lag has a larger effect with long answers and large steps.",
         {"accuracy_lag4": 0.85, "accuracy_lag4_minus_lag0": -0.03, "accuracy_lag16_minus_start": 0.15},
     ),
     "steady": Ground(
@@ -129,12 +129,12 @@ GROUNDS = {
             for name in STYLES
         },
         RESULTS / "accuracy_over_lag_steady.md",
-        "`examples/sums.toml` at a constant rate of 1e-4 after its warm-up, on 128 samples a step,",
+        "`examples/sums.toml` at a constant rate of 1e-4 after its warm-up, on 128 samples per step,",
         STEADY,
         NO_WORSE,
     ),
-    "sorting": _small("sorting", "A model of 0.9 M parameters that sorts five digits half of the time,"),
-    "adding": _small("adding", "A model of 0.9 M parameters that adds two numbers with 20 to 52 tokens of work shown,"),
+    "sorting": _small("sorting", "A model of 0.9 M parameters that sorts five digits correctly half of the time,"),
+    "adding": _small("adding", "A model of 0.9 M parameters that adds two numbers and shows 20 to 52 tokens of work,"),
     "demo": Ground(
         {
             "trajectory_balance": ["examples/demo.toml"],
@@ -143,9 +143,9 @@ GROUNDS = {
         },
         RESULTS / "accuracy_over_lag_demo.md",
         f"The demos (`examples/demo.toml`, `demo-dpo.toml`, `demo-ppo.toml`, PPO with `{' '.join(ONE_UPDATE)}`)",
-        "The task is easy: the right rule is in the starting model ([demo.md](demo.md)), answers have three or four "
-        "tokens, and with enough steps greedy accuracy nears its ceiling whatever the lag. The learning rate falls to "
-        "0, which brings the last versions close together.",
+        "The task is easy: the initial model already contains the right rule ([demo.md](demo.md)), answers have three "
+        "or four tokens, and with enough steps greedy accuracy approaches its ceiling at any lag. The learning rate "
+        "decays to 0, which brings the last versions close together.",
     ),
 }
 
@@ -161,28 +161,28 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """Of its files."""
+        """Return the stem of the file names of the cell."""
         return f"{self.algorithm}-lag{self.max_lag}-seed{self.seed}{'-on' if self.control == 'on' else ''}"
 
     @property
     def row(self) -> str:
-        """What it is held against the same of, at other lags and seeds."""
+        """Return the name of the table row, which groups cells of different lags and seeds."""
         return f"{self.algorithm}, lag control" if self.control == "on" else self.algorithm
 
 
 def main() -> None:
-    """Run what is missing, write the page and the figure."""
+    """Run the missing cells, and write the page and the plot."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--on", choices=GROUNDS, default="sums")
     parser.add_argument("--lags", type=int, nargs="+", default=[0, 1, 4, 16])
-    parser.add_argument("--algorithms", nargs="+", choices=STYLES, help="default: all of them")
+    parser.add_argument("--algorithms", nargs="+", choices=STYLES, help="default: all")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--control", nargs="+", choices=("on", "off"), default=["off"], help="of lag; default: off")
-    parser.add_argument("--steps", type=int, help="learner.num_steps of every cell; default: as the configs say")
-    parser.add_argument("--work", type=Path, help="keeps finished cells; a new one for new code (default: keeps none)")
-    parser.add_argument("--page", type=Path, help="what is written; the figure and the cells lie beside it")
+    parser.add_argument("--control", nargs="+", choices=("on", "off"), default=["off"], help="lag control, default off")
+    parser.add_argument("--steps", type=int, help="learner.num_steps of every cell; default: the value of each config")
+    parser.add_argument("--work", type=Path, help="store finished cells; use a new folder for new code (default: none)")
+    parser.add_argument("--page", type=Path, help="page to write; the plot and the cells are written beside it")
     args, overrides = parser.parse_known_args()
     ground = GROUNDS[args.on]
     args.algorithms = args.algorithms or list(ground.arguments)
@@ -193,7 +193,7 @@ def main() -> None:
         for seed in args.seeds
         for lag in args.lags
         for name in args.algorithms
-        for control in (args.control if lag else ["off"])  # at lag 0 there is nothing to control
+        for control in (args.control if lag else ["off"])  # lag 0 needs no lag control
     ]
     if args.steps is not None:
         overrides = ["--learner.num_steps", str(args.steps), *overrides]
@@ -219,7 +219,7 @@ def main() -> None:
 def run_all(
     kept: KeptResults, ground: Ground, overrides: list[str], cells: list[Cell]
 ) -> tuple[dict[Cell, dict[str, Any]], dict[Cell, str]]:
-    """The result of every cell that has one, and why the others have none."""
+    """Run all cells; return the results of the finished cells and the failure reasons of the others."""
     done: dict[Cell, dict[str, Any]] = {}
     missing: dict[Cell, str] = {}
     for number, cell in enumerate(cells, 1):
@@ -233,10 +233,10 @@ def run_all(
 
 
 def run(kept: KeptResults, ground: Ground, overrides: list[str], cell: Cell) -> dict[str, Any]:
-    """The figures and the commit of a cell, which is run where it was not before; its metrics are kept as well.
+    """Return the figures and the commit of a cell; if none are stored, run it and store its metrics as well.
 
     Raises:
-        MeasurementFailed: the config refuses it, or the run failed or took too long.
+        MeasurementFailed: the config was rejected, or the run failed or timed out.
     """
     config, *arguments = [*ground.arguments[cell.algorithm], *overrides]
     if ground.makes:
@@ -255,22 +255,22 @@ def run(kept: KeptResults, ground: Ground, overrides: list[str], cell: Cell) -> 
         result: dict[str, Any] = kept.result(cell.name, make)
     except RunFailed as error:
         if error.status == WRONG_INPUT:
-            raise MeasurementFailed(f"refused: {' '.join(' '.join(error.said).split())}") from error
+            raise MeasurementFailed(f"refused: {' '.join(' '.join(error.printed).split())}") from error
         says = "how far it came" if error.status is None else "why"
         raise MeasurementFailed(f"{error.why}; {log.name} in --work says {says}") from error
     return result
 
 
 def figures(run: FinishedRun) -> Figures:
-    """What is reported of a run.
+    """Return the reported figures of a run.
 
     Returns:
         Accuracies in [0, 1]; `lag_*` in policy versions, `lag_mean` over all trained tokens and `lag_late` over the
-        second half of the steps; `ess_lowest`: the smallest effective sample share of a step, over sequences, on raw
+        second half of the steps; `ess_lowest`: the lowest effective sample share of a step, over sequences, on raw
         weights; `seconds` from the command to the last evaluation.
 
     Raises:
-        MeasurementFailed: the run was ended before its last evaluation.
+        MeasurementFailed: the run ended before its last evaluation.
     """
     summary, updates = run.summary, run.updates
     late = [accuracy for _, accuracy in run.evaluations()[-NUM_LATE:]]
@@ -294,14 +294,14 @@ def figures(run: FinishedRun) -> Figures:
 
 
 def invocation(args: argparse.Namespace, overrides: list[str]) -> str:
-    """The command in full, without the folders, which only this machine has."""
+    """Return the full command without `--work` and `--page`, whose paths are specific to this machine."""
     lists = {"--lags": args.lags, "--algorithms": args.algorithms, "--seeds": args.seeds, "--control": args.control}
     words = ["--on", args.on, *(word for key, values in lists.items() for word in (key, *map(str, values)))]
     return shlex.join(["python", "benchmarks/accuracy_over_lag.py", *words, *overrides])
 
 
 def over_seeds(results: dict[Cell, Figures]) -> dict[tuple[str, int], dict[str, list[float]]]:
-    """Algorithm and max_lag, sorted -> figure -> its values, one for every seed that has one."""
+    """Return (algorithm, max_lag), sorted -> figure -> its values, one per finished seed."""
     cells: dict[tuple[str, int], dict[str, list[float]]] = {}
     for cell in sorted(results, key=lambda cell: (cell.row, cell.max_lag, cell.seed)):
         values = cells.setdefault((cell.row, cell.max_lag), {})
@@ -311,7 +311,7 @@ def over_seeds(results: dict[Cell, Figures]) -> dict[tuple[str, int], dict[str, 
 
 
 def by_algorithm(results: dict[Cell, Figures]) -> dict[str, Figures]:
-    """The JSON line: algorithm -> greedy accuracies, means over seeds, and their differences."""
+    """Return the JSON line: algorithm -> greedy accuracies, means over seeds, and their differences."""
     line: dict[str, Figures] = {}
     greedy = {key: fmean(values["greedy"]) for key, values in over_seeds(results).items()}
     start = {key: fmean(values["greedy_before"]) for key, values in over_seeds(results).items()}
@@ -327,11 +327,11 @@ def by_algorithm(results: dict[Cell, Figures]) -> dict[str, Figures]:
     return {name: {key: round(value, 4) for key, value in found.items()} for name, found in line.items()}
 
 
-# --- what people read -------------------------------------------------------------------------------
+# --- the page ---------------------------------------------------------------------------------------
 
 
 def page(ground: Ground, results: dict[Cell, Figures], missing: dict[Cell, str], origin: str, figure: str) -> list[str]:
-    """The paragraphs of the page."""
+    """Return the paragraphs of the page."""
     num_seeds = len({cell.seed for cell in results})
     num_heldout = int(next(iter(results.values()))["num_heldout"])
     steps = " or ".join(str(int(n)) for n in sorted({found["num_steps"] for found in results.values()}))
@@ -339,8 +339,8 @@ def page(ground: Ground, results: dict[Cell, Figures], missing: dict[Cell, str],
     return [
         "# Accuracy against `max_lag`, measured",
         f"{origin} on {len(os.sched_getaffinity(0))} cores ({platform.machine()}), no GPU, Python "
-        f"{platform.python_version()}. {ground.what} over the real system, {steps} steps each, one after the "
-        "other; runs of an algorithm and a seed differ in `weight_sync.max_lag` alone. Accuracy is over "
+        f"{platform.python_version()}. {ground.what} on the real system: {steps} steps per run, one run after "
+        "another. Runs of one algorithm and seed differ only in `weight_sync.max_lag`. Accuracy is over "
         f"{num_heldout} held-out problems. {seeds}",
         f"![Held-out accuracy and realised lag against max_lag]({figure})",
         cells_table(results),
@@ -348,17 +348,17 @@ def page(ground: Ground, results: dict[Cell, Figures], missing: dict[Cell, str],
             f"No figures ({why}): {', '.join(cell.name for cell in missing if missing[cell] == why)}"
             for why in dict.fromkeys(missing.values())
         ],
-        "Lag is in policy versions, over trained tokens; it grows only as far as the actors run ahead, and from 0 "
-        "at the first step, hence the second half. ESS is the effective sample share of whole completions, "
-        "1 / mean((w / mean w)^2) with w = pi_prox / mu, at the step where it is lowest: what the lag did to the "
-        "data, where 1 is on-policy. The wall time ends with the last evaluation.",
+        "Lag is in policy versions, over trained tokens. It starts at 0 and grows only as far as the actors run "
+        "ahead, so the mean of the second half is listed too. ESS is the effective sample share of whole "
+        "completions, 1 / mean((w / mean w)^2) with w = pi_prox / mu, at the step with the lowest value. It measures "
+        "the effect of lag on the data; 1 is on-policy. The wall time ends with the last evaluation.",
         *([wanted_table(ground, results)] if ground.wanted else []),
         *shows(ground, results, num_heldout),
     ]
 
 
 def wanted_table(ground: Ground, results: dict[Cell, Figures]) -> str:
-    """What was asked for, and what came of it."""
+    """Return the table of required minimums and measured values."""
     head = ["algorithm", *[f"{name}, at least {bar:g}" for name, bar in ground.wanted.items()]]
     found = by_algorithm(results)
     return table(
@@ -373,7 +373,7 @@ def _met(value: float | None, bar: float) -> str:
 
 
 def cells_table(results: dict[Cell, Figures]) -> str:
-    """One row per algorithm and max_lag."""
+    """Return a table with one row per algorithm and max_lag."""
     head = ["algorithm", "max_lag", *COLUMNS]
     rows = [
         [algorithm, str(max_lag), *[spread(values[figure], form) for figure, form in COLUMNS.values()]]
@@ -383,7 +383,7 @@ def cells_table(results: dict[Cell, Figures]) -> str:
 
 
 def shows(ground: Ground, results: dict[Cell, Figures], num_heldout: int) -> list[str]:
-    """What the figure shows and what it does not."""
+    """Return the paragraphs on the findings and their limits."""
     cells = over_seeds(results)
     changes = []
     num_lags = Counter(algorithm for algorithm, _ in cells)
@@ -394,18 +394,18 @@ def shows(ground: Ground, results: dict[Cell, Figures], num_heldout: int) -> lis
         changes.append(f"- {name}, `max_lag` {min(lags)} to {max(lags)}: greedy {greedy:+.3f}, sampled {sampled:+.3f}.")
     error = math.sqrt(0.9 * 0.1 / num_heldout)
     return [
-        "What it shows: the price of age on this task, from the smallest bound to the greatest of each algorithm.",
+        "Findings: the change in accuracy on this task from the lowest to the highest bound of each algorithm.",
         *(["\n".join(changes)] if changes else []),
-        f"What it does not: on {num_heldout} problems an accuracy of 0.90 has a standard error of {error:.3f}, and "
-        f"seeds differ beside that; smaller changes say nothing. {ground.limits}",
+        f"Limits: on {num_heldout} problems an accuracy of 0.90 has a standard error of {error:.3f}, and seeds add "
+        f"variance; smaller changes are not significant. {ground.limits}",
     ]
 
 
 def draw(results: dict[Cell, Figures], path: Path) -> None:
-    """The figure: accuracy on the left, on the right the lag that the bound led to."""
+    """Plot accuracy on the left and the realised lag on the right."""
     cells = over_seeds(results)
     lags = sorted({lag for _, lag in cells})
-    places = {lag: float(index) for index, lag in enumerate(lags)}  # 0 has no place on a logarithmic axis
+    places = {lag: float(index) for index, lag in enumerate(lags)}  # a logarithmic axis cannot show 0
     with drawn(path, 10, 4.2, font_size=10) as figure:
         left, right = figure.subplots(1, 2)
         for name in dict.fromkeys(algorithm for algorithm, _ in cells):
@@ -430,7 +430,7 @@ def draw(results: dict[Cell, Figures], path: Path) -> None:
 
 
 def _line(axis: Any, algorithm: str, cells: dict[float, dict[str, list[float]]], key: str, line: str) -> None:  # noqa: ANN401 -- matplotlib's own
-    """Means over seeds, by place; the bars reach from the lowest to the highest."""
+    """Plot means over seeds by x position; error bars span the lowest to the highest value."""
     spreads = [(fmean(values[key]), min(values[key]), max(values[key])) for values in cells.values()]
     bars = [[middle - low for middle, low, _ in spreads], [high - middle for middle, _, high in spreads]]
     name, is_controlled, _ = algorithm.partition(",")

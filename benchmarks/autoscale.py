@@ -1,22 +1,23 @@
-"""What `launch.autoscale = "on"` makes of lengths that change. Prints one JSON line last.
+"""Measure how `launch.autoscale = "on"` follows changing completion lengths. Prints one JSON line last.
 
     python benchmarks/autoscale.py [--quick] [--seeds 100] [--only fleets|response] [--keep FOLDER] [--page [FILE]]
 
-Fleets: real runs of `leeway train` whose engines and learner sleep (`fleet_parts`), and whose lengths double within 40
-steps. One follows; three keep the number of actors that is best in the end, one less, one more. Best is the least
-number whose engines, by law and lengths, all slots full, generate the samples of a step in the time of a step.
+Fleets: real `leeway train` runs with simulated engines and a simulated learner that sleep (`fleet_parts`). Completion
+lengths double within 40 steps. One run scales automatically. Three static runs keep the number of actors that is best
+at the end, one less, and one more. The best number is the smallest one whose engines, with all slots full, generate
+the samples of a step within the time of a step.
 
-    grows_within_steps     at most, from the step whose lengths ask for another actor to the advice; then it starts
-    rate_over_best_static  samples per second once it has grown, over those of the best static run in these steps
+    grows_within_steps     maximum steps from the step whose lengths need another actor to the advice that adds it
+    rate_over_best_static  samples per second after growth, over those of the best static run in the same steps
 
-Response: the same `Following` drives simulated runs, for every seed with other laws, lengths, steps and noise.
+Response: the same `ScalingPolicy` drives simulated runs; engine speed, lengths, steps and noise vary with the seed.
 
-    steps_worst            that the pool stays more than one actor from the best number, by change
+    steps_worst            steps that the pool stays more than one actor from the best number, by kind of change
     rate_over_best_worst   samples per second in the last 60 steps, over those with the best number or one more
 
-Admission never binds in these: facts say that all slots are in use.
+Admission never limits the simulated runs: their facts state that all slots are in use.
 
-`--quick` is for development, and its figures mean nothing. `--page` writes docs/results/autoscale.md.
+`--quick` is for development; its figures are meaningless. `--page` writes docs/results/autoscale.md.
 """
 
 from __future__ import annotations
@@ -36,7 +37,6 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from actors.config import ActorsConfig
 from benchmarks.autoscale_parts.simulation import ScalingSimulation
 from benchmarks.fleet import Fleet, run
 from benchmarks.fleet_parts.setting import FleetSetting, Stretch
@@ -45,12 +45,14 @@ from benchmarks.lib.machine import RESULTS, describe_machine
 from benchmarks.lib.page import bars_table, judged, origin, table, write_page
 from benchmarks.lib.processes import MeasurementFailed, end_at_sigterm
 from benchmarks.lib.runs import FinishedRun, Row
-from buffer.config import BufferConfig
-from common.staleness import StalenessConfig, StalenessContract
-from planning.autoscale import ABOVE, Following, PoolState, StepFacts
-from planning.costs import TokenTime
-from planning.lengths import LengthLaw
-from planning.world import Costs, EnginePool, World
+
+from leeway.actors.config import ActorsConfig
+from leeway.buffer.config import BufferConfig
+from leeway.common.staleness import StalenessConfig, StalenessContract
+from leeway.planning.autoscale import ABOVE, PoolState, ScalingPolicy, StepFacts
+from leeway.planning.costs import TokenTime
+from leeway.planning.lengths import LengthDistribution
+from leeway.planning.world import Costs, EnginePool, World
 
 PAGE = RESULTS / "autoscale.md"
 BARS: Mapping[str, Mapping[str, float]] = {
@@ -60,28 +62,28 @@ BARS: Mapping[str, Mapping[str, float]] = {
 LAW, SLOTS, STEP_S, K, GROUPS, PROMPT_TOKENS = TokenTime(0.08, 0.002), 16, 2.1, 8, 8, 8
 LENGTHS = lognormal(12, 0.4, 27, 0.5)
 DOUBLES, AFTER = Stretch(20, 40, 2.0), 50
-"""How lengths change, and how many steps follow."""
+"""The change of lengths in the fleets, and the number of steps after it."""
 CHANGES = {"sudden doubling": Stretch(20, 1, 2.0), "slow doubling": DOUBLES, "sudden halving": Stretch(20, 1, 0.5)}
 NUM_STEPS, LAST, SEEDS = 160, 60, 100
-"""Of a simulated run, those of them whose rate counts, and how many runs with each change."""
+"""Steps of a simulated run, steps at its end whose rate counts, and runs per kind of change."""
 
 Figures = dict[str, Any]
 
 
 def main() -> None:
-    """Measure, and print the result."""
+    """Run the benchmark and print the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="short fleets and two seeds, for development")
-    parser.add_argument("--seeds", type=int, default=SEEDS, help="of the simulated response")
-    parser.add_argument("--only", choices=("fleets", "response"), help="one part alone")
-    parser.add_argument("--keep", type=Path, help="keeps the folders of the runs (default: keeps none)")
+    parser.add_argument("--seeds", type=int, default=SEEDS, help="number of seeds of the simulated response")
+    parser.add_argument("--only", choices=("fleets", "response"), help="run only this part")
+    parser.add_argument("--keep", type=Path, help="keep the run folders here (default: remove them)")
     parser.add_argument(
-        "--page", type=Path, nargs="?", const=PAGE, metavar="FILE", help="write it; by default to docs/results/"
+        "--page", type=Path, nargs="?", const=PAGE, metavar="FILE", help="write the page; default: to docs/results/"
     )
     args = parser.parse_args()
     is_full = not args.quick and args.seeds >= SEEDS
     if args.page and (args.only or not is_full):
-        parser.error(f"a page has both parts and {SEEDS} seeds; leave --quick, --only and fewer seeds out, or --page")
+        parser.error(f"--page needs both parts and {SEEDS} seeds: omit --quick, --only and --seeds, or omit --page")
     end_at_sigterm()
     machine = describe_machine()
     result: Figures = {"quick": args.quick, "seeds": 2 if args.quick else args.seeds, "machine": machine}
@@ -101,12 +103,12 @@ def main() -> None:
 
 
 def best_count(law: TokenTime, slots: int, tokens: float, num_groups: int, train_s: float) -> int:
-    """The least number of actors that generate the groups of a step, all slots full, in the time of a step."""
+    """Return the smallest number of actors that, with all slots full, generate a step's groups in a step's time."""
     return ceil(K * num_groups / (train_s * PoolState("", 1, 1, slots, law, 1).rate(tokens, PROMPT_TOKENS)))
 
 
 def reversals(counts: Sequence[int]) -> int:
-    """How often a number changes in the other direction than the time before."""
+    """Return how often a count changes in the opposite direction to its previous change."""
     ups = [after > before for before, after in pairwise(counts) if after != before]
     return sum(one != two for one, two in pairwise(ups))
 
@@ -115,18 +117,18 @@ def reversals(counts: Sequence[int]) -> int:
 
 
 def fleets(folder: Path, *, quick: bool) -> Figures:
-    """The figures of the run that follows, beside those that do not.
+    """Return the figures of the run that scales automatically, compared with the static runs.
 
     Raises:
-        MeasurementFailed: one did not end well.
+        MeasurementFailed: a run failed.
     """
     stretch, after = (Stretch(4, 8, 2.0), 6) if quick else (DOUBLES, AFTER)
     setting, end = FleetSetting({"actors": LAW}, LENGTHS, STEP_S, stretch=stretch), stretch.start + stretch.over
     first, best = (best_count(LAW, SLOTS, LENGTHS.mean * times, GROUPS, STEP_S) for times in (1.0, stretch.to))
 
     def measured(name: str, count: int, *more: str) -> FinishedRun:
-        said = ("--actors.num_actors", str(count), "--actors.max_running_samples", str(SLOTS), *more)
-        return run(folder, Fleet(name, setting, (*said, "--weight_sync.max_lag", "4"), end + after))
+        arguments = ("--actors.num_actors", str(count), "--actors.max_running_samples", str(SLOTS), *more)
+        return run(folder, Fleet(name, setting, (*arguments, "--weight_sync.max_lag", "4"), end + after))
 
     follows = measured("follows", first, "--launch.autoscale", "on")
     statics = {count: measured(f"static {count}", count).updates for count in (best - 1, best, best + 1)}
@@ -158,30 +160,30 @@ def fleets(folder: Path, *, quick: bool) -> Figures:
 
 
 def grown(rows: Sequence[Row], changes: Sequence[Row], stretch: Stretch) -> list[Figures]:
-    """Each number of actors: in which step lengths ask for it, it is advised, and it works; the last where never."""
+    """Return, per number of actors, the steps in which lengths need it, it is advised and it runs; else the last."""
     train_s = median(two["finished_s"] - one["finished_s"] - two["time/wait_for_batch"] for one, two in pairwise(rows))
-    asked = [best_count(LAW, SLOTS, LENGTHS.mean * stretch.at(row["step"]), GROUPS, train_s) for row in rows]
+    needed = [best_count(LAW, SLOTS, LENGTHS.mean * stretch.at(row["step"]), GROUPS, train_s) for row in rows]
     last, found = rows[-1], []
-    for count in range(asked[0] + 1, asked[-1] + 1):
-        told_s = next((each["time_s"] for each in changes if each["count"] >= count), last["finished_s"])
+    for count in range(needed[0] + 1, needed[-1] + 1):
+        advised_s = next((each["time_s"] for each in changes if each["count"] >= count), last["finished_s"])
         had = next((row for row in rows if row["pool/actors/actors"] >= count), last)
         steps = {
-            "asked": next(row["step"] for row, each in zip(rows, asked, strict=True) if each >= count),
-            "advised": max((row["step"] for row in rows if row["finished_s"] <= told_s), default=0),
+            "asked": next(row["step"] for row, each in zip(rows, needed, strict=True) if each >= count),
+            "advised": max((row["step"] for row in rows if row["finished_s"] <= advised_s), default=0),
             "had": had["step"],
         }
-        found.append({"count": count, **steps, "start_s": max(0.0, had["finished_s"] - told_s)})
+        found.append({"count": count, **steps, "start_s": max(0.0, had["finished_s"] - advised_s)})
     return found
 
 
 def rate(rows: Sequence[Row], since: int) -> float:
-    """Samples per second trained after so many steps."""
+    """Return the samples trained per second after the first `since` steps."""
     counted = sum(row["batch/trajectories"] for row in rows[since:])
     return float(counted / (rows[-1]["finished_s"] - rows[since - 1]["finished_s"]))
 
 
 def first_wait(rows: Sequence[Row], start: int) -> int | None:
-    """The first step from which on, for five, the learner waits for samples for more than noise; None: never."""
+    """Return the first of five steps in which the mean wait for samples exceeds noise; None if there are none."""
     for at in range(start, len(rows) - 5):
         if fmean(row["time/wait_for_batch"] for row in rows[at : at + 5]) > ABOVE * STEP_S:
             return int(rows[at]["step"])
@@ -192,32 +194,32 @@ def first_wait(rows: Sequence[Row], start: int) -> int | None:
 
 
 class Case(NamedTuple):
-    """A run to simulate."""
+    """Parameters of a simulated run."""
 
     seed: int
     world: World
     stretch: Stretch
     step_s: float
     start_s: float
-    """That an actor takes."""
+    """Seconds until a new actor runs."""
 
     def best(self, step: int) -> int:
-        """Number of actors for the lengths of a step."""
+        """Return the best number of actors for the lengths of a step."""
         pool, tokens = self.world.pools[0], self.world.lengths.mean * self.stretch.at(step)
         groups = self.world.contract.groups_per_step
         return best_count(pool.law, pool.config.max_running_samples, tokens, groups, self.step_s)
 
 
 class AtStep(NamedTuple):
-    """A simulated run at the end of a step."""
+    """State of a simulated run at the end of a step."""
 
     now_s: float
     working: int
-    wanted: int
+    desired: int
 
 
 def made_up(seed: int, stretch: Stretch) -> Case:
-    """A run under a seed: two to four actors for the shorter lengths, about twice as many for the longer ones."""
+    """Return a random run that needs 2 to 4 actors for the shorter lengths and about twice as many for the longer."""
     random = Random(seed)
     least, groups, tokens = random.randint(2, 4), random.choice((8, 16, 32)), random.uniform(100, 400)
     slots, base_s = max(8, round(random.uniform(0.2, 0.5) * K * groups / least)), random.uniform(5e-3, 3e-2)
@@ -226,7 +228,7 @@ def made_up(seed: int, stretch: Stretch) -> Case:
     one = PoolState("", 1, 1, slots, law, 1).rate(lengths.mean, PROMPT_TOKENS)
     step_s = K * groups / (one * (least - random.uniform(0.05, 0.5)))
     if stretch.to < 1.0:
-        lengths = LengthLaw(tuple(each / stretch.to for each in lengths.quantiles), lengths.explained)
+        lengths = LengthDistribution(tuple(each / stretch.to for each in lengths.quantiles), lengths.explained)
     costs = Costs(*(share * step_s for share in (0.01, 0.01, 0.02, 0.02, 0.01, 0.01)))
     pool = EnginePool("a", 1, law, ActorsConfig(group_size=K, max_running_samples=slots, max_new_tokens=8192))
     contract = StalenessContract(StalenessConfig(max_lag=8), groups)
@@ -235,10 +237,10 @@ def made_up(seed: int, stretch: Stretch) -> Case:
 
 
 def simulated(case: Case, count: int, *, follows: bool) -> list[AtStep]:
-    """A run that begins with so many actors; a step takes up to 5 % more or less than on average."""
+    """Simulate a run that starts with `count` actors and whose step time varies by up to 5 %."""
     noise, took_s, pool = Random(case.seed), [0.0], replace(case.world.pools[0], count=count)
     slots, most = pool.config.max_running_samples, 4 * case.best(NUM_STEPS)
-    following, found, there_s = Following(), [AtStep(0.0, count, count)], 0.0
+    following, found, ready_s = ScalingPolicy(), [AtStep(0.0, count, count)], 0.0
     used_up = K * case.world.contract.groups_per_step
     seen: tuple[int, float] = (0, 0.0)
 
@@ -247,21 +249,21 @@ def simulated(case: Case, count: int, *, follows: bool) -> list[AtStep]:
         return took_s[-1]
 
     def after_step(step: int) -> None:
-        nonlocal there_s, seen
-        so_far, now_s, wanted = simulation.so_far(), simulation.now_s, found[-1].wanted
-        here = wanted if now_s >= there_s else found[-1].working
+        nonlocal ready_s, seen
+        so_far, now_s, desired = simulation.so_far(), simulation.now_s, found[-1].desired
+        working = desired if now_s >= ready_s else found[-1].working
         (ended, tokens), seen = seen, (so_far.num_generated, so_far.num_tokens)
         if follows and seen[0] > ended:
             train_s = took_s[-1] + case.world.costs.between_steps_s
             waited = max(0.0, 1.0 - train_s / (now_s - found[-1].now_s))
             facts = StepFacts((seen[1] - tokens) / (seen[0] - ended), PROMPT_TOKENS, train_s, 1.0, used_up, waited)
-            advice = following.look([PoolState("a", here, wanted, slots, pool.law, most)], facts)
+            advice = following.observe([PoolState("a", working, desired, slots, pool.law, most)], facts)
             if advice is not None and advice.pool:
-                here = min(here, advice.count)
-                wanted, there_s = advice.count, now_s + case.start_s * (advice.count > wanted)
-                simulation.scale(wanted, case.start_s)
+                working = min(working, advice.count)
+                desired, ready_s = advice.count, now_s + case.start_s * (advice.count > desired)
+                simulation.scale(desired, case.start_s)
         simulation.stretch = case.stretch.at(step)
-        found.append(AtStep(now_s, here, wanted))
+        found.append(AtStep(now_s, working, desired))
 
     simulation = ScalingSimulation(replace(case.world, pools=(pool,), step_s=step_s), case.seed, after_step)
     simulation.run(NUM_STEPS)
@@ -269,7 +271,7 @@ def simulated(case: Case, count: int, *, follows: bool) -> list[AtStep]:
 
 
 def response(case: Case) -> Figures:
-    """What following made of one run, beside runs that keep the best number for the end, and one more."""
+    """Compare autoscaling with static runs that have the best number of actors for the end, or one more."""
     found, end = simulated(case, case.best(0), follows=True), case.best(NUM_STEPS)
     statics = [simulated(case, count, follows=False) for count in (end, end + 1)]
     off = [abs(at.working - case.best(step)) > 1 for step, at in enumerate(found)]
@@ -280,16 +282,16 @@ def response(case: Case) -> Figures:
     return {
         "seed": case.seed,
         "steps": max((len(list(several)) for is_off, several in groupby(off) if is_off), default=0),
-        "reversals": reversals([at.wanted for at in found]),
+        "reversals": reversals([at.desired for at in found]),
         "rate": over_best(NUM_STEPS - LAST),
         "rate_since_change": over_best(case.stretch.start),
-        "counts": [count for count, _ in groupby(at.wanted for at in found)],
+        "counts": [count for count, _ in groupby(at.desired for at in found)],
         "best": end,
     }
 
 
 def responses(num_seeds: int) -> Figures:
-    """The figures over seeds, by change, and for each the seed that is worst."""
+    """Return the figures over all seeds by kind of change, with the worst seed of each."""
     changes = {}
     for name, stretch in CHANGES.items():
         found = [response(made_up(seed, stretch)) for seed in range(num_seeds)]
@@ -310,14 +312,14 @@ def responses(num_seeds: int) -> Figures:
 
 
 def page(result: Figures) -> list[str]:
-    """The paragraphs of the page."""
+    """Return the paragraphs of the page."""
     made = origin("python benchmarks/autoscale.py --page", result["machine"], result["machine"]["commit"])
     head = (
-        f"{made} Fleets are real runs with sleeping engines and a sleeping learner, {K * GROUPS} samples a step of "
-        f"{STEP_S:g} s, lengths that double between the steps {DOUBLES.start} and {DOUBLES.start + DOUBLES.over}. An "
-        f"actor takes {result['actor_start_s']:.1f} s to start, and worked at most {result['has_within_steps']} steps "
-        f"after lengths asked for it. Rates count from step {result['counted_from_step']} on. Responses are "
-        f"simulated under {result['seeds']} seeds; lengths change at step {DOUBLES.start}."
+        f"{made} Fleets are real runs with engines and a learner that sleep, with {K * GROUPS} samples per step of "
+        f"{STEP_S:g} s and lengths that double between steps {DOUBLES.start} and {DOUBLES.start + DOUBLES.over}. An "
+        f"actor takes {result['actor_start_s']:.1f} s to start, and ran at most {result['has_within_steps']} steps "
+        f"after the lengths needed it. Rates count from step {result['counted_from_step']} on. Responses are "
+        f"simulated with {result['seeds']} seeds; lengths change at step {DOUBLES.start}."
     )
     keys = ("count", "asked", "advised", "had")
     growth = [[*(str(each[key]) for key in keys), f"{each['start_s']:.1f}"] for each in result["growth"]]
@@ -326,15 +328,15 @@ def page(result: Figures) -> list[str]:
         + [f"{each[key]:.3f}" for key in ("rate_over_best_worst", "rate_since_change_worst")]
         for name, each in result["changes"].items()
     ]
-    wanted = [bars_table({key: result["wanted"][key] for key in bars}, word) for word, bars in BARS.items()]
-    columns = ["lengths", "steps off by more than one actor, median", "worst", "reversals, worst"]
+    targets = [bars_table({key: result["wanted"][key] for key in bars}, word) for word, bars in BARS.items()]
+    columns = ["change of lengths", "steps off by more than one actor, median", "worst", "reversals, worst"]
     return [
-        "# Pools that follow lengths",
+        "# Autoscaling of actor pools",
         head,
-        *wanted,
-        table(["actors", "lengths ask in step", "advised in", "at work in", "s to start"], growth),
+        *targets,
+        table(["actors", "needed in step", "advised in step", "running in step", "start-up, s"], growth),
         table(["run", "samples/s"], [[name, f"{each:.2f}"] for name, each in result["rates"].items()]),
-        table([*columns, "rate over best static, worst", "since the change, worst"], responses),
+        table([*columns, "rate over best static, worst", "same since the change, worst"], responses),
     ]
 
 

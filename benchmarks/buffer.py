@@ -1,16 +1,16 @@
-"""The replay buffer beside what a user would pick instead, and beside the limits. Prints one JSON line last.
+"""Compare the replay buffer's throughput with alternatives and with hardware limits. Prints one JSON line last.
 
     python benchmarks/buffer.py [--quick] [--only NAME ...] [--rounds 3] [--num-trajectories 20000]
 
-All in one run: the same long-tailed trajectories for everybody (`buffer_peers/workload.py`), a producer
-and a service or consumer in separate processes, rounds interleaved, ratios taken within a round, medians
-of rounds. The buffer runs at its default durability; of the peers, Redis with its file synced always and
-LMDB alone keep what they acknowledged through a power cut, the others keep nothing through a kill -9.
-Each peer's settings stand in the docstring of its file. Peers that are no dependency of Leeway are
-installed into an environment of their own (`buffer_peers/measuring.py`).
+Every system receives the same long-tailed trajectories (`buffer_peers/workload.py`), with the producer and the service
+or consumer in separate processes. Rounds are interleaved, ratios are taken within a round, and medians over rounds are
+reported. The buffer runs at its default durability. Among the peers, acknowledged data survives a power cut only in
+Redis with `appendfsync always` and in plain LMDB; the others lose it on kill -9. The settings of each peer are in the
+docstring of its file. Peers that are not dependencies of Leeway are installed into a separate environment
+(`buffer_peers/measuring.py`).
 
-`--quick` is for development: smaller counts, flagged in the result. `--only` names measurements.
-A whole run writes its section of docs/results/buffer.md.
+`--quick` is for development: smaller counts, flagged in the result. `--only` selects measurements.
+A full run writes its section of docs/results/buffer.md.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ from benchmarks.lib.machine import RESULTS
 from benchmarks.lib.page import MET, judged, table
 from benchmarks.lib.peers import PeersUnavailable
 from benchmarks.lib.processes import MeasurementFailed, end_at_sigterm
-from buffer.outbox import COALESCE_S
-from buffer.protocol import STAGES
+
+from leeway.buffer.outbox import COALESCE_S
+from leeway.buffer.protocol import STAGES
 
 Figures = dict[str, Any]
 
@@ -49,9 +50,9 @@ IN_ROUNDS = {
     "redis_aof_always": "redis_peer:measure",
     "transferqueue": "transferqueue_peer:measure",
 }
-"""Measured once a round: name -> module of `buffer_peers` and function."""
+"""Measurements taken once per round: name -> module of `buffer_peers` and function."""
 NEED_PEERS = {"torchrl", "redis_aof_always", "transferqueue"}
-"""These run in the environment of the peers."""
+"""Measurements that run in the environment of the peers."""
 SIZED_ALONE = {
     "clients": "scale:measure_clients",
     "draw_cost": "scale:measure_draws",
@@ -59,7 +60,7 @@ SIZED_ALONE = {
     "restart": "scale:measure_restart",
     "hostile": "hostile:measure",
 }
-"""Measured once, at sizes of their own."""
+"""Measurements taken once, each with its own sizes."""
 ONCE = {"syncs": "leeway:count_syncs", **SIZED_ALONE}
 MEASUREMENTS = {**IN_ROUNDS, **ONCE}
 BARS = {
@@ -73,21 +74,21 @@ BARS = {
     "sample_over_ray_actor": 3.0,
     "sample_over_torchrl": 2.0,
 }
-"""Ratio -> at least this is wanted."""
+"""Ratio -> minimum target."""
 ALONE_BARS = {"hostile_over_quiet": 0.9}
-"""Of what is measured once: at least this is wanted."""
+"""Figure measured once -> minimum target."""
 CEILINGS = {"draw_cost_1e6_over_1e4": 3.0, "rss_anon_growth": 1.1, "restart_s": 2.0}
-"""Figure -> at most this is wanted."""
+"""Figure measured once -> maximum target."""
 
 
 def main() -> None:
-    """Measure, and print the result."""
+    """Run the benchmark and print the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="smaller counts, for development")
     parser.add_argument("--only", nargs="+", choices=[*MEASUREMENTS], metavar="NAME", help=" ".join(MEASUREMENTS))
-    parser.add_argument("--rounds", type=int, help="default: 3, or 1 with --quick")
+    parser.add_argument("--rounds", type=int, help="number of rounds; default: 3, or 1 with --quick")
     parser.add_argument("--num-trajectories", type=int, help="default: 20000, or 4000 with --quick")
-    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="where the stores are made")
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="parent folder of the stores")
     args = parser.parse_args()
     end_at_sigterm()
     num_trajectories = args.num_trajectories or (4000 if args.quick else 20_000)
@@ -118,24 +119,24 @@ def main() -> None:
 
 
 class Measurer:
-    """Runs measurements one after the other, and remembers which could not be run."""
+    """Runs measurements one after the other and records which ones failed."""
 
     def __init__(self, folder: Path, num_trajectories: int, *, quick: bool) -> None:
         self._folder = folder
         self._num_trajectories = num_trajectories
         self._quick = quick
         self.failed: dict[str, str] = {}
-        """Measurement -> why it has no figures."""
+        """Measurement -> reason for the failure."""
 
     def rounds(self, names: list[str], num_rounds: int) -> list[dict[str, Figures]]:
-        """Every measurement once a round; each round begins with another one."""
+        """Run every measurement once per round; each round starts with a different one."""
         return [
             {name: self.one(name) for name in names[i % len(names) :] + names[: i % len(names)]}
             for i in range(num_rounds if names else 0)
         ]
 
     def one(self, name: str) -> Figures:
-        """The figures of one measurement; none where it could not be run."""
+        """Return the figures of one measurement; empty if it failed."""
         if name in self.failed:
             return {}
         try:
@@ -158,7 +159,7 @@ class Measurer:
 
 
 def ratios(rounds: list[dict[str, Figures]]) -> dict[str, float | None]:
-    """The wanted ratios, each the median over rounds; None where one side is missing."""
+    """Return the ratios that have targets, as medians over rounds; None if a side is missing."""
     found = {}
     for key in BARS:
         verb, name = key.split("_over_")
@@ -168,7 +169,7 @@ def ratios(rounds: list[dict[str, Figures]]) -> dict[str, float | None]:
 
 
 def beside(rounds: list[dict[str, Figures]]) -> dict[str, float | None]:
-    """Further ratios, for which nothing is wanted."""
+    """Return further ratios, which have no target."""
     found = {
         "durable_over_lmdb_alone": ratio(rounds, "push_per_s", "lmdb_alone", "push_per_s"),
         "durable_over_torchrl_lazy_stack": ratio(rounds, "push_per_s", "torchrl", "push_lazy_stack_per_s"),
@@ -183,14 +184,14 @@ def beside(rounds: list[dict[str, Figures]]) -> dict[str, float | None]:
 
 
 def ratio(rounds: list[dict[str, Figures]], ours: str, name: str, theirs: str) -> float | None:
-    """The median over rounds of Leeway's figure over a peer's; None where one side is missing."""
+    """Return the median over rounds of Leeway's figure divided by the peer's; None if a side is missing."""
     pairs = [(each.get("leeway", {}).get(ours), each.get(name, {}).get(theirs)) for each in rounds]
     quotients = [mine / other for mine, other in pairs if mine and other]
     return statistics.median(quotients) if quotients else None
 
 
 def medians(rounds: list[dict[str, Figures]]) -> dict[str, Figures]:
-    """Per measurement and figure, the median over rounds; what is no number is taken from the last."""
+    """Return the median over rounds of each figure of each measurement; for non-numbers, the last value."""
 
     def middle(values: list[Any]) -> Any:  # noqa: ANN401 -- a number or a word
         return statistics.median(values) if all(isinstance(value, (int, float)) for value in values) else values[-1]
@@ -204,7 +205,7 @@ def medians(rounds: list[dict[str, Figures]]) -> dict[str, Figures]:
 
 
 def judgements(result: Figures) -> Figures:
-    """Every wanted bar, what was measured, and whether it is met; a ceiling is judged at full size alone."""
+    """Compare figures with their targets; those measured once are judged only at full size."""
     return {
         **judged(result, BARS, "at least", at_full_size=True),
         **judged(result, ALONE_BARS, "at least", at_full_size=not result["quick"]),
@@ -226,24 +227,24 @@ def _file_system(folder: Path) -> str:
 
 
 TITLE = "# The replay buffer, measured"
-HEADING = "## Speed, beside what a user would pick instead"
+HEADING = "## Speed compared with alternatives"
 NAMES = {
-    "leeway": "**Leeway**, durable before it is acknowledged",
-    "lmdb_alone": "limit: LMDB alone, in the producer's process, 256 per commit",
-    "raw_zmq_arrow": "limit: ZeroMQ with Arrow, validated, kept nowhere",
-    "mp_queue": "`multiprocessing.Queue`, into a list",
+    "leeway": "**Leeway**, durable before acknowledgement",
+    "lmdb_alone": "limit: plain LMDB in the producer's process, 256 per commit",
+    "raw_zmq_arrow": "limit: ZeroMQ with Arrow, validated, not stored",
+    "mp_queue": "`multiprocessing.Queue` into a list",
     "torchrl": "TorchRL `ReplayBuffer`, memory-mapped, behind a queue",
-    "redis_aof_always": "Redis stream, synced always",
-    "ray_actor": "Ray actor that holds a list",
+    "redis_aof_always": "Redis stream, `appendfsync always`",
+    "ray_actor": "Ray actor with a list",
     "ray_queue": "`ray.util.queue`",
     "transferqueue": "TransferQueue",
 }
 SURVIVES = {"leeway": "power cut", "lmdb_alone": "power cut", "redis_aof_always": "power cut"}
-"""What an acknowledged trajectory survives; the others keep it in memory or unsynced."""
+"""The failure that an acknowledged trajectory survives; the other systems keep it in memory or unsynced."""
 
 
 def write_section(path: Path, result: dict[str, Any]) -> None:
-    """Replace the section of this benchmark, or add it to the page, or make the page."""
+    """Replace or append the section of this benchmark; create the page if it is missing."""
     text = path.read_text(encoding="utf-8") if path.exists() else f"{TITLE}\n"
     before, _, old = text.partition(HEADING)
     _, next_heading, after = old.partition("\n## ")
@@ -253,16 +254,16 @@ def write_section(path: Path, result: dict[str, Any]) -> None:
 
 
 def section(result: dict[str, Any]) -> str:
-    """The section as Markdown."""
+    """Return the section as Markdown."""
     machine = result["machine"]
     parts = [
         HEADING,
         f"Written by `benchmarks/buffer.py` on {machine['cores']} cores, no GPU, Python {machine['python']}, file "
         f"system {machine['file_system']}: {result['num_rounds']} interleaved rounds of {result['num_trajectories']:,} "
-        "log-normal trajectories (median 512 tokens, at most 8,192), 32 per call for everybody, producer and service "
-        "in separate processes. Each peer runs as well as we could make it: its settings are in the docstring of its "
-        "file in `benchmarks/buffer_peers`. Ratios are medians of the rounds' ratios. Absolute figures depend on the "
-        "machine and its load; compare within the table only.",
+        "log-normal trajectories (median 512 tokens, at most 8,192), 32 per call for every system, producer and "
+        "service in separate processes. Each peer uses the fastest settings that we found; they are in the docstring "
+        "of its file in `benchmarks/buffer_peers`. Ratios are medians of the rounds' ratios. Absolute figures depend "
+        "on the machine and its load; compare within the table only.",
         _bars(result),
         _beside(result),
         _rates(result["rounds"]),
@@ -271,7 +272,7 @@ def section(result: dict[str, Any]) -> str:
         *_scale(result),
     ]
     if result["failed"]:
-        parts.append("Could not be measured: " + "; ".join(f"{name} ({why})" for name, why in result["failed"].items()))
+        parts.append("Not measured: " + "; ".join(f"{name} ({why})" for name, why in result["failed"].items()))
     return "\n\n".join(parts) + "\n"
 
 
@@ -281,14 +282,14 @@ def _bars(result: dict[str, Any]) -> str:
         word = "at least" if "at least" in each else "at most"
         measured = "not measured" if each["measured"] is None else f"{each['measured']:.2f}"
         rows.append([f"`{key}`", f"{word} {each[word]:g}", measured, MET[each["met"]]])
-    return table(["figure", "wanted", "measured", "met"], rows)
+    return table(["figure", "target", "measured", "met"], rows)
 
 
 def _beside(result: dict[str, Any]) -> str:
     known = [f"`{key}` {value:.2f}" for key, value in result["beside"].items() if value is not None]
     return (
-        "Further ratios, for which nothing was wanted ('plain' is the peer as most would write it down first, and not "
-        f"as it is fastest): {', '.join(known)}."
+        "Further ratios without a target ('plain' is the straightforward use of the peer, not the fastest): "
+        f"{', '.join(known)}."
     )
 
 
@@ -299,7 +300,7 @@ def _rates(rounds: dict[str, dict[str, Any]]) -> str:
         columns = ("push_per_s", "push_mb_per_s", "sample_per_s", "batches_per_s")
         cells = [f"{figures[column]:,.0f}" if column in figures else "-" for column in columns]
         rows.append([name, *cells, SURVIVES.get(key, "nothing")])
-    head = ["", "pushed/s", "MB/s", "sampled/s", "batches/s", "what is acknowledged survives"]
+    head = ["", "pushed/s", "MB/s", "sampled/s", "batches/s", "acknowledged data survives"]
     return table(head, rows)
 
 
@@ -308,11 +309,11 @@ def _latencies(result: dict[str, Any]) -> list[str]:
     if not ours:
         return []
     text = (
-        f"With the leases taken inside the clock Leeway takes in {ours['push_with_leasing_per_s']:,.0f}/s, and "
-        f"{ours['push_plain_per_s']:,.0f}/s where every trajectory is a call of its own. Median time to an "
-        f"acknowledgement, {1000 * COALESCE_S:g} ms of coalescing included: {ours['ack_ms_lone']:.1f} ms alone, "
-        f"{ours['ack_ms_half_load']:.1f} ms at half of the greatest rate, {ours['ack_ms_saturated']:.0f} ms with as "
-        "many always under way as the credit allows."
+        f"If the leases are requested within the timed part, Leeway stores {ours['push_with_leasing_per_s']:,.0f}/s; "
+        f"with one call per trajectory, {ours['push_plain_per_s']:,.0f}/s. Median acknowledgement latency, including "
+        f"{1000 * COALESCE_S:g} ms of coalescing: {ours['ack_ms_lone']:.1f} ms for a single push in flight, "
+        f"{ours['ack_ms_half_load']:.1f} ms at half of the maximum rate, {ours['ack_ms_saturated']:.0f} ms with as "
+        "many pushes in flight as the credit allows."
     )
     if syncs := result.get("syncs"):
         calls = syncs["fsync_calls_per_1000"]
@@ -322,14 +323,14 @@ def _latencies(result: dict[str, Any]) -> list[str]:
 
 
 def _stages(result: dict[str, Any]) -> list[str]:
-    """Where the service's time goes."""
+    """Return the table of the service's time by stage."""
     ours = result["rounds"].get("leeway")
     if not ours:
         return []
     rows = [[stage, what, f"{ours[f'push_us_{stage}']:.1f}"] for stage, what in STAGES.items()]
     return [
-        "Microseconds of the service per trajectory while it is pushed to, turn by turn (`spent_s` of its status):\n\n"
-        + table(["stage", "what is done", "us"], rows)
+        "Microseconds of the service per pushed trajectory, by stage (`spent_s` of its status):\n\n"
+        + table(["stage", "work", "us"], rows)
     ]
 
 
@@ -338,8 +339,8 @@ def _scale(result: dict[str, Any]) -> list[str]:
     if clients := result.get("clients"):
         lines.append(
             f"- {clients['num_clients']} client processes: {clients['push_per_s']:,.0f} trajectories/s, Jain's index "
-            f"of fairness {clients['jain']:.3f}, the slowest at {clients['slowest_over_mean']:.2f} of the mean; the "
-            f"service's anonymous memory went from {clients['service_rss_anon_mib_before']:.0f} to "
+            f"of fairness {clients['jain']:.3f}, slowest client at {clients['slowest_over_mean']:.2f} of the mean; the "
+            f"service's anonymous memory grew from {clients['service_rss_anon_mib_before']:.0f} to "
             f"{clients['service_rss_anon_mib_after']:.0f} MiB."
         )
     if draws := result.get("draw_cost"):
@@ -351,20 +352,20 @@ def _scale(result: dict[str, Any]) -> list[str]:
         lines.append(f"- Drawing 256 trajectories of 32 tokens from {small:,} and from {large:,}: {costs}.")
     if memory := result.get("memory"):
         lines.append(
-            f"- {memory['num_tokens']:,} tokens pushed, trained and evicted: anonymous memory of the service "
-            f"{memory['rss_anon_mib_early']:.0f} MiB early, {memory['rss_anon_mib_late']:.0f} MiB late, at most "
-            f"{memory['rss_anon_mib_max']:.0f} MiB; the file ended at {memory['file_mib']:.0f} MiB."
+            f"- {memory['num_tokens']:,} tokens pushed, trained and evicted: the service's anonymous memory was "
+            f"{memory['rss_anon_mib_early']:.0f} MiB early, {memory['rss_anon_mib_late']:.0f} MiB late and at most "
+            f"{memory['rss_anon_mib_max']:.0f} MiB; the final file size was {memory['file_mib']:.0f} MiB."
         )
     if restart := result.get("restart"):
         lines.append(
-            f"- Killed with SIGKILL on {restart['store_gib']:.1f} GiB ({restart['num_records']:,} trajectories): the "
-            f"first request is answered {restart['restart_s']:.2f} s after the new process starts, "
-            f"{restart['restart_cold_s']:.2f} s with the file dropped from the page cache."
+            f"- Restart after SIGKILL with {restart['store_gib']:.1f} GiB ({restart['num_records']:,} trajectories): "
+            f"the first request is answered {restart['restart_s']:.2f} s after the new process starts, or "
+            f"{restart['restart_cold_s']:.2f} s if the file was dropped from the page cache."
         )
     if hostile := result.get("hostile"):
         lines.append(
-            f"- Beside {hostile['refused_per_s']:,.0f} hostile messages/s, which are no message, of nobody, or not for "
-            f"their sender's role, honest pushes and draws go on at {hostile['hostile_over_quiet']:.2f}x."
+            f"- Under {hostile['refused_per_s']:,.0f} hostile messages/s (malformed, unauthenticated, or not allowed "
+            f"for the sender's role), honest pushes and draws run at {hostile['hostile_over_quiet']:.2f}x of the rate."
         )
     return ["\n".join(lines)] if lines else []
 

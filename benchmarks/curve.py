@@ -1,9 +1,9 @@
-"""What locked sockets cost: pushing into the buffer, durably acknowledged, with CURVE and without.
+"""Measure the cost of CURVE encryption for durable pushes into the buffer. Prints one JSON line last.
 
     python benchmarks/curve.py [--rounds 5] [--num-trajectories 4096]
 
-The service is a process of its own on loopback, the trajectories are those of `buffer_peers/workload.py`. Rounds with
-and without keys alternate; the ratio is the median of the rounds' ratios. The last line is JSON.
+The service is a separate process on loopback; the trajectories are those of `buffer_peers/workload.py`. Each round
+measures with and without keys, in alternating order; the ratio is the median of the rounds' ratios.
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ from benchmarks.buffer_peers.leeway import push_all
 from benchmarks.buffer_peers.service import LEASE_S, RUN_ID, config_for, facts_for, lease_all
 from benchmarks.buffer_peers.workload import GROUP_SIZE, PATIENCE_S, Workload, expect
 from benchmarks.lib.rounds import median_ratio
-from buffer import leases
-from buffer.client import BufferClient
-from buffer.service import BufferService
-from common.rpc.auth import RunKeys, ServiceKeys
+
+from leeway.buffer import leases
+from leeway.buffer.client import BufferClient
+from leeway.buffer.service import BufferService
+from leeway.common.rpc.auth import RunKeys, ServiceKeys
 
 
 def serve(folder: Path, num_groups: int, keys: ServiceKeys | None, pipe: Connection) -> None:
-    """The service's process: says its address, and ends when it is told to."""
-    leases.LEASE_TIMEOUT_S = LEASE_S  # clients of this benchmark renew none
+    """Run the service: send its address, then serve until a message arrives on the pipe."""
+    leases.LEASE_TIMEOUT_S = LEASE_S  # clients of this benchmark do not renew leases
     service = BufferService(config_for(), facts_for(num_groups), folder, keys=keys)
     pipe.send(service.bind())
     stop = threading.Event()
@@ -47,7 +48,7 @@ def serve(folder: Path, num_groups: int, keys: ServiceKeys | None, pipe: Connect
 
 
 def push_rate(work: Workload, keys: RunKeys | None) -> float:
-    """Trajectories per second, from the first push to the last acknowledgement."""
+    """Return trajectories per second from the first push to the last acknowledgement."""
     num_groups = len(work) // GROUP_SIZE
     here, there = multiprocessing.Pipe()
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as clients:
@@ -72,17 +73,17 @@ def push_rate(work: Workload, keys: RunKeys | None) -> float:
 
 
 def client(address: str, role: Literal["learner", "actor"], keys: RunKeys | None) -> BufferClient:
-    """A connected one, with the keys of a run or without."""
+    """Return a connected client, with or without the keys of a run."""
     made = BufferClient(address, run_id=RUN_ID, role=role, name=role, keys=keys.clients if keys else None)
     made.connect()
     return made
 
 
 def main() -> None:
-    """Measure, print each round, and one JSON line last."""
+    """Run the benchmark; print each round and the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--num-trajectories", type=int, default=4096)
+    parser.add_argument("--rounds", type=int, default=5, help="number of rounds")
+    parser.add_argument("--num-trajectories", type=int, default=4096, help="trajectories per measurement")
     args = parser.parse_args()
     work = Workload.make(args.num_trajectories)
     rates: dict[bool, list[float]] = {False: [], True: []}

@@ -1,9 +1,9 @@
-"""The demo for several seeds, and how long it takes to start: writes docs/results/demo.md, prints one JSON line last.
+"""Run the demo with several seeds and measure its start-up time. Prints one JSON line last.
 
-python benchmarks/demo_seeds.py [--seeds 0 1 2] [--before CHECKOUT]
+    python benchmarks/demo_seeds.py [--seeds 0 1 2] [--before CHECKOUT]
 
-CHECKOUT is another one, such as a worktree of an earlier commit, whose start is measured beside. A cold start needs
-root.
+Writes docs/results/demo.md. CHECKOUT is another checkout, such as a worktree of an earlier commit; its start-up time is
+measured for comparison. Measuring cold starts needs root.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from benchmarks.lib.page import table, write_page
 from benchmarks.lib.runs import train
 
 NUM_STARTS = 2
-"""Of every checkout; the median is taken."""
+"""Warm starts per checkout, of which the median is reported."""
 COLUMNS = {
     "seed": "{seed}",
     "greedy before": "{accuracy_before:.3f}",
@@ -42,14 +42,14 @@ COLUMNS = {
     "lag-0 mismatch": "{mismatch_lag0_abs:.1e}",
     "ledger gap": "{ledger_gap}",
 }
-"""Column -> how it reads from a run's summary."""
+"""Column -> format string for a run's summary."""
 
 
 def main() -> None:
     """Run every seed and write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--before", type=Path, metavar="CHECKOUT")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="seeds of the runs")
+    parser.add_argument("--before", type=Path, metavar="CHECKOUT", help="measure the start-up of this checkout too")
     parsed = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         starts = start_ups(Path(folder), parsed.before)
@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def start_ups(folder: Path, before: Path | None) -> dict[str, list[dict[str, float]]]:
-    """Starts by head of their column: those of both checkouts in turn, then the cold ones, where this user may."""
+    """Return starts by column: warm starts of the checkouts in turn, then cold ones if this user is root."""
     checkouts = {"before": before, "now": ROOT} if before is not None else {"now": ROOT}
     is_root = os.geteuid() == 0
     starts: dict[str, list[dict[str, float]]] = {}
@@ -78,27 +78,26 @@ def start_ups(folder: Path, before: Path | None) -> dict[str, list[dict[str, flo
 
 
 def run(folder: Path, seed: int) -> dict[str, Any]:
-    """One run's summary."""
+    """Run one seed and return its summary."""
     summary = train("examples/demo.toml", folder / str(seed), ["--run.seed", str(seed)]).summary
     return {**summary, "seed": seed, "gain": summary["accuracy_after"] - summary["accuracy_before"]}
 
 
 def page(summaries: list[dict[str, Any]]) -> list[str]:
-    """The paragraphs of the page."""
+    """Return the paragraphs of the page."""
     return [
-        "# The demo, measured",
+        "# Results of the demo",
         f"Written by `benchmarks/demo_seeds.py` on {os.cpu_count()} cores ({platform.machine()}), no GPU, "
         f"Python {platform.python_version()}. Accuracy is over {summaries[0]['num_heldout']} held-out problems, "
-        "split by question hash: neither the recipe of the starting model nor a training prompt contained them. "
-        "The wall time starts with the command and ends with the last evaluation.",
+        "split by question hash: neither the training data of the starting model nor a training prompt contains them. "
+        "Wall time runs from the start of the command to the end of the last evaluation.",
         table([*COLUMNS], [[form.format(**summary) for form in COLUMNS.values()] for summary in summaries]),
-        "What it shows and what it does not: the starting model was taught by a pupil who first answered right "
-        "and then, three times out of four, forgot the carry, the borrow and the sign "
-        "(`examples/demo_model/make_checkpoint.py`). Its answers are well formed, its greedy answers are the "
-        "careless ones, and the right rule is its minority opinion. The run finds out from the verifier which of "
-        "the two pays. It does not discover arithmetic, so this demo says that the system learns, not how much "
-        "there is to learn: that is in [accuracy_over_lag.md](accuracy_over_lag.md), on a model that was merely "
-        "stopped early in ordinary training.",
+        "Scope of the demo: the starting model was trained on correct answers first, and then on answers that omit the "
+        "carry, the borrow and the sign three times out of four (`examples/demo_model/make_checkpoint.py`). Its "
+        "answers are well formed, its greedy answers follow the wrong rule, and its samples follow the correct rule in "
+        "a minority of cases. The run learns from the verifier which rule is rewarded; it does not learn arithmetic "
+        "from scratch. The demo therefore shows that the system learns, not how much it can learn. For that, see "
+        "[accuracy_over_lag.md](accuracy_over_lag.md), with a model whose ordinary training was only stopped early.",
     ]
 
 

@@ -1,24 +1,25 @@
-"""What it gains that long answers go to fast engines. Prints one JSON line last.
+"""Measure the gain from dispatching long completions to fast engines. Prints one JSON line last.
 
     python benchmarks/dispatch.py [--quick] [--rounds 3] [--first 0] [--only NAME ...] [--after FILE ...]
                                   [--keep FOLDER] [--page [FILE]]
 
-Fleets (`fleet_parts`) of eight sleeping engines, two of them twice as fast as the others: all but the engines and the
-learner's arithmetic is real. In every round a fleet runs once with `buffer.dispatch = "in_order"` and once with
-"by_deadline", on the same engines; lengths are learned from the groups that complete, in a few epochs of few prompts,
-before anything counts. Each is simulated too. Ratios are of trained samples per second, by_deadline over in_order:
+A fleet (`fleet_parts`) has eight engines that sleep instead of computing, two of them twice as fast as the others;
+everything except the engines and the learner's arithmetic is real. In every round a fleet runs with
+`buffer.dispatch = "in_order"` and with "by_deadline" on the same engines. Before the counted steps, lengths are learned
+from completed groups over a few epochs of a small set of prompts. Each fleet is also simulated. Ratios are of trained
+samples per second, by_deadline over in_order:
 
     wait_over_in_order, lag0_over_in_order, drop_over_in_order    on_stale = "wait", max_lag = 0, on_stale = "drop"
-    wait_over_all_fast, lag0_over_all_fast    by_deadline over what eight fast engines do in order
-    unknown_over_in_order    "wait" with prompts that are never seen again: only what is handed on gains
-    like_engines     eight engines of one kind, where there is nothing to gain
-    vllm_over_in_order    two pools of a real engine each, of which one shares its core with the learner
-    vllm_over_simulated    that gain over the simulated one, from a profile of its own runs
-    ks_over_in_order `length/fidelity_ks` of the runs that drop: how far lengths trained are from lengths generated
+    wait_over_all_fast, lag0_over_all_fast    by_deadline over eight fast engines with in_order
+    unknown_over_in_order    "wait" with prompts that never repeat: only requeued samples can gain
+    like_engines     eight identical engines, without a possible gain
+    vllm_over_in_order    two pools of one real engine each; one engine shares its core with the learner
+    vllm_over_simulated    that gain over the gain in simulation, which uses a profile of the same runs
+    ks_over_in_order `length/fidelity_ks` of the runs that drop: distance of trained from generated lengths
 
-`--quick` is for development: one short round, and its figures mean nothing. All of it takes an hour;
-`--after` adds what earlier calls on this machine printed, of other cases or of other rounds, which `--first` numbers.
-`--page` writes docs/results/dispatch.md, of all cases.
+`--quick` is for development: one short round; the figures are meaningless. A full run takes an hour. `--after` adds
+the output of earlier calls on this machine, with other cases or other rounds, whose numbers start at `--first`.
+`--page` writes docs/results/dispatch.md; it needs all cases.
 """
 
 from __future__ import annotations
@@ -43,12 +44,13 @@ from benchmarks.lib.machine import RESULTS, describe_machine
 from benchmarks.lib.page import bars_table, judged, origin, table, write_page
 from benchmarks.lib.processes import MeasurementFailed, end_at_sigterm
 from benchmarks.lib.runs import FinishedRun
-from launch.config import load_config
-from launch.run_folder import RunFolder
-from planning.costs import TokenTime
-from planning.profiling import costs_of, profile_of
-from planning.simulator import Simulation
-from planning.world import Costs
+
+from leeway.launch.config import load_config
+from leeway.launch.run_folder import RunFolder
+from leeway.planning.costs import TokenTime
+from leeway.planning.profiling import costs_of, profile_of
+from leeway.planning.simulator import Simulation
+from leeway.planning.world import Costs
 
 PAGE = RESULTS / "dispatch.md"
 AT_LEAST = {
@@ -69,9 +71,9 @@ FAST = TokenTime(SLOW.base / 2, SLOW.per_sample / 2)
 LENGTHS = lognormal(6, 0.9, 56, 0.65)
 STEP_S = 0.15
 PROMPTS, GROUPS, LEARNED, COUNTED = 128, 16, 16, 20
-"""Prompts, and how many of them a step takes; steps until lengths are known, and steps that count."""
-SAID = ("--actors.num_actors", "8", "--actors.max_running_samples", "32",
-        "--learner.groups_per_step", str(GROUPS))  # fmt: skip
+"""Number of prompts, groups per step, steps until lengths are learned, and steps that count."""
+OVERRIDES = ("--actors.num_actors", "8", "--actors.max_running_samples", "32",
+             "--learner.groups_per_step", str(GROUPS))  # fmt: skip
 UNLIKE = (
     *("--pools.slow.role", "actors", "--pools.slow.count", "6"),
     *("--pools.fast.role", "actors", "--pools.fast.count", "2"),
@@ -81,21 +83,21 @@ Figures = dict[str, Any]
 
 
 class Steps(NamedTuple):
-    """Of a run."""
+    """Numbers of steps of a run."""
 
     learned: int
-    """Until lengths are known."""
+    """Steps until lengths are learned."""
     counted: int
 
     @property
     def total(self) -> int:
-        """All."""
+        """Number of all steps."""
         return self.learned + self.counted
 
 
 @dataclass(frozen=True)
 class Case:
-    """A fleet, but for how prompts are dispatched."""
+    """A fleet without its dispatch policy."""
 
     name: str
     lag: int
@@ -103,26 +105,27 @@ class Case:
     unlike: bool = True
     num_prompts: int = PROMPTS
     has_ceiling: bool = False
-    """It is run with fast engines alone too."""
+    """Whether it also runs with fast engines only."""
 
     @property
     def variants(self) -> tuple[str, ...]:
-        """As it is run."""
+        """Policies that it runs with."""
         return (*POLICIES, *([ALL_FAST] if self.has_ceiling else []))
 
     def fleet(self, policy: str, number: int, steps: Steps) -> Fleet:
-        """The fleet with a policy, or with fast engines alone; its seed is the round's."""
+        """Return the fleet with a policy, or with fast engines only; its seed is the number of the round."""
         is_unlike = self.unlike and policy != ALL_FAST
         laws = {"slow": SLOW, "fast": FAST} if is_unlike else {"actors": FAST if policy == ALL_FAST else SLOW}
-        said = (
-            *SAID, "--task.num_train", str(self.num_prompts), *(UNLIKE if is_unlike else ()), "--run.seed", str(number),
-            "--buffer.dispatch", POLICIES[0] if policy == ALL_FAST else policy,
+        overrides = (
+            *OVERRIDES, "--task.num_train", str(self.num_prompts), *(UNLIKE if is_unlike else ()),
+            "--run.seed", str(number), "--buffer.dispatch", POLICIES[0] if policy == ALL_FAST else policy,
             "--weight_sync.max_lag", str(self.lag), "--weight_sync.on_stale", self.on_stale,
         )  # fmt: skip
-        return Fleet(f"{self.name} {policy} {number}", FleetSetting(laws, LENGTHS, STEP_S, 1e-4), said, steps.total)
+        setting = FleetSetting(laws, LENGTHS, STEP_S, 1e-4)
+        return Fleet(f"{self.name} {policy} {number}", setting, overrides, steps.total)
 
     def simulated(self, number: int, costs: Costs, steps: Steps) -> float:
-        """The ratio of a round by simulation."""
+        """Return the ratio of a round in simulation."""
         rates = []
         for policy in POLICIES:
             fleet = self.fleet(policy, number, steps)
@@ -142,16 +145,16 @@ VLLM = "vllm"
 
 
 def main() -> None:
-    """Measure, and print the result."""
+    """Run the benchmark and print the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one short round, for development")
-    parser.add_argument("--rounds", type=int, default=3, help="of a run by each policy")
-    parser.add_argument("--first", type=int, default=0, help="number of the first round, and of its seed")
-    parser.add_argument("--only", nargs="+", choices=[*(case.name for case in CASES), VLLM], help="some of the cases")
-    parser.add_argument("--after", type=Path, nargs="+", default=[], metavar="FILE", help="what other calls printed")
-    parser.add_argument("--keep", type=Path, help="keeps the folders of the runs (default: keeps none)")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds of one run per policy")
+    parser.add_argument("--first", type=int, default=0, help="number of the first round, which is also its seed")
+    parser.add_argument("--only", nargs="+", choices=[*(case.name for case in CASES), VLLM], help="only these cases")
+    parser.add_argument("--after", type=Path, nargs="+", default=[], metavar="FILE", help="output of earlier calls")
+    parser.add_argument("--keep", type=Path, help="keep the run folders here (default: remove them)")
     parser.add_argument(
-        "--page", type=Path, nargs="?", const=PAGE, metavar="FILE", help="write it; by default to docs/results/"
+        "--page", type=Path, nargs="?", const=PAGE, metavar="FILE", help="write the page; default: to docs/results/"
     )
     args = parser.parse_args()
     machine, names = describe_machine(), [*(case.name for case in CASES), VLLM]
@@ -161,7 +164,7 @@ def main() -> None:
     chosen = args.only or [name for name in names if args.first or name not in rows]
     is_whole = not args.quick and {*rows, *chosen} == {*names}
     if args.page and not is_whole:
-        parser.error("a page has all cases at full size; leave --quick and --only out, or say --after")
+        parser.error("--page needs all cases at full size: omit --quick and --only, or add cases with --after")
     end_at_sigterm()
     rounds = range(args.first, args.first + (1 if args.quick else args.rounds))
     steps = Steps(4, 6) if args.quick else Steps(LEARNED, COUNTED)
@@ -187,7 +190,7 @@ def main() -> None:
 
 
 def add_rounds(rows: dict[str, Figures], more: dict[str, Figures]) -> None:
-    """To what is known of each case, what was measured in other rounds of it."""
+    """Append the figures of further rounds to the rows of each case."""
     for name, row in more.items():
         known = rows.setdefault(name, {})
         for key, values in row.items():
@@ -195,10 +198,10 @@ def add_rounds(rows: dict[str, Figures], more: dict[str, Figures]) -> None:
 
 
 def measured(folder: Path, cases: Sequence[Case], rounds: range, steps: Steps) -> dict[str, Figures]:
-    """Case -> figures by policy and round, and the ratios of each round.
+    """Run all cases; return, by case, the figures by policy and round and the ratio of each round.
 
     Raises:
-        MeasurementFailed: a run did not end well.
+        MeasurementFailed: a run failed.
     """
     rows: dict[str, Figures] = {case.name: {policy: [] for policy in case.variants} for case in cases}
     for number in rounds:
@@ -213,10 +216,10 @@ def measured(folder: Path, cases: Sequence[Case], rounds: range, steps: Steps) -
 
 
 def measured_vllm(folder: Path, rounds: range, steps: Steps) -> Figures:
-    """The same of two pools with real engines; their runs in order are the profile that is simulated by.
+    """Run two pools with real engines; the simulation uses a profile of their in-order runs.
 
     Raises:
-        MeasurementFailed: a run did not end well.
+        MeasurementFailed: a run failed.
     """
     row: Figures = {policy: [] for policy in POLICIES}
     profiled = []
@@ -233,7 +236,7 @@ def measured_vllm(folder: Path, rounds: range, steps: Steps) -> Figures:
 
 
 def figures_of_run(found: FinishedRun, steps: Steps) -> Figures:
-    """Of the steps that count."""
+    """Return the figures of the counted steps of a run."""
     rows = found.updates
     last = rows[steps.learned :]
     seconds = last[-1]["finished_s"] - rows[steps.learned - 1]["finished_s"]
@@ -241,18 +244,18 @@ def figures_of_run(found: FinishedRun, steps: Steps) -> Figures:
         "samples_per_s": sum(row["batch/trajectories"] for row in last) / seconds,
         "ks": last[-1]["length/fidelity_ks"],
         "covered": last[-1]["length/covered"],
-        "foretold": last[-1]["length/foretold"],
+        "predicted": last[-1]["length/predicted"],
     }
 
 
 def ratios_of(row: Figures) -> list[float]:
-    """By deadline over in order, round by round."""
+    """Return by_deadline over in_order for each round."""
     pairs = zip(*(row[policy] for policy in POLICIES), strict=True)
     return [second["samples_per_s"] / first["samples_per_s"] for first, second in pairs]
 
 
 def figures_of(rows: dict[str, Figures]) -> Figures:
-    """Medians of the rounds' ratios."""
+    """Return the medians of the rounds' ratios."""
     ratios = {name: median(row["ratios"]) for name, row in rows.items()}
     found: Figures = {
         name if name == "like_engines" else f"{name}_over_in_order": each for name, each in ratios.items()
@@ -270,16 +273,16 @@ def figures_of(rows: dict[str, Figures]) -> Figures:
 
 
 def page(result: Figures) -> list[str]:
-    """The paragraphs of the page."""
-    few = f"{PROMPTS} prompts ({CASES[3].num_prompts:,} where none is seen again)"
+    """Return the paragraphs of the page."""
+    few = f"{PROMPTS} prompts ({CASES[3].num_prompts:,} in the case whose prompts never repeat)"
     command = "python benchmarks/dispatch.py --page"
     head = (
-        f"{origin(command, result['machine'], result['machine']['commit'])} Eight sleeping engines, of which two are "
-        f"twice as fast, and a sleeping learner; {few}, of which a step takes {GROUPS}, with 8 samples "
-        f"each; 65 % of the variance of lengths is the prompt's. Lengths are learned in the first {LEARNED} steps; the "
-        f"next {COUNTED} count. Ratios are medians over rounds. In the case `vllm` the engines are "
-        "real: one has a core of its own, the other shares its core with the learner and all else; it is simulated "
-        "from a profile of its own runs, the others by the laws that they sleep by."
+        f"{origin(command, result['machine'], result['machine']['commit'])} A fleet has eight engines that sleep "
+        f"instead of computing, two of them twice as fast as the others, and a learner that sleeps; {few}, {GROUPS} "
+        "of them per step, with 8 samples each; the prompt explains 65 % of the variance of lengths. Lengths are "
+        f"learned in the first {LEARNED} steps; the next {COUNTED} count. Ratios are medians over rounds. In the case "
+        "`vllm` the engines are real: one has its own core, the other shares its core with the learner and all other "
+        "processes. Its simulation uses a profile of its own runs; the other simulations use the engines' sleep times."
     )
     cells = []
     for name, row in result["fleets"].items():
@@ -289,18 +292,18 @@ def page(result: Figures) -> list[str]:
             name, f"{fmean(first):.2f}", f"{fmean(second):.2f}",
             f"{fmean(each['samples_per_s'] for each in row[ALL_FAST]):.2f}" if ALL_FAST in row else "-",
             ", ".join(f"{each:.2f}" for each in row["ratios"]),
-            ", ".join(f"{each:.2f}" for each in row["simulated"]), f"{fmean(each['foretold'] for each in known):.0%}",
+            ", ".join(f"{each:.2f}" for each in row["simulated"]), f"{fmean(each['predicted'] for each in known):.0%}",
             f"{fmean(each['covered'] for each in known):.0%}",
         ])  # fmt: skip
-    columns = ["fleet", "in order, samples/s", "by deadline", "all fast", "ratios", "simulated", "foretold", "covered"]
+    columns = ["fleet", "in order, samples/s", "by deadline", "all fast", "ratios", "simulated", "predicted", "covered"]
     return [
-        "# Long answers on fast engines",
+        "# Dispatch of long completions to fast engines",
         head,
         bars_table(result["wanted_at_least"], "at least"),
         bars_table(result["wanted_at_most"], "at most"),
         table(columns, cells),
-        "`foretold` is the share of the variance among the means of groups that was known before; `covered` that of "
-        "the groups whose longest answer was no longer than foretold, where 90 % is right.",
+        "`predicted` is the fraction of the variance among group means that was predicted; `covered` is the fraction "
+        "of groups whose longest completion was no longer than predicted, for which 90 % is ideal.",
     ]
 
 

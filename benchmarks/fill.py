@@ -1,17 +1,19 @@
-"""What it gains that no slot of an engine stays empty. Prints one JSON line last.
+"""Measure the gain from keeping all engine slots filled. Prints one JSON line last.
 
     python benchmarks/fill.py [--quick] [--rounds 3] [--keep FOLDER] [--page [FILE]]
 
-Real runs of `leeway train` on the long-tailed model of `benchmarks/overlap.py`, the only actor on one core, everything
-else on another: groups of 8 samples, an engine with 16 slots. In every round the actor leases by two rules:
+The benchmark runs `leeway train` on the long-tailed model of `benchmarks/overlap.py`, with the only actor on one core
+and everything else on another, groups of 8 samples, and an engine with 16 slots. In every round the actor leases by two
+rules:
 
-    old   a group once all of it fits beside what is leased and not yet in the buffer (`fill_parts/roles.py`)
-    new   a group as soon as a slot is free (`ActorsConfig.room`)
+    old   lease a group when it fits as a whole, counting all leased samples not yet in the buffer
+          (`fill_parts/roles.py`)
+    new   lease a group as soon as a slot is free (`ActorsConfig.room`)
 
-The lag allowed is so great that admission is always open: generation never waits for the learner. Figures are those of
-actors.jsonl, rates over ten seconds or so before each step, here means over the time after a warm-up.
+The maximum lag is so large that admission is always open: generation never waits for the learner. Figures are those of
+actors.jsonl, whose rates cover about ten seconds before each step, averaged over the time after a warm-up.
 
-`--quick` is for development: one short round, and its figures mean nothing. `--page` writes docs/results/fill.md.
+`--quick` is for development: one short round; the figures are meaningless. `--page` writes docs/results/fill.md.
 """
 
 from __future__ import annotations
@@ -41,23 +43,23 @@ OVERRIDES = (
     *("--actors.group_size", "8", "--actors.max_running_samples", "16"),
     *("--weight_sync.max_lag", "1000"),
 )
-MODULES = {"old": "benchmarks.fill_parts.command", "new": "launch.cli"}
-"""Rule -> the module whose command runs by it."""
+MODULES = {"old": "benchmarks.fill_parts.command", "new": "leeway.launch.cli"}
+"""Rule -> module whose `train` command applies it."""
 NUM_STEPS = 30
-"""Of about two seconds."""
+"""Steps of a run, about two seconds each."""
 WARM_UP_S = 15.0
-"""After the first step; longer than rates look back."""
+"""Seconds after the first step that do not count; longer than the window of the rates."""
 AT_LEAST = {"slots_used": 0.97, "new_over_old_tokens_per_s": 1.10}
 
 Figures = dict[str, Any]
 
 
 def main() -> None:
-    """Measure, and print the result."""
+    """Run the benchmark and print the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one short round, for development")
-    parser.add_argument("--rounds", type=int, default=3, help="of a run by each rule")
-    parser.add_argument("--keep", type=Path, help="keeps the folders of the runs (default: keeps none)")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds of one run per rule")
+    parser.add_argument("--keep", type=Path, help="keep the run folders here (default: remove them)")
     args = parsed(parser, PAGE)
     end_at_sigterm()
     num_rounds, num_steps = (1, 16) if args.quick else (args.rounds, NUM_STEPS)
@@ -76,10 +78,10 @@ def main() -> None:
 
 
 def measure_round(folder: Path, number: int, setting: Setting) -> dict[str, Figures]:
-    """A run by each rule.
+    """Run once with each rule.
 
     Raises:
-        MeasurementFailed: one did not end well.
+        MeasurementFailed: a run failed.
     """
     config, found = write_setting(folder / "setting", setting), {}
     for rule, module in MODULES.items():
@@ -90,19 +92,22 @@ def measure_round(folder: Path, number: int, setting: Setting) -> dict[str, Figu
 
 
 def figures_of(run: FinishedRun) -> Figures:
-    """Of one run, means over the `seconds` that count.
+    """Return the figures of one run, as means over the counted time.
 
     Returns:
-        `slots_used`: share that had a sample; `tokens_per_s`: completion tokens generated; `step_ms`: that the engine
-        takes for a token of all its samples; `waiting`: share of steps whose end found the actor waiting.
+        `slots_used`: fraction of slots with a sample; `tokens_per_s`: completion tokens generated; `step_ms`: duration
+        of an engine step, which generates one token per sample; `waiting`: fraction of steps at whose end the actor
+        was waiting; `seconds`: counted time.
 
     Raises:
-        MeasurementFailed: it is too short.
+        MeasurementFailed: the run is too short.
     """
     began_s = min((row["finished_s"] for row in run.updates), default=0.0) + WARM_UP_S
     rows = [row for row in run.updates if row["finished_s"] >= began_s]
     if len(rows) < 3:
-        raise MeasurementFailed(f"{run.folder.name} has {len(rows)} steps after {WARM_UP_S:g} s of warm-up: too few")
+        raise MeasurementFailed(
+            f"{run.folder.name} has {len(rows)} steps after {WARM_UP_S:g} s of warm-up, expected at least 3"
+        )
     spans_s = [float(after["finished_s"] - before["finished_s"]) for before, after in pairwise(rows)]
     names = ("slots_used", "tokens_per_s", "step_ms")
     found = {name: fmean((row[f"pool/actors/{name}"] or 0.0 for row in rows[1:]), spans_s) for name in names}
@@ -110,7 +115,7 @@ def figures_of(run: FinishedRun) -> Figures:
 
 
 def compared(rounds: Sequence[dict[str, Figures]]) -> Figures:
-    """The figures of the JSON line: of the new rule and the ratio the medians, of `old` and `new` means over rounds."""
+    """Return the figures of the JSON line: medians of the new rule and the ratio; `old` and `new` as means."""
     ratios = [each["new"]["tokens_per_s"] / each["old"]["tokens_per_s"] for each in rounds]
     return {
         "rounds": len(rounds),
@@ -122,25 +127,25 @@ def compared(rounds: Sequence[dict[str, Figures]]) -> Figures:
 
 
 def page(result: Figures) -> list[str]:
-    """The paragraphs of the page."""
+    """Return the paragraphs of the page."""
     command, ratios = f"python benchmarks/fill.py --rounds {result['rounds']} --page", result["new_over_old_rounds"]
     head = (
-        f"{origin(command, result['machine'], result['machine']['commit'])} Real runs of `leeway train` on the model "
-        "and the machine of [overlap.md](overlap.md): one actor on a core of its own, all else on the other, 8 samples "
-        "a prompt, 16 slots, admission always open. By the old rule the actor leases a group once all of it fits "
-        "beside what is leased and not yet in the buffer; by the new one as soon as a slot is free. Figures are of the "
-        f"time from {WARM_UP_S:g} s after the first step of a run to its last step. Tokens per second, new over old, "
-        f"in each of {result['rounds']} rounds: {', '.join(f'{each:.2f}' for each in ratios)}."
+        f"{origin(command, result['machine'], result['machine']['commit'])} The runs are `leeway train` on the model "
+        "and the machine of [overlap.md](overlap.md): one actor on its own core, everything else on the other, 8 "
+        "samples per prompt, 16 slots, admission always open. With the old rule the actor leases a group when it fits "
+        "as a whole, counting all leased samples not yet in the buffer; with the new rule, as soon as a slot is free. "
+        f"Figures cover the time from {WARM_UP_S:g} s after the first step of a run to its last step. Tokens per "
+        f"second, new over old, in each of {result['rounds']} rounds: {', '.join(f'{each:.2f}' for each in ratios)}."
     )
     lines = [
-        ("share of the slots that had a sample", "slots_used", "{:.3f}"),
+        ("fraction of slots with a sample", "slots_used", "{:.3f}"),
         ("completion tokens generated per second", "tokens_per_s", "{:.0f}"),
-        ("ms of a step of the engine", "step_ms", "{:.2f}"),
-        ("steps whose end found the actor waiting", "waiting", "{:.0%}"),
+        ("engine step, ms", "step_ms", "{:.2f}"),
+        ("steps at whose end the actor was waiting", "waiting", "{:.0%}"),
     ]
-    rows = [[said, *(form.format(result[rule][key]) for rule in MODULES)] for said, key, form in lines]
+    rows = [[label, *(form.format(result[rule][key]) for rule in MODULES)] for label, key, form in lines]
     cells = table(["mean of the rounds", "old rule", "new rule"], rows)
-    return ["# No slot stays empty, measured", head, bars_table(result["wanted"], "at least"), cells]
+    return ["# Engine slot utilization", head, bars_table(result["wanted"], "at least"), cells]
 
 
 if __name__ == "__main__":

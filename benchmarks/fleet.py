@@ -1,17 +1,18 @@
-"""What the simulator foretells of fleets, against fleets. Prints one JSON line last.
+"""Compare the simulator's predictions with measured fleets. Prints one JSON line last.
 
     python benchmarks/fleet.py [--quick] [--only N ...] [--keep FOLDER] [--page [FILE]]
 
-A fleet is a real run of `leeway train` whose engines sleep by a law of token time and whose learner sleeps for the rest
-of its step (`fleet_parts`): loop, buffer, ledger, staleness, weights, Ray and supervisor are real. Ten of them, unlike
-in engines, lags, lengths and laws, are run and simulated: with the same laws, the same prompts in the same order, the
-same lengths, and with costs of leases, rewards, steps and weights that an eleventh fleet was measured with.
+A fleet is a real `leeway train` run whose engines sleep according to a token-time model and whose learner sleeps for
+the rest of its step (`fleet_parts`). Loop, buffer, ledger, staleness, weights, Ray and supervisor are real. Ten fleets
+with different engines, lags, lengths and token times are run and simulated. The simulation uses the same token times,
+the same prompts in the same order and the same lengths; the costs of leases, rewards, steps and weights come from an
+eleventh fleet.
 
-    sim_over_fleet_worst_error   the largest error of trained samples per second
-    drop_share_worst             the largest difference in the share of samples dropped as stale, points
+    sim_over_fleet_worst_error   largest error of trained samples per second
+    drop_share_worst             largest difference in the share of samples dropped as stale, points
     sim_10M_s                    CPU seconds to simulate ten million completions on 896 engines
 
-`--quick` is for development: two short fleets, and its figures mean nothing. `--page` writes docs/results/fleet.md.
+`--quick` is for development: two short fleets; the figures are meaningless. `--page` writes docs/results/fleet.md.
 """
 
 from __future__ import annotations
@@ -34,23 +35,24 @@ from benchmarks.lib.machine import RESULTS, ROOT, describe_machine
 from benchmarks.lib.page import bars_table, judged, origin, table, write_page
 from benchmarks.lib.processes import MeasurementFailed, end_at_sigterm
 from benchmarks.lib.runs import FinishedRun, train
-from common.staleness import StalenessConfig, StalenessContract
-from launch.config import Config, load_config
-from launch.pools import actor_pools
-from launch.run_folder import RunFolder
-from planning.costs import TokenTime
-from planning.lengths import LengthLaw
-from planning.profiling import costs_of
-from planning.simulator import Simulation
-from planning.world import Costs, EnginePool, Outcome, World
+
+from leeway.common.staleness import StalenessConfig, StalenessContract
+from leeway.launch.config import Config, load_config
+from leeway.launch.pools import actor_pools
+from leeway.launch.run_folder import RunFolder
+from leeway.planning.costs import TokenTime
+from leeway.planning.lengths import LengthDistribution
+from leeway.planning.profiling import costs_of
+from leeway.planning.simulator import Simulation
+from leeway.planning.world import Costs, EnginePool, Outcome, World
 
 PAGE = RESULTS / "fleet.md"
 CONFIG = ROOT / "examples" / "demo.toml"
 AT_MOST = {"sim_over_fleet_worst_error": 0.03, "drop_share_worst": 0.02, "sim_10M_s": 300.0}
 WARM_UP = 6
-"""Steps that do not count: a run begins with empty engines, a simulation too, but not in the same instant."""
+"""Steps that do not count: both a run and its simulation start with empty engines, but not at the same instant."""
 STEPS, MANY_STEPS = 30, 90
-"""That count; many where milliseconds decide which groups are dropped, and chance has to even out."""
+"""Counted steps; more if milliseconds decide which groups are dropped, to average out chance."""
 BASE = (
     *("--actors.max_new_tokens", "56", "--learner.num_stages", "1", "--learner.token_budget", "4096"),
     *("--learner.groups_per_step", "8", "--actors.group_size", "8", "--learner.learning_rate", "1e-9"),
@@ -75,7 +77,7 @@ Figures = dict[str, Any]
 
 @dataclass(frozen=True)
 class Fleet:
-    """One setting."""
+    """Setting of one fleet."""
 
     name: str
     setting: FleetSetting
@@ -84,15 +86,15 @@ class Fleet:
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        """Of `leeway train`."""
+        """Arguments of `leeway train`."""
         return (*BASE, *self.overrides, "--learner.num_steps", str(self.steps + WARM_UP))
 
 
-def one_pool(name: str, count: int, slots: int, lag: object, law: TokenTime, lengths: LengthLaw, step_s: float,
+def one_pool(name: str, count: int, slots: int, lag: object, law: TokenTime, lengths: LengthDistribution, step_s: float,
              *more: str) -> Fleet:  # fmt: skip
-    """Engines of one kind."""
+    """Return a fleet of identical engines."""
     setting = FleetSetting({"actors": law}, lengths, step_s, 1e-4)
-    said = (
+    overrides = (
         "--actors.num_actors",
         str(count),
         "--actors.max_running_samples",
@@ -100,15 +102,15 @@ def one_pool(name: str, count: int, slots: int, lag: object, law: TokenTime, len
         "--weight_sync.max_lag",
         str(lag),
     )
-    return Fleet(name, setting, (*said, *more))
+    return Fleet(name, setting, (*overrides, *more))
 
 
-def two_pools(name: str, slots: int, lag: int, lengths: LengthLaw, step_s: float) -> Fleet:
-    """Three engines, and one that is twice as fast."""
+def two_pools(name: str, slots: int, lag: int, lengths: LengthDistribution, step_s: float) -> Fleet:
+    """Return a fleet of three engines and one that is twice as fast."""
     fast = TokenTime(LAW.base / 2, LAW.per_sample / 2)
     setting = FleetSetting({"slow": LAW, "fast": fast}, lengths, step_s, 1e-4)
-    said = ("--actors.num_actors", "4", "--actors.max_running_samples", str(slots), "--weight_sync.max_lag", str(lag))
-    return Fleet(name, setting, (*TWO_POOLS, *said))
+    overrides = ("--actors.max_running_samples", str(slots), "--weight_sync.max_lag", str(lag))
+    return Fleet(name, setting, (*TWO_POOLS, "--actors.num_actors", "4", *overrides))
 
 
 CALIBRATION = one_pool("calibration", 6, 12, 4, LAW, TAIL, 1.2)
@@ -127,17 +129,17 @@ FLEETS = (
 
 
 def main() -> None:
-    """Measure, and print the result."""
+    """Run the benchmark and print the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="two short fleets, for development")
-    parser.add_argument("--only", type=int, nargs="+", metavar="N", help="of the fleets, counted from 1")
-    parser.add_argument("--keep", type=Path, help="keeps the folders of the runs (default: keeps none)")
+    parser.add_argument("--only", type=int, nargs="+", metavar="N", help="run only these fleets, numbered from 1")
+    parser.add_argument("--keep", type=Path, help="keep the run folders here (default: remove them)")
     parser.add_argument(
-        "--page", type=Path, nargs="?", const=PAGE, metavar="FILE", help="write it; by default to docs/results/"
+        "--page", type=Path, nargs="?", const=PAGE, metavar="FILE", help="write the page; default: to docs/results/"
     )
     args = parser.parse_args()
     if args.page and (args.quick or args.only):
-        parser.error("a page has all fleets at full size; leave --quick and --only out, or --page")
+        parser.error("--page needs all fleets at full size: omit --quick and --only, or omit --page")
     end_at_sigterm()
     machine = describe_machine()
     fleets = [FLEETS[number - 1] for number in args.only] if args.only else list(FLEETS)
@@ -170,7 +172,7 @@ def run(folder: Path, fleet: Fleet) -> FinishedRun:
     """Run a fleet to its end.
 
     Raises:
-        MeasurementFailed: it did not end well.
+        MeasurementFailed: the run failed.
     """
     name = fleet.name.replace(" ", "-").replace(",", "")
     return train(
@@ -184,7 +186,7 @@ def run(folder: Path, fleet: Fleet) -> FinishedRun:
 
 
 def compared(folder: Path, fleet: Fleet, costs: Costs) -> Figures:
-    """A fleet and its simulation."""
+    """Run and simulate a fleet; return the figures of both."""
     rows = run(folder, fleet).updates
     first, last = rows[WARM_UP - 1], rows[-1]
     counted = rows[WARM_UP:]
@@ -208,13 +210,13 @@ def compared(folder: Path, fleet: Fleet, costs: Costs) -> Figures:
 
 
 def simulated(fleet: Fleet, costs: Costs) -> Outcome:
-    """The same run, simulated."""
+    """Simulate a fleet."""
     config = load_config(CONFIG, fleet.arguments)
     return Simulation(world_of(fleet, config, costs)).run(fleet.steps + WARM_UP, WARM_UP)
 
 
 def world_of(fleet: Fleet, config: Config, costs: Costs) -> World:
-    """What a fleet is to the simulator."""
+    """Return the simulator's description of a fleet."""
     setting, prompts = fleet.setting, FleetPrompts(config, fleet.setting.lengths)
     pools = tuple(
         EnginePool(pool.name, pool.count, setting.pools[pool.name], pool.config) for pool in actor_pools(config)
@@ -235,7 +237,7 @@ def world_of(fleet: Fleet, config: Config, costs: Costs) -> World:
 
 
 def simulate_many(completions: int = 10_000_000) -> float:
-    """CPU seconds for so many completions on 896 engines with 256 slots."""
+    """Return the CPU seconds to simulate a number of completions on 896 engines with 256 slots."""
     config = load_config(CONFIG, ["--actors.max_running_samples", "256", "--actors.max_new_tokens", "16384"])
     groups = 1024
     contract = StalenessContract(StalenessConfig(max_lag=32), groups)
@@ -251,12 +253,12 @@ def simulate_many(completions: int = 10_000_000) -> float:
 
 
 def page(result: Figures) -> list[str]:
-    """The paragraphs of the page."""
+    """Return the paragraphs of the page."""
     command = "python benchmarks/fleet.py --page"
     head = (
-        f"{origin(command, result['machine'], result['machine']['commit'])} Each fleet is a real run with sleeping "
-        "engines and a sleeping learner, 64 samples a step, and is simulated with the same laws, prompts and lengths; "
-        "what leases, commits, steps and weights cost besides was measured in another fleet."
+        f"{origin(command, result['machine'], result['machine']['commit'])} Each fleet is a real run with engines and "
+        "a learner that sleep instead of computing, with 64 samples per step. It is simulated with the same token "
+        "times, prompts and lengths; the costs of leases, commits, steps and weights were measured in another fleet."
     )
     cells = [
         [
@@ -272,8 +274,8 @@ def page(result: Figures) -> list[str]:
         ]
         for row in result["fleets"]
     ]
-    columns = ["fleet", "binds", "samples/s", "simulated", "error", "dropped", "simulated", "age", "simulated"]
-    return ["# Fleets and their simulation", head, bars_table(result["wanted"], "at most"), table(columns, cells)]
+    columns = ["fleet", "bottleneck", "samples/s", "simulated", "error", "dropped", "simulated", "age", "simulated"]
+    return ["# Measured and simulated fleets", head, bars_table(result["wanted"], "at most"), table(columns, cells)]
 
 
 if __name__ == "__main__":

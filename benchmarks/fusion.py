@@ -1,13 +1,13 @@
-"""What it gains to run policy and critic at once, their pipelines against each other. Prints one JSON line last.
+"""Measure the gain from running policy and critic pipelines fused, in opposite directions. Prints one JSON line last.
 
     python benchmarks/fusion.py [--quick] [--page [FILE]]
 
-    sleeping  stages that sleep, so that only order and messages count: a pass of both networks by 1F1B and by zero
-              bubble, one after the other, and fused, with each bound on the micro-batches that a stage holds
-    real      a step of PPO with a critic model on two stages, a core each
+    sleeping  stages that sleep, so that only schedule and communication count: a pass of both networks sequentially
+              with 1F1B and with zero bubble, and fused, for each bound on the micro-batches that a stage holds
+    real      a step of PPO with a critic model on two stages, one core each
 
-Sides take turns, and gains are medians of rounds. A gain's bound is what the order allows on stages that send for
-nothing. `--quick` is for development, and its figures mean nothing. `--page` writes docs/results/fusion.md.
+Sides take turns, and gains are medians over rounds. The bound of a gain is the gain of the schedule without
+communication cost. `--quick` is for development; its figures are meaningless. `--page` writes docs/results/fusion.md.
 """
 
 from __future__ import annotations
@@ -23,18 +23,19 @@ from benchmarks.learner_parts.spot import Figures, run_measurement
 from benchmarks.lib.machine import RESULTS, describe_machine
 from benchmarks.lib.page import bars_table, judged, origin, parsed, table, write_page
 from benchmarks.lib.processes import MeasurementFailed, end_at_sigterm
-from learner.config import default_most_held
+
+from leeway.learner.config import default_most_held
 
 PAGE = RESULTS / "fusion.md"
 SHAPES = ((2, 8), (4, 4), (4, 8))
-"""Stages and micro-batches."""
+"""Number of stages and of micro-batches."""
 MUCH = 2.25
-"""Micro-batches per stage that the bars allow a stage to hold; 1F1B holds one of one network."""
+"""Bound on held micro-batches over the number of stages at which targets apply; 1F1B of one network holds 1."""
 BARS = {"p4_m8": 1.24, "p4_m4": 1.48, "p2_m8": 1.08, "forward_pair": 1.17, "over_zero_bubble": 1.0, "real_ppo": 1.05}
 
 
 def main() -> None:
-    """Measure, and print the result."""
+    """Run the benchmark and print the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="shorter, for development")
     args = parsed(parser, PAGE)
@@ -53,14 +54,14 @@ def main() -> None:
 
 
 def measure(num_stages: int, num_micro_batches: int, quick: bool) -> Figures:
-    """On sleeping stages, with all bounds from two micro-batches to more than orders ask for."""
+    """Measure sleeping stages with all bounds from two micro-batches to more than schedules use."""
     helds = sorted({*range(2, default_most_held(num_stages) + 2), int(MUCH * num_stages)})
     options = {"num_micro_batches": num_micro_batches, "helds": helds, "quick": quick}
     return run_measurement("fused:sleeping", options, worlds=(num_stages,))
 
 
 def compared(shapes: dict[str, Figures]) -> Figures:
-    """The figures of the JSON line."""
+    """Return the figures of the JSON line."""
     found: Figures = {"shapes": shapes, "forward_pair": shapes["p4_m8"]["forward_pair"]}
     over_zero_bubble = []
     for name, shape in shapes.items():
@@ -71,26 +72,27 @@ def compared(shapes: dict[str, Figures]) -> Figures:
 
 
 def page(result: Figures) -> list[str]:
-    """The paragraphs of the page."""
+    """Return the paragraphs of the page."""
     machine = result["machine"]
     head = (
-        f"{origin('python benchmarks/fusion.py --page', machine, machine['commit'])} The learner's own passes, over "
-        "gloo: policy and critic model one after the other by 1F1B, against both at once with `learner.schedule = "
-        "'fused'`, where the critic's pipeline runs backwards. Medians of rounds in which the sides take turns."
+        f"{origin('python benchmarks/fusion.py --page', machine, machine['commit'])} The benchmark runs the learner's "
+        "passes over gloo: policy and critic model sequentially with 1F1B, compared with `learner.schedule = 'fused'`, "
+        "in which the critic's pipeline runs in the opposite direction. Figures are medians of rounds in which the "
+        "sides take turns."
     )
     real = (
-        f"A whole step of PPO with a critic model of the policy's size, {result['real_micro_batches']} micro-batches, "
-        f"two stages on a core each: {result['real_1f1b_s']:.2f} s by 1F1B, {result['real_fused_s']:.2f} s fused."
+        f"A full step of PPO with a critic model of the policy's size, {result['real_micro_batches']} micro-batches, "
+        f"two stages on one core each: {result['real_1f1b_s']:.2f} s with 1F1B, {result['real_fused_s']:.2f} s fused."
     )
     sleeping = (
-        "Stages that sleep, so that only order and messages count; forward takes one unit, backward two. `held` is "
-        "what a stage keeps of both networks at once, in micro-batches: allowed, and used. Gain is over 1F1B, possible "
-        "what the order allows where messages take no time."
+        "With stages that sleep, only schedule and communication count; forward takes one unit, backward two. `held` "
+        "is the number of micro-batches of both networks that a stage holds at once, as allowed and as used. The gain "
+        "is over 1F1B; `possible` is the gain that the schedule allows without communication time."
     )
     forward = (
-        f"Forward only, 4 stages and 8 micro-batches: {result['forward_pair']:.3f}. More than 19 / 18 = 1.056 cannot "
-        "come of it: one after the other the two passes overlap already, for a rank that is through with the first "
-        "goes on with the second (2 M + P - 1 = 19 units, not 2 (M + P - 1) = 22), and fused they take 18."
+        f"Forward only, 4 stages and 8 micro-batches: {result['forward_pair']:.3f}. The maximum is 19 / 18 = 1.056: "
+        "sequential passes already overlap, because a rank that has finished the first pass starts the second "
+        "(2 M + P - 1 = 19 units, not 2 (M + P - 1) = 22), and the fused passes take 18 units."
     )
     rows = []
     for name, shape in result["shapes"].items():
@@ -101,7 +103,7 @@ def page(result: Figures) -> list[str]:
             rows.append([stages, batches, allowed, str(one["held"]), *figures])
     columns = ["stages", "micro-batches", "held at most", "held", "gain", "possible", "over zero bubble"]
     return [
-        "# Policy and critic at once, measured",
+        "# Fused policy and critic passes",
         head,
         bars_table(result["wanted"], "at least"),
         real,

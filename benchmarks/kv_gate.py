@@ -1,19 +1,19 @@
-"""Which samples an engine starts if its cache is small: `actors.admission` "cache" beside "slots". One JSON line last.
+"""Compare `actors.admission` = "cache" with "slots" on an engine with a small cache. Prints one JSON line last.
 
     python benchmarks/kv_gate.py [--quick] [--rounds 5] [--page [FILE]]
 
-A real vLLM engine with the long-tailed model of `benchmarks/overlap.py`, whose cache holds a fraction of what its slots
-could come to need. It is kept busy as an actor keeps it, by the actor's own parts: groups of 8 are taken as
-`ActorsConfig.room` says, samples start as the admission lets them, and what is predicted of a prompt comes from
-`planning.lengths`. "slots" leaves the rest to vLLM, which starts whatever has room at once and preempts. In every
-round all of them have the engine in turn, in two cases: prompts of 8 tokens, which cost nothing to compute again, and
-prompts of 2,000 tokens, each of one group alone. Figures of a case end in `_short` or `_long`:
+A real vLLM engine runs the long-tailed model of `benchmarks/overlap.py` with a cache that is smaller than its slots may
+need. The engine is kept busy by the parts of a real actor: groups of 8 are leased according to `ActorsConfig.room`,
+samples start when the admission permits, and predictions of lengths come from `leeway.planning.lengths`. "slots" leaves
+the rest to vLLM, which starts every sample that fits at the moment, and preempts. In each round the admissions use the
+engine in turn, in two cases: prompts of 8 tokens, which are cheap to recompute, and prompts of 2,000 tokens, each used
+by one group only. Figures of a case end in `_short` or `_long`:
 
-    cache_over_slots         tokens per second by the gate, over those of "slots" with the default number of slots
-    cache_over_best          the same over the best number of slots, which no user knows beforehand
+    cache_over_slots         tokens per second with "cache", over those of "slots" with the default number of slots
+    cache_over_best          the same over the best number of slots, which is not known in advance
     preempted_by_cache       preemptions per sample
 
-`--quick` is for development: one short round, and its figures mean nothing. `--page` writes docs/results/kv_gate.md.
+`--quick` is for development: one short round; the figures are meaningless. `--page` writes docs/results/kv_gate.md.
 """
 
 from __future__ import annotations
@@ -33,26 +33,27 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from actors.config import ActorsConfig, KvSample
-from actors.engine import Engine
-from actors.report import BusyClock
 from benchmarks.lib.machine import RESULTS, describe_machine
 from benchmarks.lib.page import bars_table, judged, origin, parsed, table, write_page
 from benchmarks.lib.processes import end_at_sigterm
 from benchmarks.overlap_parts import long_tail
-from common.serving_model import prepare_serving_model
-from common.staleness import PolicyVersion
-from planning.kv_gate import CacheAdmission, KvGate
-from planning.lengths import LengthModel
+
+from leeway.actors.config import ActorsConfig, KvSample
+from leeway.actors.engine import Engine
+from leeway.actors.report import BusyClock
+from leeway.common.serving_model import prepare_serving_model
+from leeway.common.staleness import PolicyVersion
+from leeway.planning.kv_gate import CacheAdmission, KvGate
+from leeway.planning.lengths import LengthModel
 
 PAGE = RESULTS / "kv_gate.md"
 FIXED = (20, 28, 36, 44, 64)
 SLOTS = 64
 BLOCK_TOKENS = 32
-"""Of 4 KiB each."""
+"""Tokens of a cache block, 4 KiB each."""
 NUM_PROMPTS, GROUP_SIZE = 128, 8
 LEARNED_S = 20.0
-"""Before the first turn: lengths are learned."""
+"""Seconds before the first turn, in which lengths are learned."""
 AT_LEAST = {"cache_over_slots_short": 1.0, "cache_over_slots_long": 1.0}
 AT_MOST = {"preempted_by_cache_short": 0.01, "preempted_by_cache_long": 0.01}
 CACHE, DEFAULT_SLOTS = "cache", f"slots {SLOTS}"
@@ -63,7 +64,7 @@ Figures = dict[str, Any]
 
 @dataclass(frozen=True)
 class Case:
-    """An engine and its prompts."""
+    """Prompts, cache size and turn length of a measurement."""
 
     prompt_tokens: int
     cache_gib: float
@@ -84,7 +85,7 @@ class Case:
         )
 
     def prompt(self, number: int) -> list[int]:
-        """Return the tokens of a group's prompt: digits that no other group has, and a letter that sets the lengths."""
+        """Return the tokens of a group's prompt: digits unique to the group, and a letter that sets the lengths."""
         letter = long_tail.VOCABULARY.index(long_tail.questions(NUM_PROMPTS)[number % NUM_PROMPTS][-1])
         chance = random.Random(number)
         return [
@@ -94,14 +95,14 @@ class Case:
 
 
 CASES = {"short": Case(long_tail.PROMPT_TOKENS, 0.0125, 12.0), "long": Case(2000, 0.05, 24.0)}
-"""The longest sample takes 8 of 102 blocks, and 70 of 409, of which a group shares 62."""
+"""The longest sample takes 8 of 102 blocks in `short`, and 70 of 409 in `long`, 62 of them shared by its group."""
 
 
 def main() -> None:
-    """Measure, and print the result."""
+    """Run the benchmark and print the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one short round, for development")
-    parser.add_argument("--rounds", type=int, default=5, help="in which each has its turn")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds of one turn per admission")
     args = parsed(parser, PAGE)
     end_at_sigterm()
     machine = describe_machine()
@@ -122,12 +123,12 @@ def main() -> None:
 async def measured(
     folder: Path, case: Case, num_rounds: int, seconds: float
 ) -> tuple[dict[str, list[Figures]], Figures]:
-    """Return what was measured in the turns of each admission, by its name, and the size of the cache."""
+    """Return the figures of each admission's turns, by its name, and the size of the cache."""
     long_tail.write_checkpoint(folder / "model", case.max_tokens)
     served = prepare_serving_model(folder / "model", folder / "served")
     engine = await Engine.start(served, case.config(SLOTS), version=PolicyVersion(0, 0), seed=0)
     try:
-        assert engine.stats.cache is not None, "vLLM says how large it is"
+        assert engine.stats.cache is not None, "vLLM reports the size of its cache"
         gates = {f"slots {number}": (case.config(number), KvGate[int](case.config(number), None)) for number in FIXED}
         gates[CACHE] = (case.config(SLOTS), KvGate[int](case.config(SLOTS), engine.stats.cache))
         actor = BusyActor(engine, case)
@@ -143,10 +144,10 @@ async def measured(
 
 
 class BusyActor:
-    """Has groups generated as an actor does, of prompts in turn, and learns their lengths as the buffer does."""
+    """Generates groups of successive prompts like an actor, and learns their lengths like the buffer."""
 
     def __init__(self, engine: Engine, case: Case) -> None:
-        """Of an engine that does nothing else."""
+        """Use an engine exclusively."""
         self._engine = engine
         self._case = case
         self._lengths = LengthModel(NUM_PROMPTS)
@@ -154,10 +155,11 @@ class BusyActor:
         self._seeds = itertools.count()
 
     async def keep_busy(self, config: ActorsConfig, gate: KvGate[int], seconds: float) -> Figures:
-        """For so long, from when all slots were taken; then what runs ends, and counts no more.
+        """Keep the engine busy for `seconds`; samples still running then are finished and not counted.
 
         Returns:
-            `tokens_per_s`: of completions that ended; `running`: samples, mean; `preempted`: preemptions per sample.
+            `tokens_per_s`: tokens of ended completions per second; `running`: mean number of running samples;
+            `preempted`: preemptions per sample; `kv_usage`: as vLLM reports it.
         """
         slots, engine = CacheAdmission(gate, lambda: float(self._engine.stats.num_steps)), self._engine
         open_: dict[int, int] = {}
@@ -168,15 +170,15 @@ class BusyActor:
 
         async def group(number: int) -> None:
             prompt, tokens = number % NUM_PROMPTS, self._case.prompt(number)
-            usual = self._lengths.usual(prompt, 0)
-            made = await asyncio.gather(*[sample(number, tokens, usual) for _ in range(GROUP_SIZE)])
+            predicted = self._lengths.predicted_length(prompt, 0)
+            made = await asyncio.gather(*[sample(number, tokens, predicted) for _ in range(GROUP_SIZE)])
             cut = [length >= config.max_new_tokens for length in made]
-            self._lengths.see(prompt, made, cut, 0)
+            self._lengths.update(prompt, made, cut, 0)
 
-        async def sample(number: int, tokens: list[int], usual: float) -> int:
+        async def sample(number: int, tokens: list[int], predicted: float) -> int:
             key = next(self._seeds)
             open_[key] = number
-            await slots.admit(key, KvSample(number, len(tokens), config.max_new_tokens, 0, usual))
+            await slots.admit(key, KvSample(number, len(tokens), config.max_new_tokens, 0, predicted))
             busy.enter()
             made = len((await engine.generate(tokens, seed=key)).token_ids)
             busy.leave()
@@ -209,7 +211,7 @@ class BusyActor:
 
 
 def figures_of(turns: dict[str, list[Figures]]) -> Figures:
-    """Return the ratios of a case; the best number of slots is the one with most tokens over all rounds."""
+    """Return the ratios of a case; the best number of slots has the highest median of tokens per second."""
     rates = {name: median(each["tokens_per_s"] for each in found) for name, found in turns.items()}
     best = max((name for name in turns if name != CACHE), key=lambda name: rates[name])
 
@@ -226,34 +228,34 @@ def figures_of(turns: dict[str, list[Figures]]) -> Figures:
 
 
 def page(result: Figures) -> list[str]:
-    """The paragraphs of the page."""
+    """Return the paragraphs of the page."""
     command = f"python benchmarks/kv_gate.py --rounds {result['rounds']} --page"
     head = (
-        f"{origin(command, result['machine'], result['machine']['commit'])} A real vLLM engine with the model of "
-        f"[overlap.md](overlap.md), {NUM_PROMPTS} prompts in turn, {GROUP_SIZE} samples each. With "
-        '`actors.admission = "slots"` vLLM starts what has room at once, and preempts a sample if the cache is full; '
-        f'with "cache" {SLOTS} slots are there, and a sample starts if the cache is likely to hold it to its end. '
-        f"Means of {result['rounds']} rounds; ratios are medians over rounds."
+        f"{origin(command, result['machine'], result['machine']['commit'])} A real vLLM engine runs the model of "
+        f"[overlap.md](overlap.md) on {NUM_PROMPTS} prompts in turn, {GROUP_SIZE} samples each. With "
+        '`actors.admission = "slots"` vLLM starts every sample that fits at the moment, and preempts one if the cache '
+        f'is full. With "cache" there are {SLOTS} slots, and a sample starts if the cache is likely to hold it to its '
+        f"end. Figures are means of {result['rounds']} rounds; ratios are medians over rounds."
     )
-    parts = ["# Admission: slots beside room in the cache", head]
+    parts = ["# Admission by slots and by cache space", head]
     parts += [bars_table(result["wanted_at_least"], "at least"), bars_table(result["wanted_at_most"], "at most")]
     for name, case in CASES.items():
         found = result["cases"][name]
         longest = -(-case.max_tokens // found["cache"]["block_tokens"])
         parts.append(
             f"## Prompts of {case.prompt_tokens:,} tokens\n\nA cache of {found['cache']['num_blocks']} blocks of "
-            f"{found['cache']['block_tokens']} tokens; a sample takes up to {longest}. Turns of "
-            f"{case.turn_s:g} s. The gate makes "
+            f"{found['cache']['block_tokens']} tokens; a sample takes up to {longest} blocks. Turns take "
+            f'{case.turn_s:g} s. Admission by "cache" generates '
             f"{result[f'cache_over_slots_{name}']:.3f} of the tokens of {SLOTS} slots, and "
             f"{result[f'cache_over_best_{name}']:.3f} of those of the best number, {result[f'best_{name}']}, which "
-            "only such a sweep finds."
+            "only such a sweep can find."
         )
         cells = [
             [each, *(form.format(fmean(turn[key] for turn in turns)) for key, form in FORMS.items()),
              f"{max(turn['kv_usage'] for turn in turns):.0%}"]
             for each, turns in found["turns"].items()
         ]  # fmt: skip
-        parts.append(table(["admission", "tokens/s", "running", "preempted per sample", "fullest"], cells))
+        parts.append(table(["admission", "tokens/s", "running", "preempted per sample", "maximum cache use"], cells))
     return parts
 
 

@@ -1,20 +1,20 @@
-"""The learner: what packing, pipeline and log-probabilities cost, and what they save. Prints one JSON line last.
+"""Measure costs and savings of the learner's packing, pipeline and log-probabilities. Prints one JSON line last.
 
     python benchmarks/learner.py [--quick] [--only NAME ...]
 
     packing      real tokens over the tokens of the micro-batches, on long-tailed lengths
-    padded       the learner's packed step against a plain padded Transformers loop
-    weighed      a step of trajectory balance with its weights pi / mu against one without
+    padded       the learner's packed step compared with a plain padded Transformers loop
+    weighed      a step of trajectory balance with its weights pi / mu compared with one without
     logprobs     peak memory of log-probabilities, in chunks and through the full logits
     sleeping2/4  every schedule on 2 and on 4 stages that sleep: gain and bubble
     real         two stages with real compute, one core each
-    smollm2      SmolLM2-135M on two stages in bf16, against a plain loop on both cores
-    balance      the same for trajectory balance: in one pass, in two, and beside a plain loop that scores too
-    shared       a prompt computed once for its eight samples, against a prompt for each
+    smollm2      SmolLM2-135M on two stages in bf16, compared with a plain loop on both cores
+    balance      the same for trajectory balance: in one pass, in two, and a plain loop that also computes scores
+    shared       a prompt computed once for its eight samples, compared with once per sample
 
-Each measurement runs in processes of its own (`learner_parts/spot.py`); sides that are compared take turns, and
-ratios are medians of rounds. Every part says in its docstring what it compares. `--quick` is for development: smaller,
-and its figures mean nothing. A whole run writes docs/results/learner.md. On a GPU: `python -m benchmarks.gpu`.
+Each measurement runs in separate processes (`learner_parts/spot.py`). The compared sides take turns, and ratios are
+medians over rounds. The docstring of each part describes the comparison. `--quick` is for development: smaller sizes;
+the figures are meaningless. A full run writes docs/results/learner.md. On a GPU: `python -m benchmarks.gpu`.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ BARS = {
     "shared_prefix_over_plain_even": 1.6,
     "shared_prefix_over_plain_long_prompts": 2.8,
 }
-"""Figure -> at least this is wanted."""
-TITLE = "# The learner, measured"
+"""Figure -> minimum target."""
+TITLE = "# Results of the learner"
 
 
 def main() -> None:
-    """Measure, and print the result."""
+    """Run the benchmark and print the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="smaller, for development")
+    parser.add_argument("--quick", action="store_true", help="smaller sizes, for development")
     parser.add_argument("--only", nargs="+", choices=[*MEASUREMENTS], metavar="NAME", help=" ".join(MEASUREMENTS))
     args = parser.parse_args()
     end_at_sigterm()
@@ -70,8 +70,8 @@ def main() -> None:
         except (MeasurementFailed, OSError, SubprocessError) as error:
             failed[name] = str(error)
             print(f"{name}: {error}", file=sys.stderr, flush=True)
-    wanted = judged(result, BARS, "at least", at_full_size=not args.quick)
-    result |= {"machine": machine, "failed": failed, "wanted": wanted}
+    targets = judged(result, BARS, "at least", at_full_size=not args.quick)
+    result |= {"machine": machine, "failed": failed, "wanted": targets}
     if not (args.quick or args.only or failed):
         write_results(PAGE, result)
     print(json.dumps(result))
@@ -79,7 +79,7 @@ def main() -> None:
 
 
 def logprobs(quick: bool) -> Figures:
-    """Both sides, each in a fresh process, and the ratio of their peaks."""
+    """Measure both sides, each in a fresh process; return their figures and the ratio of their peaks."""
     ours, full = (
         run_measurement("measurements:logprob_memory", {"side": side, "quick": quick}) for side in ("chunked", "full")
     )
@@ -97,12 +97,12 @@ def logprobs(quick: bool) -> Figures:
 
 
 def on_smollm2(name: str) -> Callable[[bool], Figures]:
-    """A measurement with two stages of SmolLM2 in one world, and a plain loop in the other."""
+    """Return a measurement with two stages of SmolLM2 in one world and a plain loop in the other."""
     return lambda quick: run_measurement(name, {"path": str(smollm2()), "quick": quick}, worlds=(2, 1), limit_s=1200.0)
 
 
 def measurement(name: str, *worlds: int) -> Callable[[bool], Figures]:
-    """A measurement in processes of so many worlds, and no more to it."""
+    """Return a measurement that runs in worlds of these sizes, without further steps."""
     return lambda quick: run_measurement(name, {"quick": quick}, worlds=worlds)
 
 
@@ -131,13 +131,13 @@ def write_results(path: Path, result: Figures) -> None:
         bars_table(result["wanted"], "at least"),
         "## Packing",
         _packing(result),
-        "## Packed against padded",
+        "## Packed and padded steps",
         _padded(result),
-        "## What weights on the gradient cost",
+        "## Cost of gradient weights",
         _weighed(result),
         "## Log-probabilities without the full logits",
         _logprobs(result),
-        "## Two stages against one",
+        "## Two stages and one",
         _stages(result),
         "## Bubbles",
         _bubbles(result),
@@ -145,7 +145,7 @@ def write_results(path: Path, result: Figures) -> None:
         _smollm2(result),
         "## Trajectory balance on SmolLM2-135M",
         _balance(result),
-        "## A prompt once for its samples",
+        "## Shared prompts",
         _shared(result),
     ]
     write_page(path, parts)
@@ -154,10 +154,10 @@ def write_results(path: Path, result: Figures) -> None:
 def _head(machine: Machine) -> str:
     return (
         f"{origin('python benchmarks/learner.py', machine)} "
-        "Sides that are compared take turns within one run, and ratios are medians of the rounds' ratios. Absolute "
-        "figures depend on the machine and its load; compare within this page only. A *step* is the learner's "
-        "own: scores, loss, backward pass, gradient norm over all stages, clipping and AdamW; "
-        "the loss is PPO with a group baseline."
+        "The compared sides take turns within one run, and ratios are medians of the rounds' ratios. Absolute figures "
+        "depend on the machine and its load; compare within this page only. A *step* is a step of the learner: "
+        "scores, loss, backward pass, gradient norm over all stages, clipping and AdamW; the loss is PPO with a group "
+        "baseline."
     )
 
 
@@ -173,22 +173,23 @@ def _packing(r: Figures) -> str:
         for size in (64, 256, 1024)
     ]
     text = (
-        "Real tokens over the tokens of the micro-batches (M x 4,096), as `learner.packing.pack` makes them for a "
-        "step: log-normal lengths, median 200, sigma 1.0, clipped at 2,048, mean of 32 draws. `pack_efficiency` "
-        "is that of a step of 256 sequences. What is lost is the room left in the last micro-batch: the fourth column "
-        "counts the micro-batches beyond the fewest that could hold the tokens."
+        "Real tokens over the tokens of the micro-batches (M x 4,096) of `leeway.learner.packing.pack` for a step: "
+        "log-normal lengths, median 200, sigma 1.0, clipped at 2,048, mean of 32 draws. `pack_efficiency` is the value "
+        "for a step of 256 sequences. The loss is the free space in the last micro-batch: the fourth column counts "
+        "the micro-batches beyond the minimum that could hold the tokens."
     )
-    head = ["sequences of a step", "efficiency, mean", "worst draw", "micro-batches too many, mean", "ms to pack"]
+    head = ["sequences per step", "efficiency, mean", "worst draw", "excess micro-batches, mean", "ms to pack"]
     return f"{text}\n\n{table(head, rows)}"
 
 
 def _padded(r: Figures) -> str:
     return (
         f"A step over {r['padded_num_sequences']} sequences of the same lengths ({r['padded_num_tokens']:,} real "
-        "tokens), on a Llama of 4 layers, width 128 and vocabulary 1,024 in float32, one thread. Ours: one stage, "
-        "micro-batches of 4,096 tokens, attention per sequence, in one pass. The other side: `LlamaForCausalLM` with "
-        "its SDPA attention on batches of 16 in order of arrival, padded to the longest (of what it computes "
-        f"{r['padded_real_share']:.1%} is real), gradients accumulated to the same loss, one fused AdamW step. The two "
+        "tokens), on a Llama of 4 layers, width 128 and vocabulary 1,024 in float32, one thread. The learner: one "
+        "stage, micro-batches of 4,096 tokens, attention per sequence, in one pass. The plain loop: "
+        "`LlamaForCausalLM` with its SDPA attention on batches of 16 in order of arrival, padded to the longest (of "
+        f"the computed tokens {r['padded_real_share']:.1%} are real), gradients accumulated to the same loss, one "
+        "fused AdamW step. The two "
         f"gradient norms agree ({r['packed_grad_norm']:.6g} and {r['padded_grad_norm']:.6g}). Real tokens per second: "
         f"{r['packed_tokens_per_s']:,.0f} packed, {r['padded_tokens_per_s']:,.0f} padded: "
         f"`packed_over_padded` {r['packed_over_padded']:.2f}."
@@ -198,48 +199,48 @@ def _padded(r: Figures) -> str:
 def _weighed(r: Figures) -> str:
     return (
         f"A step of trajectory balance over {r['weighed_num_sequences']} sequences of 64 tokens on the same Llama, "
-        'with the weights pi / mu that it ships with (`corrections = ["token_tis"]`) and with none: '
-        f"{r['weighed_ms']:.0f} ms with, and `plain_over_weighed` {r['plain_over_weighed']:.3f} of that without."
+        'with its default weights pi / mu (`corrections = ["token_tis"]`) and without weights: '
+        f"{r['weighed_ms']:.0f} ms with weights; without, `plain_over_weighed` {r['plain_over_weighed']:.3f} of that."
     )
 
 
 def _logprobs(r: Figures) -> str:
     return (
         f"Log-probabilities of {r['logprob_num_tokens']:,} tokens from states of width 576 and a head of 49,152 x 576, "
-        "forward and backward, float32, each side in a process of its own; greatest resident set less that before it, "
-        "the gradients of head and states (117 MiB) included on both sides. In chunks of "
+        "forward and backward, float32, each side in a separate process; peak resident set size minus that before it, "
+        "including the gradients of head and states (117 MiB) on both sides. In chunks of "
         f"{r['logprob_chunk_mib']:g} MiB: {r['logprob_peak_mib']:.0f} MiB in {r['logprob_s']:.1f} s; through the full "
         f"logits with `log_softmax`: {r['logprob_full_peak_mib']:.0f} MiB in {r['logprob_full_s']:.1f} s. "
-        f"`logprob_peak_ratio` {r['logprob_peak_ratio']:.1f}; it grows with the number of tokens, for our peak hardly "
-        "depends on it."
+        f"`logprob_peak_ratio` {r['logprob_peak_ratio']:.1f}; it grows with the number of tokens, because the peak in "
+        "chunks hardly depends on it."
     )
 
 
 def _stages(r: Figures) -> str:
     gains = ", ".join(f"{name} {gain:.2f}" for name, gain in r["pp2_over_pp1_by_schedule"].items())
     return (
-        "On stages that sleep, 8 micro-batches, 1F1B, each of the two stages with half of the sleep of the one: "
+        "On stages that sleep, 8 micro-batches, 1F1B, each of two stages sleeping half as long as the single stage: "
         f"`pp2_over_pp1` {r['pp2_over_pp1']:.2f} of the 1.78 that the bubble allows. By schedule (x chunks per stage): "
         f"{gains}.\n\n"
         "With real compute, on a Llama of 8 layers, width 256 and vocabulary 2,048 in float32, 8 micro-batches of "
         "1,024 tokens, each process pinned to one core: "
         f"`pp2_over_pp1_real` {r['pp2_over_pp1_real']:.2f} ({r['pp1_tokens_per_s']:,.0f} and "
-        f"{r['pp2_tokens_per_s']:,.0f} tokens/s). Two processes that take the same step and know nothing of each "
-        f"other, on a core each, gain `two_process_scaling` {r['two_process_scaling']:.2f} over one alone: "
-        "what the cores share is not the pipeline's to give."
+        f"{r['pp2_tokens_per_s']:,.0f} tokens/s). Two independent processes that take the same step on one core each "
+        f"gain `two_process_scaling` {r['two_process_scaling']:.2f} over one alone: shared resources of the cores "
+        "limit any pipeline."
     )
 
 
 def _bubbles(r: Figures) -> str:
     rows = [[name, f"{each['measured']:.3f}", f"{each['theory']:.3f}"] for name, each in r["bubble_fraction"].items()]
     text = (
-        "Idle share of a stage's time, P processes with stages that sleep 50 ms each for forward (F), backward for "
-        "inputs (B) and backward for weights (W), 8 micro-batches; with two chunks per stage each sleeps half of it. "
-        "The learner's own `Pipeline` runs them, so what is measured beyond theory is its communication. In theory "
-        "(P - 1) / (v M + P - 1) with v chunks; zero bubble (P - 1) / (3 v M + P - 1), where each "
-        "stage but one costs F + B - W of a chunk."
+        "Idle fraction of a stage's time, P processes with stages that sleep 50 ms each for forward (F), backward for "
+        "inputs (B) and backward for weights (W), 8 micro-batches; with two chunks per stage, each sleeps half of it. "
+        "The learner's `Pipeline` runs them, so the difference between measurement and theory is its communication. "
+        "In theory (P - 1) / (v M + P - 1) with v chunks; for zero bubble (P - 1) / (3 v M + P - 1), where each stage "
+        "but one costs F + B - W of a chunk."
     )
-    return f"{text}\n\n{table(['P, schedule x chunks per stage', 'measured', 'in theory'], rows)}"
+    return f"{text}\n\n{table(['P, schedule x chunks per stage', 'measured', 'theory'], rows)}"
 
 
 def _smollm2(r: Figures) -> str:
@@ -260,10 +261,10 @@ def _smollm2(r: Figures) -> str:
     text = (
         f"A step of {r['smollm2_num_tokens']:,} tokens in 16 micro-batches of 512 (filled to "
         f"{r['smollm2_pack_efficiency']:.1%}; prompts of at most 64 tokens, {r['smollm2_completion_share']:.0%} of the "
-        "tokens are completion tokens), float32 masters, products in bf16, AdamW, 1F1B. The plain loop runs "
-        "the Transformers model under autocast, its weights rounded to bf16 at the start, on the same micro-batches "
-        "with the learner's attention per sequence, and computes logits at completion tokens alone, as we do. "
-        f"Gradient norms of plain loop, one pass and two: {norms}."
+        "tokens are completion tokens), float32 master weights, products in bf16, AdamW, 1F1B. The plain loop runs "
+        "the Transformers model under autocast, with weights rounded to bf16 at the start, on the same micro-batches "
+        "with the learner's attention per sequence. Like the learner, it computes logits only at completion tokens. "
+        f"Gradient norms of the plain loop, one pass and two passes: {norms}."
     )
     return f"{text}\n\n{table(['', 'tokens/s', 'over plain'], rows)}"
 
@@ -271,24 +272,24 @@ def _smollm2(r: Figures) -> str:
 def _balance(r: Figures) -> str:
     sides = {
         "plain loop, 1 process, 2 threads: scores, forward for log Z, forward and backward": "plain",
-        "plain loop that has groups whole, and so needs no pass for log Z": "plain_one_pass",
+        "plain loop with whole groups per micro-batch, without a pass for log Z": "plain_one_pass",
         "learner, 2 stages, 1 thread each: scores, one pass": "ours",
-        "learner, scores there, two passes": "two_pass",
-        "learner, scores there, one pass": "one_pass",
+        "learner, scores precomputed, two passes": "two_pass",
+        "learner, scores precomputed, one pass": "one_pass",
     }
     rows = [[text, f"{r[f'tb_{side}_s']:.2f}"] for text, side in sides.items()]
     norms = ", ".join(f"{norm:.4g}" for norm in r["tb_grad_norms"])
     text = (
         f"A step of trajectory balance over {r['tb_num_tokens']:,} tokens in {r['tb_num_micro_batches']} micro-batches "
-        "of whole groups of 8, none of whose samples share a prompt; precision, attention and the plain loop as above, "
-        "without weights on the gradient. Of five units of work (a forward pass is one, forward and backward three) "
-        "the learner's step takes four, by one pass for log Z and gradient. "
-        f"`smollm2_tb_over_plain` {r['smollm2_tb_over_plain']:.2f}; over a plain loop that also knows that groups lie "
-        f"whole in micro-batches {r['smollm2_tb_over_plain_one_pass']:.2f}. One pass over two, scores there (bound "
-        f"1.33): `tb_one_pass_over_two` {r['tb_one_pass_over_two']:.2f}. Gradient norms of both plain loops and the "
+        "of whole groups of 8 whose samples do not share a prompt; precision, attention and the plain loop as above, "
+        "without gradient weights. Of five units of work (a forward pass is one, forward and backward three) the "
+        "learner's step takes four, because one pass computes both log Z and the gradient. "
+        f"`smollm2_tb_over_plain` {r['smollm2_tb_over_plain']:.2f}; over a plain loop that also uses whole groups per "
+        f"micro-batch {r['smollm2_tb_over_plain_one_pass']:.2f}. One pass over two, scores precomputed (bound 1.33): "
+        f"`tb_one_pass_over_two` {r['tb_one_pass_over_two']:.2f}. Gradient norms of both plain loops and the "
         f"learner: {norms}."
     )
-    return f"{text}\n\n{table(['', 's of a step'], rows)}"
+    return f"{text}\n\n{table(['', 'step, s'], rows)}"
 
 
 def _shared(r: Figures) -> str:
@@ -299,11 +300,11 @@ def _shared(r: Figures) -> str:
     ]  # fmt: skip
     text = (
         "A step of trajectory balance over four groups of 8 on a Llama of 8 layers, width 256 and vocabulary 2,048 in "
-        "float32, one stage, one thread: the prompt of a group computed once in its micro-batch, against a prompt for "
-        "every sample (`shared_prefix_over_plain_...`). The bound counts tokens alone; every sample attends to the "
-        "prompt from its answer."
+        "float32, one stage, one thread: the prompt of a group computed once in its micro-batch, compared with once "
+        "per sample (`shared_prefix_over_plain_...`). The bound counts tokens only; the completion of every sample "
+        "still attends to the prompt."
     )
-    head = ["tokens of prompt and answer", "s, a prompt each", "s, shared", "bound", "gain"]
+    head = ["tokens of prompt and completion", "s, prompt per sample", "s, shared prompt", "bound", "gain"]
     return f"{text}\n\n{table(head, rows)}"
 
 

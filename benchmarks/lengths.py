@@ -1,15 +1,15 @@
-"""How well the lengths of answers are foretold. Prints one JSON line last.
+"""Measure the accuracy of predicted completion lengths. Prints one JSON line last.
 
     python benchmarks/lengths.py [--quick] [--only history features costs smollm2] [--page [FILE]]
 
-    history     prompts that come again, 65 % of the variance theirs: recall of the longest fifth after two epochs, over
-                that of whoever knows each prompt's own part (Bayes), and of whoever knows the law and saw the same
-    features    prompts that were never seen, of 16 classes that their tokens tell, over Bayes
-    costs       seconds to foretell a million prompts, microseconds to choose a prompt for a lease
-    smollm2     SmolLM2-135M on four tasks of reasoning-gym, real vLLM: prompts that were never seen
+    history     repeated prompts, where the prompt explains 65 % of the variance: recall of the longest fifth after two
+                epochs, over that of a predictor with each prompt's true mean (Bayes) and of the exact posterior
+    features    unseen prompts of 16 classes that are encoded in their tokens: recall over Bayes
+    costs       seconds to predict a million prompts, microseconds to choose a prompt for a lease
+    smollm2     SmolLM2-135M on four tasks of reasoning-gym with real vLLM: unseen prompts
 
-A group of 8 is as long as its samples together. `covered` is the share of groups whose longest sample was no longer
-than foretold, where 0.9 is right. `--quick` is for development; `--page` writes docs/results/lengths.md.
+The length of a group of 8 is the sum over its samples. `covered` is the fraction of groups whose longest sample was no
+longer than predicted; 0.9 is ideal. `--quick` is for development; `--page` writes docs/results/lengths.md.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ Figures = dict[str, Any]
 
 
 def main() -> None:
-    """Measure, and print the result."""
+    """Run the benchmark and print the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="few real prompts, for development")
-    parser.add_argument("--only", nargs="+", choices=PARTS, help="some parts")
+    parser.add_argument("--only", nargs="+", choices=PARTS, help="run only these parts")
     parser.add_argument(
-        "--page", type=Path, nargs="?", const=PAGE, metavar="FILE", help="write it; by default to docs/results/"
+        "--page", type=Path, nargs="?", const=PAGE, metavar="FILE", help="write the page; default: to docs/results/"
     )
     args = parser.parse_args()
     if args.page and (args.quick or args.only):
-        parser.error("a page has all parts at full size; leave --quick and --only out, or --page")
+        parser.error("--page needs all parts at full size: omit --quick and --only, or omit --page")
     machine = describe_machine()
     result: Figures = {"quick": args.quick}
     for part, measure in (("history", history), ("features", features), ("costs", costs)):
@@ -72,12 +72,12 @@ def main() -> None:
 
 
 def page(result: Figures) -> list[str]:
-    """The paragraphs of the page."""
+    """Return the paragraphs of the page."""
     command = "python benchmarks/lengths.py --page"
     head = (
-        f"{origin(command, result['machine'], result['machine']['commit'])} Recall is the share of the longest fifth "
-        "of groups of 8 that is among the fifth that was foretold to be longest; a group is as long as its samples "
-        "together. Covered is the share of groups whose longest sample was no longer than foretold: 0.9 is right."
+        f"{origin(command, result['machine'], result['machine']['commit'])} Recall is the fraction of the longest "
+        "fifth of groups of 8 that is in the fifth predicted to be longest; the length of a group is the sum over its "
+        "samples. Covered is the fraction of groups whose longest sample was no longer than predicted; 0.9 is ideal."
     )
     epochs = [
         [str(number), *(f"{result[f'epochs_{number}'][key]:.3f}" for key in
@@ -85,28 +85,29 @@ def page(result: Figures) -> list[str]:
         for number in (1, 2)
     ]  # fmt: skip
     real = [
-        ["their tokens", f"{result['smollm2_recall']:.3f}"],
-        ["their task's mean", f"{result['recall_by_task']:.3f}"],
-        ["their own length", f"{result['recall_by_prompt_length']:.3f}"],
+        ["prompt tokens", f"{result['smollm2_recall']:.3f}"],
+        ["mean of the task", f"{result['recall_by_task']:.3f}"],
+        ["prompt length", f"{result['recall_by_prompt_length']:.3f}"],
         ["chance", f"{result['by_chance']:.3f}"],
     ]
     return [
-        "# Lengths foretold",
+        "# Predicted completion lengths",
         head,
         bars_table(result["wanted_at_least"], "at least"),
         bars_table(result["wanted_at_most"], "at most"),
-        "## Prompts that come again",
-        "4,000 prompts; 65 % of the variance of the logarithm of a length is the prompt's. Whoever knows the law but "
-        "not the prompts, and saw the same groups, ranks by their means; Bayes knows what is each prompt's own.",
-        table(["epochs", "recall", "of who knows the law", "of Bayes", "covered"], epochs),
-        "## Prompts that were never seen",
-        f"Of 16 classes told by two tokens among others, after one group of each of 2,000 others: recall "
-        f"{result['features_recall']:.3f}, of Bayes {result['features_recall_of_bayes']:.3f}, covered "
-        f"{result['features_covered']:.3f}.",
-        f"SmolLM2-135M-Instruct on four tasks of reasoning-gym, answers of up to 128 tokens, "
-        f"{result['mean_tokens']:.0f} on average, {result['cut']:.0%} of them cut; {result['num_prompts'] // 2} "
-        f"prompts that were seen once foretell as many others. Of {result['num_shorter']} groups less than 128 tokens "
-        f"were foretold; covered, of these: {result['smollm2_covered'] or 'none to measure'}.",
+        "## Repeated prompts",
+        "There are 4,000 prompts; the prompt explains 65 % of the variance of the logarithm of a length. The posterior "
+        "uses the true distribution and the same groups: it ranks prompts by their means. Bayes uses the true mean of "
+        "each prompt.",
+        table(["epochs", "recall", "recall of posterior", "recall of Bayes", "covered"], epochs),
+        "## Unseen prompts",
+        f"Prompts of 16 classes that are encoded by two of their tokens, after one group of each of 2,000 other "
+        f"prompts: recall {result['features_recall']:.3f}, recall of Bayes {result['features_recall_of_bayes']:.3f}, "
+        f"covered {result['features_covered']:.3f}.",
+        f"SmolLM2-135M-Instruct on four tasks of reasoning-gym, completions of up to 128 tokens, "
+        f"{result['mean_tokens']:.0f} on average, {result['cut']:.0%} of them truncated; {result['num_prompts'] // 2} "
+        f"prompts seen once predict as many unseen ones. For {result['num_shorter']} groups the prediction is below "
+        f"128 tokens; covered, of these: {result['smollm2_covered'] or 'none to measure'}.",
         table(["ranked by", "recall"], real),
     ]
 

@@ -1,15 +1,15 @@
-"""Every algorithm and correction on data of every age, in a world where pi* is known exactly.
+"""Compare algorithms and off-policy corrections at every lag, in a world with a known optimal policy pi*.
 
     python benchmarks/off_policy.py [--quick] [--only NAME ...] [--tune] [--page] [--workers 2]
 
-Each cell trains a small transformer with one loss of `algorithms` at one lag (`off_policy_world/training.py`), and
-its exact KL to pi* and expected reward are taken by enumeration. The outcome of every cell is kept in
-docs/results/off_policy.json, from which docs/results/off_policy.md and its figure are written; the last line of
-stdout is {algorithm: {lag: {"kl": ..., "reward": ...}}}, means over seeds, null where a seed became non-finite.
+Each cell trains a small transformer with one loss of `algorithms` at one lag (`off_policy_world/training.py`) and
+computes its exact KL to pi* and its expected reward by enumeration. The outcomes are stored in
+docs/results/off_policy.json, from which docs/results/off_policy.md and its figure are written. The last line of stdout
+is {algorithm: {lag: {"kl": ..., "reward": ...}}}, means over seeds, null if a seed became non-finite.
 
-`--quick` is for development: one seed and fewer draws, nothing is kept. `--only` names rows; those of earlier calls
-stay on the page. `--page` runs nothing and writes the page anew, as where its words have changed. `--tune` runs the
-grid of learning rates at lag 0 on seeds of its own instead, and prints {algorithm: {rate: kl}}.
+`--quick` is for development: one seed and fewer draws, and no outcome is stored. `--only` selects rows; those of
+earlier calls stay on the page. `--page` only rewrites the page from stored outcomes. `--tune` instead runs a grid of
+learning rates at lag 0 with separate seeds, and prints {algorithm: {rate: kl}}.
 """
 
 from __future__ import annotations
@@ -34,30 +34,30 @@ NUM_DRAWS = 200
 QUICK_DRAWS = 50
 SEEDS = (0, 1, 2)
 TUNING_SEEDS = (100,)
-"""Another world than those of the results."""
+"""Seeds of tuning, whose worlds differ from those of the results."""
 CELL_LIMIT_S = 120.0
-"""What a cell may take on average; 5 on a core of its own."""
+"""Timeout in seconds per cell on average; on an idle core a cell takes 5 s."""
 
 
 class Cell(NamedTuple):
-    """One run."""
+    """Parameters of one training run."""
 
     row: str
     lag: Lag
     seed: int
     num_draws: int
     learning_rate: float | None = None
-    """None: the row's."""
+    """Learning rate; None: that of the row."""
 
 
 def main() -> None:
-    """Run the matrix, or the grid of learning rates."""
+    """Run the matrix or the grid of learning rates, and print the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one seed, fewer draws")
-    parser.add_argument("--only", nargs="+", choices=[row.name for row in ROWS], metavar="NAME")
-    parser.add_argument("--tune", action="store_true", help="learning rates at lag 0")
-    parser.add_argument("--page", action="store_true", help="the page of what is kept, and nothing else")
-    parser.add_argument("--workers", type=int, default=2, help="processes, of one thread each")
+    parser.add_argument("--quick", action="store_true", help="one seed and fewer draws, for development")
+    parser.add_argument("--only", nargs="+", choices=[row.name for row in ROWS], metavar="NAME", help="only these rows")
+    parser.add_argument("--tune", action="store_true", help="run the grid of learning rates at lag 0")
+    parser.add_argument("--page", action="store_true", help="only rewrite the page from stored outcomes")
+    parser.add_argument("--workers", type=int, default=2, help="number of processes of one thread each")
     args = parser.parse_args()
     names = args.only or [row.name for row in ROWS]
     if args.tune:
@@ -78,14 +78,14 @@ def main() -> None:
 
 @dataclass
 class Kept:
-    """What calls at full size have found."""
+    """Stored outcomes of calls at full size."""
 
     outcomes: Outcomes
     minutes: float
 
     @classmethod
     def read(cls) -> Kept:
-        """As it lies in the folder of results."""
+        """Read the stored outcomes from the results folder."""
         if not KEPT.exists():
             return cls({}, 0.0)
         found = json.loads(KEPT.read_text())
@@ -96,7 +96,7 @@ class Kept:
         return cls(outcomes, found["minutes"])
 
     def add(self, outcomes: Outcomes, wall_s: float) -> None:
-        """Take in rows, and keep them."""
+        """Add or replace rows, and store them."""
         is_whole = outcomes.keys() >= {row.name for row in ROWS}
         self.outcomes = {
             row.name: each for row in ROWS if (each := outcomes.get(row.name, self.outcomes.get(row.name)))
@@ -109,15 +109,15 @@ class Kept:
         KEPT.write_text(json.dumps({"minutes": round(self.minutes, 1), "outcomes": rows}) + "\n")
 
     def write_page(self) -> None:
-        """Of all rows; where one is missing, nothing."""
+        """Write the page; if a row is missing, print which and write nothing."""
         if missing := [row.name for row in ROWS if row.name not in self.outcomes]:
-            print(f"no page: {KEPT} has no {', '.join(missing)}", file=sys.stderr)
+            print(f"page not written: {KEPT} has no {', '.join(missing)}", file=sys.stderr)
             return
         write_results(RESULTS, self.outcomes, SEEDS, NUM_DRAWS, self.minutes * 60)
 
 
 def run_matrix(names: list[str], seeds: tuple[int, ...], num_draws: int, num_workers: int) -> Outcomes:
-    """All cells of some rows."""
+    """Run all cells of some rows; return their outcomes."""
     cells = [Cell(name, lag, seed, num_draws) for seed in seeds for name in names for lag in LAGS]
     outcomes: Outcomes = {name: {lag: [] for lag in LAGS} for name in names}
     for cell, outcome in zip(cells, run(cells, num_workers), strict=True):
@@ -126,7 +126,7 @@ def run_matrix(names: list[str], seeds: tuple[int, ...], num_draws: int, num_wor
 
 
 def tuned(names: list[str], num_workers: int) -> dict[str, dict[str, float | None]]:
-    """KL at lag 0 for every learning rate of the grid."""
+    """Return the KL at lag 0 for every learning rate of the grid."""
     cells = [
         Cell(name, "0", seed, NUM_DRAWS, rate) for name in names for rate in LEARNING_RATES for seed in TUNING_SEEDS
     ]
@@ -137,10 +137,10 @@ def tuned(names: list[str], num_workers: int) -> dict[str, dict[str, float | Non
 
 
 def run(cells: list[Cell], num_workers: int) -> list[Outcome]:
-    """The outcome of each cell, in their order, shared out to processes of one thread each.
+    """Run cells in processes of one thread each; return their outcomes in order.
 
     Raises:
-        SystemExit: a process failed, or they took too long.
+        SystemExit: a process failed, or the timeout expired.
     """
     shares = [cells[first::num_workers] for first in range(num_workers)]
     try:
@@ -151,7 +151,7 @@ def run(cells: list[Cell], num_workers: int) -> list[Outcome]:
             limit_s=CELL_LIMIT_S * max(map(len, shares)),
         )
     except MeasurementFailed as error:
-        sys.exit(f"benchmarks/off_policy.py: {error}; try --quick, or --only its last row with --workers 1")
+        sys.exit(f"benchmarks/off_policy.py: {error}: try --quick, or --only its last row with --workers 1")
     outcomes = [Outcome(None, None)] * len(cells)
     for first, some in enumerate(found):
         outcomes[first::num_workers] = [Outcome(**each) for each in some]

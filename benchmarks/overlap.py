@@ -1,14 +1,14 @@
-"""What asynchrony buys: samples trained per second, asynchronous over synchronous. Prints one JSON line last.
+"""Measure the speedup of asynchronous over synchronous training in samples per second. Prints one JSON line last.
 
     python benchmarks/overlap.py [--quick] [--rounds 3] [--steps 40] [--groups N] [--keep FOLDER] [--page [FILE]]
 
-Real runs of `leeway train`, one after the other on the same machine: `weight_sync.max_lag = 0`, then the default. The
-only actor has a core of its own, everything else shares another, and both runs train the same number of samples with
-the same seed. Completions end at random with a long tail of lengths (`overlap_parts/long_tail.py`). Rates are taken
-from the last step of a warm-up to the last step of all, so that start-up does not count. `--groups` says how many
-prompts a step has, and so how long training takes beside generation: `r` of the JSON line should be about 1.
+The benchmark runs `leeway train` with `weight_sync.max_lag = 0` and then with the default, one after the other on the
+same machine. The only actor has its own core, everything else shares another, and both runs train the same number of
+samples with the same seed. Completions end at random with a long tail of lengths (`overlap_parts/long_tail.py`). Rates
+are measured from the end of the warm-up to the last step, so that start-up does not count. `--groups` sets the number
+of prompts per step, and so the ratio of training to generation time: `r` in the JSON line should be about 1.
 
-`--quick` is for development: one short round, and its figures mean nothing. `--page` writes docs/results/overlap.md.
+`--quick` is for development: one short round; the figures are meaningless. `--page` writes docs/results/overlap.md.
 """
 
 from __future__ import annotations
@@ -35,29 +35,30 @@ from benchmarks.lib.processes import MeasurementFailed, end_at_sigterm
 from benchmarks.lib.rounds import means
 from benchmarks.lib.runs import FinishedRun, Row, Samples, train
 from benchmarks.overlap_parts.long_tail import GROUP_SIZE, MAX_NEW_TOKENS, MEDIAN_LENGTH, SIGMA, Setting, write_setting
-from launch.observe.status import StatusError, read_status
-from launch.observe.totals import Interval
+
+from leeway.launch.observe.status import StatusError, read_status
+from leeway.launch.observe.totals import Interval
 
 PAGE = RESULTS / "overlap.md"
 SIDES = {"sync": ("--weight_sync.max_lag", "0"), "async": ()}
-"""Name -> what is other than the default."""
+"""Name -> overrides."""
 GROUPS_PER_STEP = 12
 NUM_WARMUP = 5
 BAR = 1.6
 EQUAL = (0.8, 1.25)
-"""Between these r counts as about 1."""
+"""Range in which r counts as about 1."""
 
 Figures = dict[str, Any]
 
 
 def main() -> None:
-    """Measure, and print the result."""
+    """Run the benchmark and print the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one short round, for development")
-    parser.add_argument("--rounds", type=int, default=3, help="of a synchronous and an asynchronous run")
-    parser.add_argument("--steps", type=int, default=40, help="of each run that count")
-    parser.add_argument("--groups", type=int, default=GROUPS_PER_STEP, help="prompts of a step")
-    parser.add_argument("--keep", type=Path, help="keeps the folders of the runs (default: keeps none)")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds of one synchronous and one asynchronous run")
+    parser.add_argument("--steps", type=int, default=40, help="counted steps of each run")
+    parser.add_argument("--groups", type=int, default=GROUPS_PER_STEP, help="prompts per step")
+    parser.add_argument("--keep", type=Path, help="keep the run folders here (default: remove them)")
     args = parsed(parser, PAGE)
     end_at_sigterm()
     num_rounds, num_steps = (1, 8) if args.quick else (args.rounds, args.steps)
@@ -77,10 +78,10 @@ def main() -> None:
 
 
 def measure_round(folder: Path, number: int, setting: Setting) -> tuple[Figures, Figures]:
-    """One run of each side.
+    """Run each side once.
 
     Raises:
-        MeasurementFailed: one did not end well.
+        MeasurementFailed: a run failed.
     """
     config = write_setting(folder / "setting", setting)
     found = []
@@ -93,7 +94,7 @@ def measure_round(folder: Path, number: int, setting: Setting) -> tuple[Figures,
 
 
 def judged(result: Figures) -> Figures:
-    """The wanted bar and whether it is met; None where it was not measured at full size, or r is not about 1."""
+    """Compare with the target; `met` is None if not measured at full size or if r is not about 1."""
     is_equal = EQUAL[0] <= result["r"] <= EQUAL[1]
     met = None if result["quick"] or not is_equal else bool(result["async_over_sync"] >= BAR)
     return {"async_over_sync": {"at least": BAR, "where": "r is about 1", "met": met}}
@@ -104,44 +105,44 @@ def judged(result: Figures) -> Figures:
 
 @dataclass
 class Cores:
-    """Two cores, and who is where.
+    """Assignment of a run's processes to two cores.
 
-    Everything starts on the second core, because it inherits that from the command; `look` moves each actor, with its
-    engine and all of their threads, as soon as it is seen.
+    All processes start on the second core, which they inherit from the command. `look` moves each actor, with its
+    engine and all of their threads, as soon as it appears.
     """
 
     actors: int
     others: int
     only: str = ""
-    """The actor that is moved, by its name; empty: all of them."""
+    """Name of the only actor to move; empty: all actors."""
     moved: set[int] = field(default_factory=set)
-    """Process ids of actors and their engines."""
+    """Process ids of moved actors and engines."""
 
     @property
     def prefix(self) -> tuple[str, ...]:
-        """The command that puts whatever follows on the second core."""
+        """Command prefix that starts a process on the second core."""
         return "taskset", "--cpu-list", str(self.others)
 
     def look(self, folder: Path) -> None:
-        """Move the actors that a run's status.json names, and their engines."""
+        """Move the actors listed in a run's status.json, and their engines."""
         try:
             snapshot = read_status(folder / "status.json")
         except StatusError:
-            return  # it is still being started
+            return  # the run is still starting
         for process in snapshot.actors:
             if process.pid and self.only in ("", process.name):
                 self._move(process.pid)
 
     def check(self) -> None:
-        """Was every actor moved, with its engine?
+        """Check that an actor was moved with its engine.
 
         Raises:
-            MeasurementFailed: no; the figures would mean something else.
+            MeasurementFailed: it was not, so the figures are invalid.
         """
         if len(self.moved) < 2:
             raise MeasurementFailed(
-                f"{len(self.moved)} processes of the actor were seen, not two (itself and its engine), so it was not "
-                "put on a core of its own"
+                f"{len(self.moved)} processes of the actor were found, expected 2 (actor and engine), so the actor did "
+                "not have its own core"
             )
 
     def _move(self, pid: int) -> None:
@@ -156,31 +157,31 @@ class Cores:
 
 
 def two_cores() -> Cores:
-    """The first two that this process may use.
+    """Return the first two cores that this process may use.
 
     Raises:
         MeasurementFailed: there is only one.
     """
-    mine = sorted(os.sched_getaffinity(0))
-    if len(mine) < 2:
-        raise MeasurementFailed(f"two cores are needed, and this process may use {len(mine)}; see `taskset -p $$`")
-    return Cores(actors=mine[0], others=mine[1])
+    usable = sorted(os.sched_getaffinity(0))
+    if len(usable) < 2:
+        raise MeasurementFailed(f"needs two cores, but this process may use {len(usable)}: check `taskset -p $$`")
+    return Cores(actors=usable[0], others=usable[1])
 
 
 def train_on_cores(
-    config: Path, log: Path, overrides: Sequence[str], *, only: str = "", module: str = "launch.cli"
+    config: Path, log: Path, overrides: Sequence[str], *, only: str = "", module: str = "leeway.launch.cli"
 ) -> FinishedRun:
-    """A run whose actors have a core to themselves; its folder lies beside its log.
+    """Train with the actors on their own core; the run folder is next to the log.
 
     Args:
         config: TOML file.
-        log: what it prints goes there.
+        log: file for the output of the run.
         overrides: arguments of `leeway train`.
-        only: the one actor that is moved, by its name; empty: all of them.
-        module: whose command it is.
+        only: name of the only actor to move; empty: all actors.
+        module: module whose command line is run.
 
     Raises:
-        MeasurementFailed: it did not end well, or there are no two cores.
+        MeasurementFailed: the run failed, or there is only one core.
     """
     cores = replace(two_cores(), only=only)
     folder = log.with_suffix("")
@@ -190,7 +191,7 @@ def train_on_cores(
 
 
 def _move_threads(pid: int, core: int) -> bool:
-    """Every thread of a process; a new one inherits the core of the thread that makes it."""
+    """Move every thread of a process; new threads inherit the core of the thread that creates them."""
     try:
         threads = [int(name) for name in os.listdir(f"/proc/{pid}/task")]
     except FileNotFoundError:
@@ -200,28 +201,28 @@ def _move_threads(pid: int, core: int) -> bool:
             if os.sched_getaffinity(thread) != {core}:
                 os.sched_setaffinity(thread, {core})
         except ProcessLookupError:
-            continue  # it has ended
+            continue  # the thread has ended
     return True
 
 
-# --- what is computed from the runs; times in seconds, lengths in completion tokens --------------
+# --- figures of runs; times in seconds, lengths in completion tokens -----------------------------
 
 
 class Batches(NamedTuple):
-    """The samples of a step, mean over steps."""
+    """Figures of the samples of a step, averaged over steps."""
 
     longest_over_mean: float
-    """U: completion lengths."""
+    """U: longest over mean completion length."""
     generation_s: float
-    """From the first of its samples that started to the last that was finished."""
+    """Seconds from the start of the first sample to the end of the last."""
 
 
 def batches(samples: Samples, steps: Sequence[int]) -> Batches:
-    """What was generated for these steps.
+    """Return the figures of the batches of the given steps.
 
     Args:
-        samples: trained.
-        steps: that count.
+        samples: trained samples.
+        steps: steps that count.
     """
     ratios, spans = [], []
     for step in steps:
@@ -233,30 +234,31 @@ def batches(samples: Samples, steps: Sequence[int]) -> Batches:
 
 
 def running(samples: Samples, window: Interval) -> float:
-    """How many of these samples were being generated, mean over a window of time."""
+    """Return the mean number of these samples in generation over a window of time."""
     inside = np.minimum(samples.finished_s, window[1]) - np.maximum(samples.started_s, window[0])
     return float(inside.clip(min=0).sum() / (window[1] - window[0]))
 
 
 def figures_of(run: FinishedRun, num_warmup: int) -> Figures:
-    """Of one run.
+    """Return the figures of one run.
 
     Args:
-        run: ended well.
+        run: finished run.
         num_warmup: steps at the beginning that do not count.
 
     Returns:
-        `samples_per_s`: trained, over the wall time from the last step of the warm-up to the last step of all.
-        `learner_idle_frac`: share of it that the learner waited for a batch; `actor_idle_frac`: that the actor had no
-        training request running; `running`: how many it had, mean over time; `step_s`, `wait_s`, `generation_s`: per
-        step, training, waiting and generation; `U`; `lag_mean`; `dropped_stale`: share of the committed samples.
+        `samples_per_s`: samples trained per second of wall time from the end of the warm-up to the last step.
+        `learner_idle_frac`: fraction of that time in which the learner waits for a batch; `actor_idle_frac`: in which
+        the actor has no training request running; `running`: mean number of requests that it has; `step_s`, `wait_s`,
+        `generation_s`: training, waiting and generation per step; `U`; `lag_mean`; `dropped_stale`: fraction of the
+        committed samples.
 
     Raises:
-        MeasurementFailed: it is too short.
+        MeasurementFailed: the run is too short.
     """
     rows = run.updates
     if len(rows) < num_warmup + 2:
-        raise MeasurementFailed(f"{run.folder.name} has {len(rows)} steps, of which {num_warmup} warm up: too few")
+        raise MeasurementFailed(f"{run.folder.name} has {len(rows)} steps including {num_warmup} of warm-up: too few")
     counted = rows[num_warmup:]
     window = float(rows[num_warmup - 1]["finished_s"]), float(counted[-1]["finished_s"])
     seconds = window[1] - window[0]
@@ -283,15 +285,15 @@ def figures_of(run: FinishedRun, num_warmup: int) -> Figures:
 
 
 def compared(rounds: Sequence[tuple[Figures, Figures]]) -> Figures:
-    """The figures of the JSON line.
+    """Return the figures of the JSON line.
 
     Args:
-        rounds: of a synchronous run and the asynchronous one after it.
+        rounds: figures of a synchronous run and of the asynchronous run after it.
 
     Returns:
-        `async_over_sync`: median of the rounds' ratios, with `async_over_sync_rounds` and their `spread`: greatest
-        over smallest, less 1. `U` and `r` of the synchronous runs, r as time to train a step over time to generate
-        it; `limit`: (U + r) / (1 + r); `ceiling`: see `ceiling`. Idle shares and `sync`, `async`: means over rounds.
+        `async_over_sync`: median of the rounds' ratios, with `async_over_sync_rounds` and their `spread`: maximum over
+        minimum, minus 1. `U` and `r` of the synchronous runs; r is the time to train a step over the time to generate
+        it; `limit`: (U + r) / (1 + r); `ceiling`: see `ceiling`. Idle fractions, `sync` and `async`: means over rounds.
     """
     ratios = [other["samples_per_s"] / sync["samples_per_s"] for sync, other in rounds]
     sync: Figures = means([pair[0] for pair in rounds])
@@ -315,15 +317,16 @@ def compared(rounds: Sequence[tuple[Figures, Figures]]) -> Figures:
 
 
 def limit(longest_over_mean: float, r: float) -> float:
-    """(U + r) / (1 + r): work that any machine may do, against waiting for the longest before training."""
+    """Return (U + r) / (1 + r): the speedup of never idle machines over ones that wait for the longest completion."""
     return (longest_over_mean + r) / (1 + r)
 
 
 def ceiling(longest_over_mean: float, r: float) -> float:
-    """What a core for generation and one for training allow, with the generation time of a step as the unit.
+    """Return the maximum speedup with one core for generation and one for training.
 
-    Synchronous, a step takes 1 + r. Asynchronous, it takes what the slower core needs: training r; generation 1 / U at
-    best, where the engine is always full and a step of it takes as long whatever is in it.
+    With the generation time of a step as the unit, a synchronous step takes 1 + r. An asynchronous one takes as long as
+    the slower core: training r; generation at best 1 / U, if the engine is always full and the duration of its step
+    does not depend on its load.
     """
     return (1 + r) / max(r, 1 / longest_over_mean)
 
@@ -336,25 +339,25 @@ def _mean(rows: Sequence[Row], key: str) -> float:
 
 
 READING = (
-    "U is the longest over the mean completion length of a step's batch, mean over steps; r the time to train a step "
-    "over the time to generate it, both of the synchronous runs. The limit counts work that any machine may do: it "
-    "compares a system whose machines all generate until the longest answer is there, and then all train, with one "
-    "that is never idle. Here each core has its own work. A synchronous step takes 1 + r times its generation; an "
-    "asynchronous one as long as the busier core needs, which is training where r is above 1 / U: hence "
-    "(1 + r) / max(r, 1 / U), and 2 at r = 1.\n\n"
-    "What can lift a ratio above that: a synchronous learner also waits for all that lies between, from publishing its "
-    "weights to the first request under them and from the last sample to the batch (in the table: waiting less "
-    "generation), and asynchrony hides it. What keeps it below: the learner shares its core with the buffer service "
-    "and the command, which in a synchronous run work while it waits; an engine step takes longer with more in it, so "
-    "a full engine gains less than U. `learner idle` is what admission and the way of a batch cost. An actor is idle "
-    "while it has no request running; asynchronous, that is where admission is closed, as the bound allows no more "
-    "to be generated."
+    "U is the longest over the mean completion length of a step's batch, averaged over steps; r is the time to train a "
+    "step over the time to generate it. Both are from the synchronous runs. The limit assumes that any machine can do "
+    "any work: it compares a system whose machines all generate until the longest completion is finished, and then all "
+    "train, with a system that is never idle. Here each core has its own work. A synchronous step takes 1 + r times "
+    "its generation time; an asynchronous one takes as long as the busier core, which trains if r is above 1 / U. The "
+    "speedup is therefore (1 + r) / max(r, 1 / U), and 2 at r = 1.\n\n"
+    "A ratio can exceed that, because a synchronous learner also waits from publishing its weights to the first "
+    "request under them and from the last sample to the batch (in the table: waiting minus generation), which "
+    "asynchronous training hides. It can be below, because the learner shares its core with the buffer service and the "
+    "command, which in a synchronous run work while the learner waits, and because an engine step takes longer with "
+    "more samples, so that a full engine gains less than U. `learner idle` is the cost of admission and of the "
+    "transfer of a batch. An actor is idle while it has no request running; in an asynchronous run this happens while "
+    "admission is closed because the staleness bound permits no more generation."
 )
 
 
 def page(result: Figures, setting: Setting) -> list[str]:
-    """The paragraphs of the page."""
-    return ["# What asynchrony buys, measured", _head(result, setting), _ratio(result), _table(result), READING]
+    """Return the paragraphs of the page."""
+    return ["# Speedup of asynchronous training", _head(result, setting), _ratio(result), _table(result), READING]
 
 
 def _head(result: Figures, setting: Setting) -> str:
@@ -364,28 +367,28 @@ def _head(result: Figures, setting: Setting) -> str:
         f"--groups {setting.groups_per_step} --page"
     )
     return (
-        f"{origin(command, result['machine'], result['machine']['commit'])} Real runs of "
-        "`leeway train`, one after the other: `weight_sync.max_lag = 0`, which is synchronous training, then the "
-        "default, asynchronous setting. One actor has a core of its own; the learner (one stage), the buffer service, "
-        "Ray and the command share the other. "
+        f"{origin(command, result['machine'], result['machine']['commit'])} The benchmark runs `leeway train` with "
+        "`weight_sync.max_lag = 0`, which is synchronous training, and then with the asynchronous default, one after "
+        "the other. One actor has its own core; the learner (one stage), the buffer service, Ray and the command share "
+        "the other. "
         f"A step trains {setting.groups_per_step} prompts of {GROUP_SIZE} samples; the actor keeps as many in flight "
         "on both sides. The model is a Llama of 1.7 million parameters whose completions end at random: the mean "
-        f"lengths of its 16 kinds of prompts are log-normal (median {MEDIAN_LENGTH:g} tokens, sigma {SIGMA:g}), the "
-        f"length around each is geometric, and {MAX_NEW_TOKENS} tokens are the longest. Each run has "
-        f"{setting.num_warmup} steps to warm up and {setting.num_steps - setting.num_warmup} that count; start-up and "
-        f"evaluations are left out. Rounds: {num_rounds}."
+        f"lengths of its 16 classes of prompts are log-normal (median {MEDIAN_LENGTH:g} tokens, sigma {SIGMA:g}), the "
+        f"length around each mean is geometric, and the maximum is {MAX_NEW_TOKENS} tokens. Each run has "
+        f"{setting.num_warmup} warm-up steps and {setting.num_steps - setting.num_warmup} counted steps; start-up and "
+        f"evaluations do not count. Rounds: {num_rounds}."
     )
 
 
 def _ratio(result: Figures) -> str:
     rounds = ", ".join(f"{ratio:.2f}" for ratio in result["async_over_sync_rounds"])
-    met = {True: "met", False: "**missed**", None: "not judged, for r is not about 1"}
+    met = {True: "met", False: "**missed**", None: "not judged, because r is not about 1"}
     return (
-        f"`async_over_sync` **{result['async_over_sync']:.2f}** (rounds: {rounds}; greatest over smallest "
-        f"{1 + result['spread']:.3f}), wanted: at least {BAR:g} where generation and training take equal time: "
+        f"`async_over_sync` **{result['async_over_sync']:.2f}** (rounds: {rounds}; maximum over minimum "
+        f"{1 + result['spread']:.3f}), target: at least {BAR:g} if generation and training take equal time: "
         f"{met[result['wanted']['async_over_sync']['met']]}. U {result['U']:.2f}, r {result['r']:.2f}: the limit "
-        f"(U + r) / (1 + r) is {result['limit']:.2f}, and what a core each for generation and training allow is "
-        f"{result['ceiling']:.2f}."
+        f"(U + r) / (1 + r) is {result['limit']:.2f}, and the maximum with one core for generation and one for "
+        f"training is {result['ceiling']:.2f}."
     )
 
 
@@ -394,13 +397,13 @@ def _table(result: Figures) -> str:
     lines = [
         ("samples trained per second", "samples_per_s", "{:.1f}"),
         ("completion tokens trained per second", "tokens_per_s", "{:.0f}"),
-        ("seconds to train a step", "step_s", "{:.2f}"),
-        ("seconds that it waits for its batch", "wait_s", "{:.2f}"),
-        ("from the first to the last of its samples, seconds", "generation_s", "{:.2f}"),
+        ("training of a step, s", "step_s", "{:.2f}"),
+        ("waiting for its batch, s", "wait_s", "{:.2f}"),
+        ("generation of its samples, first start to last end, s", "generation_s", "{:.2f}"),
         ("trained samples in flight, mean over time", "running", "{:.1f}"),
         ("longest over mean completion of a step (U)", "U", "{:.2f}"),
         ("lag, mean", "lag_mean", "{:.2f}"),
-        ("lag, greatest", "lag_max", "{:.0f}"),
+        ("lag, maximum", "lag_max", "{:.0f}"),
     ]
     rows = [[name, *(form.format(side[key]) for side in sides)] for name, key, form in lines]
     for name, key in (

@@ -1,14 +1,14 @@
-"""What `leeway plan` foretells and chooses, against what runs do. Prints one JSON line last.
+"""Compare predictions and choices of `leeway plan` with measured runs. Prints one JSON line last.
 
     python benchmarks/plan.py [--parts errors choices search] [--only N ...] [--after FILE ...] [--keep FOLDER]
                               [--page [FILE]]
 
-    errors    a profile of two configs with vLLM, what it says of eight others, and what these do, in three rounds
-    choices   twelve small spaces, three of them with vLLM: the plan chosen, and every plan of the space, run
-    search    chains against enumeration on 100 made-up settings
+    errors    a profile of two configs with vLLM, and predicted and measured rates of eight others, in three rounds
+    choices   twelve small spaces, three of them with vLLM: the chosen plan, and measurements of every plan of the space
+    search    Metropolis chains compared with enumeration on 100 synthetic settings
 
-`--only` takes some of the spaces, counted from 1. All of it takes two hours; `--after` adds what earlier calls
-on this machine printed. `--page` writes docs/results/plan.md and the figure beside it, of all parts and spaces.
+`--only` selects spaces, numbered from 1. A full run takes two hours; `--after` adds the output of earlier calls on this
+machine. `--page` writes docs/results/plan.md with its figure; it needs all parts and spaces.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ from benchmarks.lib.processes import MeasurementFailed, end_at_sigterm
 from benchmarks.plan_parts.choices import CHOICES, Choice, chosen
 from benchmarks.plan_parts.predictions import PREDICTED, compared, errors, run_all
 from benchmarks.plan_parts.searches import LIMIT_S, searched
-from launch.config import load_config
-from launch.run_folder import RunFolder
-from planning.profiling import costs_of
+
+from leeway.launch.config import load_config
+from leeway.launch.run_folder import RunFolder
+from leeway.planning.profiling import costs_of
 
 PAGE = RESULTS / "plan.md"
 CONFIG = Path(__file__).resolve().parent.parent / "examples" / "demo.toml"
@@ -53,14 +54,14 @@ Figures = dict[str, Any]
 
 
 def main() -> None:
-    """Measure, and print the result."""
+    """Run the benchmark and print the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="(default: all)")
-    parser.add_argument("--only", type=int, nargs="+", metavar="N", help="of the spaces, counted from 1")
-    parser.add_argument("--after", type=Path, nargs="+", default=[], metavar="FILE", help="what other calls printed")
-    parser.add_argument("--keep", type=Path, help="keeps the folders of the runs (default: keeps none)")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="parts to run (default: all)")
+    parser.add_argument("--only", type=int, nargs="+", metavar="N", help="run only these spaces, numbered from 1")
+    parser.add_argument("--after", type=Path, nargs="+", default=[], metavar="FILE", help="output of earlier calls")
+    parser.add_argument("--keep", type=Path, help="keep the run folders here (default: remove them)")
     parser.add_argument(
-        "--page", type=Path, nargs="?", const=PAGE, metavar="FILE", help="write it; by default to docs/results/"
+        "--page", type=Path, nargs="?", const=PAGE, metavar="FILE", help="write the page; default: to docs/results/"
     )
     args = parser.parse_args()
     machine = describe_machine()
@@ -68,19 +69,19 @@ def main() -> None:
     for path in args.after:
         earlier = json.loads(path.read_text().splitlines()[-1])
         if earlier["machine"]["processor"] != machine["processor"]:
-            parser.error(f"{path} is of another machine ({earlier['machine']['processor']})")
+            parser.error(f"{path} was measured on another machine ({earlier['machine']['processor']})")
         for part in PARTS:
             rows[part] |= earlier["rows"][part]
-    wanted = [CHOICES[number - 1] for number in args.only] if args.only else list(CHOICES)
-    will_have = {*rows["choices"], *(choice.name for choice in wanted if "choices" in args.parts)}
+    spaces = [CHOICES[number - 1] for number in args.only] if args.only else list(CHOICES)
+    will_have = {*rows["choices"], *(choice.name for choice in spaces if "choices" in args.parts)}
     is_whole = len(will_have) == len(CHOICES) and all(rows[part] or part in args.parts for part in PARTS)
     if args.page and not is_whole:
-        parser.error("a page has all parts and spaces; leave --parts and --only out, or say --after")
+        parser.error("--page needs all parts and spaces: omit --parts and --only, or add the rest with --after")
     end_at_sigterm()
     with tempfile.TemporaryDirectory(prefix="benchmark-plan-") as fresh:
         folder = (args.keep or Path(fresh)).resolve()
         try:
-            measure(folder, args.parts, wanted, rows)
+            measure(folder, args.parts, spaces, rows)
         except MeasurementFailed as error:
             sys.exit(f"benchmarks/plan.py: {error}")
     result = {**figures_of(rows), "rows": rows, "machine": machine}
@@ -93,33 +94,33 @@ def main() -> None:
 
 
 def measure(folder: Path, parts: Sequence[str], spaces: Sequence[Choice], rows: Figures) -> None:
-    """These parts, into `rows`: part -> name -> figures.
+    """Measure parts and store their figures in `rows`: part -> name -> figures.
 
     Raises:
-        MeasurementFailed: a run did not end well.
+        MeasurementFailed: a run failed.
     """
 
-    def found(part: str, name: str, figures: Figures) -> None:
+    def store(part: str, name: str, figures: Figures) -> None:
         rows[part][name] = figures
         print(json.dumps(figures), file=sys.stderr, flush=True)
 
     if "search" in parts:
-        found("search", "all", searched(load_config(CONFIG, [])))
+        store("search", "all", searched(load_config(CONFIG, [])))
     profile = None
     if "errors" in parts or any(space.setting is None for space in spaces if "choices" in parts):
         runs = run_all(folder, PREDICTED if "errors" in parts else ())
         profile = runs.profile
         print(profile.describe(), file=sys.stderr, flush=True)
         for case in runs.figures:
-            found("errors", case.name, compared(folder, case, runs))
+            store("errors", case.name, compared(folder, case, runs))
     if "choices" in parts:
         costs = costs_of([RunFolder(run_fleet(folder, CALIBRATION).folder)])
         for space in spaces:
-            found("choices", space.name, chosen(folder, space, costs, profile))
+            store("choices", space.name, chosen(folder, space, costs, profile))
 
 
 def figures_of(rows: Figures) -> Figures:
-    """Over all rows of each part that there are."""
+    """Return the figures over all rows of the measured parts."""
     choices = [*rows["choices"].values()]
     found: Figures = {}
     if rows["errors"]:
@@ -134,15 +135,15 @@ def figures_of(rows: Figures) -> Figures:
 
 
 def page(result: Figures) -> list[str]:
-    """The paragraphs of the page."""
+    """Return the paragraphs of the page."""
     origin_ = origin("python benchmarks/plan.py --page", result["machine"], result["machine"]["commit"])
     head = (
-        f"{origin_} Errors are of trained samples per second: real runs with vLLM on the model and the cores of "
-        "[overlap.md](overlap.md), predicted by a profile of two configs that are not among the eight below. All ten "
-        "are run in turn, three times; a rate is the median, with the least and the greatest beside it. A space of "
-        "choices is what some keys may be; every plan of it was run, with sleeping engines and a sleeping learner "
-        "([fleet.md](fleet.md)) or with vLLM, three times too. Chains and enumeration search "
-        f"{result['instances']} made-up settings of {result['plans_of_an_instance']:,} plans."
+        f"{origin_} Errors are of trained samples per second in real runs with vLLM on the model and the cores of "
+        "[overlap.md](overlap.md), predicted from a profile of two configs that are not among the eight below. All ten "
+        "run in turn, three times; a rate is the median, with minimum and maximum in brackets. A space is the set of "
+        "permitted values of some keys. Every plan of a space was run, with engines and a learner that sleep "
+        "([fleet.md](fleet.md)), or three times with vLLM. Chains and enumeration search "
+        f"{result['instances']} synthetic settings of {result['plans_of_an_instance']:,} plans."
     )
     predictions = [
         [row["case"], row["binds"], f"{row['measured']:.1f} ({row['least']:.1f} to {row['most']:.1f})",
@@ -156,20 +157,20 @@ def page(result: Figures) -> list[str]:
         for row in result["rows"]["choices"].values()
     ]  # fmt: skip
     return [
-        "# Plans, predicted and measured",
+        "# Predicted and measured plans",
         head,
         bars_table(result["wanted_at_most"], "at most"),
         bars_table(result["wanted_at_least"], "at least"),
         "## Predictions",
-        table(["config", "binds", "samples/s", "predicted", "error", "step, s", "predicted"], predictions),
-        "![predicted against measured](plan.svg)",
+        table(["config", "bottleneck", "samples/s", "predicted", "error", "step, s", "predicted"], predictions),
+        "![predicted and measured rates](plan.svg)",
         "## Choices",
         table(["space", "config", "plan", "best", "plan over best", "over config", "plans", "seconds"], choices),
     ]
 
 
 def draw(path: Path, rows: Sequence[Figures]) -> None:
-    """Predicted against measured."""
+    """Plot predicted over measured rates."""
     measured, predicted = [row["measured"] for row in rows], [row["predicted"] for row in rows]
     most = 1.1 * max(*measured, *predicted)
     with drawn(path, 4.2, 4.0, font_size=9) as figure:

@@ -1,23 +1,23 @@
-"""Which prompts teach? Refilling and prompt laws, over the real system. Prints one JSON line last.
+"""Compare prompt samplers and refilling of uninformative groups in real runs. Prints one JSON line last.
 
     python benchmarks/prompts.py [--seeds 0 1 2] [--work FOLDER] [--page [FILE]] [--quick]
 
-Every run trains the ordinary model of examples/sums.toml with PPO and a baseline of the group, on `NUM_SUMS` sums of
-the kind that it has half learned and half as many of three digits, which it never answers right: at least a third of
-all groups have equal rewards. Prompts come again several times. Runs differ in these keys alone:
+Every run trains the model of examples/sums.toml with PPO and a group baseline, on `NUM_SUMS` sums of the kind that it
+has partly learned and half as many sums of three digits, which it never answers correctly, so that at least a third of
+all groups have equal rewards. Prompts repeat several times. Runs differ only in these keys:
 
     uniform      buffer.prompt_law = "uniform"
     refill       the same, with buffer.refill_uninformative = 3
     posterior    buffer.prompt_law = "posterior"
     both         posterior, with refilling
 
-    useful_per_token_NAME   groups of unequal rewards that were trained, per generated token, over those of `uniform`
-    fewer_steps_NAME        steps until `TARGET` of the held-out sums are answered right, of `uniform` over these
-    fewer_tokens_NAME       generated tokens until then, of `uniform` over these
+    useful_per_token_NAME   trained groups with unequal rewards per generated token, over those of `uniform`
+    fewer_steps_NAME        steps of `uniform` until `TARGET` of the held-out sums are correct, over steps of this run
+    fewer_tokens_NAME       generated tokens of `uniform` until then, over those of this run
 
-Ratios are of means over seeds. Accuracy is greedy, every `EVAL_EVERY` steps, the mean of three evaluations in a row;
-the learning rate is constant. `--work` keeps finished runs: called again, only the missing ones run. `--quick` is for
-development: few steps, one seed.
+Ratios are of means over seeds. Accuracy is greedy, measured every `EVAL_EVERY` steps, and averaged over three
+successive evaluations; the learning rate is constant. `--work` stores finished runs; a later call runs only the missing
+ones. `--quick` is for development: few steps and one seed.
 """
 
 from __future__ import annotations
@@ -36,12 +36,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from actors.tasks.prompts import held_out
 from benchmarks.lib.machine import RESULTS, ROOT, describe_commit, describe_machine, make_model
 from benchmarks.lib.page import bars_table, judged, number, origin, parsed, table, write_page
 from benchmarks.lib.processes import MeasurementFailed, end_at_sigterm
 from benchmarks.lib.rounds import means
 from benchmarks.lib.runs import FEW_PROCESSES, FinishedRun, KeptResults, train
+
+from leeway.actors.tasks.prompts import held_out
 
 NUM_SUMS = 512
 NUM_HELD_OUT = 256
@@ -49,13 +50,13 @@ STEPS, QUICK_STEPS = 120, 20
 EVAL_EVERY = 12
 GROUPS_PER_STEP = 32
 SUMS = ROOT / "examples" / "sums.toml"
-ALIKE = (
+COMMON = (
     *("--model.path", str(SUMS.with_name("sums_model"))),
     *("--algorithm.type", "off_policy_ppo", "--learner.lr_schedule", "constant"),
     *("--learner.groups_per_step", str(GROUPS_PER_STEP), *FEW_PROCESSES),
     *("--actors.eval_every", str(EVAL_EVERY)),
 )
-"""What all runs have beside the config."""
+"""Overrides of all runs."""
 TARGET = 0.75
 REFILL = ("--buffer.refill_uninformative", "3")
 SETTINGS: dict[str, tuple[str, ...]] = {
@@ -66,24 +67,24 @@ SETTINGS: dict[str, tuple[str, ...]] = {
 }
 AT_LEAST = {"useful_per_token_refill": 1.2, "fewer_steps_posterior": 1.1}
 COLUMNS = {
-    "groups of equal rewards in a step": ("uninformative", "{:.2f}"),
+    "fraction of groups with equal rewards": ("uninformative", "{:.2f}"),
     "useful groups per 1,000 generated tokens": ("useful_per_1000", "{:.2f}"),
-    "generated tokens a step": ("tokens_per_step", "{:,.0f}"),
-    "steps": ("steps", "{:.0f}"),
-    "generated tokens until then": ("tokens", "{:,.0f}"),
-    "greedy at the end": ("greedy", "{:.3f}"),
+    "generated tokens per step": ("tokens_per_step", "{:,.0f}"),
+    "steps to target": ("steps", "{:.0f}"),
+    "generated tokens to target": ("tokens", "{:,.0f}"),
+    "final greedy accuracy": ("greedy", "{:.3f}"),
 }
-"""Column -> figure of a run, and how it reads."""
+"""Column -> figure of a run, and its format."""
 
 Figures = dict[str, float | None]
-"""Of one run, by name; None where it never came so far."""
+"""Figures of one run by name; None if the run did not reach the target."""
 
 
 def main() -> None:
-    """Run what is missing, and write the page."""
+    """Run the missing cells, print the result and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--work", type=Path, help="keeps finished runs; a new one for new code (default: keeps none)")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="seeds of the runs")
+    parser.add_argument("--work", type=Path, help="store results here; new code needs a new folder (default: discard)")
     parser.add_argument("--quick", action="store_true", help="few steps and one seed, for development")
     args = parsed(parser, RESULTS / "prompts.md")
     num_steps, seeds = (QUICK_STEPS, args.seeds[:1]) if args.quick else (STEPS, args.seeds)
@@ -102,7 +103,7 @@ def main() -> None:
                     continue
                 print(f"{name}, seed {seed}: {found[name][-1]}", file=sys.stderr, flush=True)
     if not all(found.values()):
-        sys.exit("a setting has no run that went well, so nothing is compared")
+        sys.exit("all runs of a setting failed, so there is nothing to compare: see the errors above")
     of = {name: over_seeds(each) for name, each in found.items()}
     line: dict[str, Any] = {"num_seeds": min(map(len, found.values())), **compared(of)}
     line["wanted"] = judged(line, AT_LEAST, "at least", at_full_size=not args.quick)
@@ -116,13 +117,13 @@ def main() -> None:
 
 
 def run(kept: KeptResults, config: Path, name: str, seed: int, num_steps: int) -> Figures:
-    """The figures of a setting, which is run where it was not before.
+    """Return the figures of a setting; run it if there is no stored result.
 
     Raises:
-        MeasurementFailed: the run failed, took too long, or was ended before its last evaluation.
+        MeasurementFailed: the run failed, timed out, or ended before its last evaluation.
     """
     cell = f"{name}-seed{seed}"
-    overrides = [*ALIKE, *SETTINGS[name], "--learner.num_steps", str(num_steps), "--run.seed", str(seed)]
+    overrides = [*COMMON, *SETTINGS[name], "--learner.num_steps", str(num_steps), "--run.seed", str(seed)]
     log = kept.folder / f"{cell}.log"
     found = kept.result(cell, lambda folder: measured(train(config, folder, overrides, log=log)))
     steps = steps_until(TARGET, found.pop("accuracies"))
@@ -130,12 +131,12 @@ def run(kept: KeptResults, config: Path, name: str, seed: int, num_steps: int) -
 
 
 def over_seeds(found: Sequence[Figures]) -> Figures:
-    """Means; none of what a seed has not come to, for those that have would hide it."""
+    """Return means over seeds; None if any seed lacks a figure, since the mean of the others would be biased."""
     return {name: None if any(each[name] is None for each in found) else value for name, value in means(found).items()}
 
 
 def measured(run: FinishedRun) -> dict[str, Any]:
-    """What is kept of a run."""
+    """Return the figures of a run to store."""
     num_useful = GROUPS_PER_STEP * sum(1 - row["buffer/uninformative_frac"] for row in run.updates)
     generated = run.summary["generated_tokens"]
     return {
@@ -148,13 +149,13 @@ def measured(run: FinishedRun) -> dict[str, Any]:
 
 
 def accuracies(run: FinishedRun) -> list[tuple[int, float]]:
-    """Step and greedy accuracy of every evaluation, the accuracy averaged with those before and after."""
+    """Return step and greedy accuracy of every evaluation, averaged with the accuracies before and after it."""
     steps, values = zip(*run.evaluations(), strict=True)
     return [(step, fmean(values[max(0, place - 1) : place + 2])) for place, step in enumerate(steps)]
 
 
 def steps_until(target: float, points: Sequence[tuple[int, float]]) -> float | None:
-    """Where a line through the points first reaches it."""
+    """Return the step at which linear interpolation of the points first reaches the target; None if never."""
     for (step, accuracy), (later, higher) in pairwise(points):
         if accuracy < target <= higher:
             return step + (later - step) * (target - accuracy) / (higher - accuracy)
@@ -162,7 +163,7 @@ def steps_until(target: float, points: Sequence[tuple[int, float]]) -> float | N
 
 
 def write_config(folder: Path) -> Path:
-    """Write prompts, and the config of the model with them in the place of its task."""
+    """Write the prompts and a config that uses them instead of the model's task; return its path."""
     make_model(SUMS)
     chance = random.Random(0)
     sums = [(a, b) for a in range(10, 100) for b in range(10, 100)]
@@ -190,11 +191,11 @@ def _rows(pairs: Sequence[tuple[int, int]]) -> Iterator[str]:
         yield json.dumps({"question": f"{a}+{b}=", "answer": str(a + b)})
 
 
-# --- what people read -------------------------------------------------------------------------------
+# --- the page ---------------------------------------------------------------------------------------
 
 
 def compared(of: Mapping[str, Figures]) -> dict[str, float | None]:
-    """The ratios to `uniform`."""
+    """Return the ratios to `uniform`."""
     plain = of["uniform"]
     line: dict[str, float | None] = {}
     for name, found in of.items():
@@ -212,7 +213,7 @@ def _ratio(above: float | None, below: float | None) -> float | None:
 def page(
     of: Mapping[str, Figures], each: Mapping[str, Sequence[Figures]], line: Mapping[str, Any], made: str
 ) -> list[str]:
-    """The paragraphs of the page, of means and of what they are of."""
+    """Return the paragraphs of the page, from means over seeds and the figures of each run."""
     rows = [[name, *(number(found[key], form) for key, form in COLUMNS.values())] for name, found in of.items()]
     gains = [
         [
@@ -226,20 +227,20 @@ def page(
         f"{name} {', '.join(number(run['steps'], '{:.0f}') for run in runs)}" for name, runs in each.items()
     )
     return [
-        "# Which prompts teach, measured",
-        f"{made} PPO with a baseline of the group on {NUM_SUMS} sums that the ordinary model of `examples/sums.toml` "
-        f"has half learned, and {NUM_SUMS // 2} of three digits, which it never answers right; {STEPS} steps of "
+        "# Prompt samplers and refilling",
+        f"{made} PPO with a group baseline on {NUM_SUMS} sums that the model of `examples/sums.toml` has partly "
+        f"learned, and {NUM_SUMS // 2} sums of three digits, which it never answers correctly; {STEPS} steps of "
         f"{GROUPS_PER_STEP} groups, one actor. Means over {line['num_seeds']} seeds.",
         table(["setting", *COLUMNS], rows),
-        f"Steps, and tokens, until {TARGET:g} of {NUM_HELD_OUT} held-out sums are answered right. A group is useful "
-        f"that has unequal rewards. Steps of each seed, which differ by more than most settings do: {steps}.",
+        f"The target is {TARGET:g} of {NUM_HELD_OUT} held-out sums answered correctly. A group is useful if its "
+        f"rewards are unequal. Steps of each seed, which vary by more than most settings do: {steps}.",
         table(["over `uniform`", "useful groups per generated token", "fewer steps", "fewer generated tokens"], gains),
         bars_table(line["wanted"], "at least"),
-        "What refilling can and cannot: it makes every step as large as it seems, and so takes fewer of them. It "
-        "saves no tokens: the groups that it sets aside were generated, as they were without it, so useful groups "
-        "per generated token stay what the prompts give. The posterior generates less of what is always or never "
-        "solved: more groups are useful for their tokens. It takes no fewer steps than the seeds differ by: to the "
-        "held-out sums that are asked here its choice of prompts is worth little more than chance.",
+        "Refilling fills every step with informative groups, and so takes fewer steps. It saves no tokens: the groups "
+        "that it skips are generated as they are without it, so the number of useful groups per generated token "
+        "depends only on the prompts. The posterior generates fewer groups of prompts that are always or never "
+        "solved, so more groups are useful per token. The steps that it saves are within the variation between seeds: "
+        "on these held-out sums its choice of prompts is hardly better than a random one.",
     ]
 
 

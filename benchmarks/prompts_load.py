@@ -1,16 +1,16 @@
-"""What an actor needs to load a large file of prompts: memory, and seconds. Prints one JSON line last.
+"""Measure memory and seconds of an actor that loads a large file of prompts. Prints one JSON line last.
 
     python benchmarks/prompts_load.py [--quick] [--page [FILE]]
 
-A JSONL file of 500,000 rows with questions of 300 characters, the rule `exact`, and the tokenizer of the demo's model,
-which makes a token of each character. Measured in a process of its own:
+The file is JSONL with 500,000 rows and questions of 300 characters. The reward is `exact`; the tokenizer is that of the
+demo's model, which encodes each character as a token. Measured in a separate process:
 
-    memory        growth of resident memory after loading, and at most meanwhile, over four bytes for each token and the
-                  bytes of the column that the rule reads
-    reading       seconds to read, check and split the rows, without their tokens
-    tokenising    rows per second, over those of bare `encode_batch` on all cores on 20,000 of the same texts
+    memory        growth of resident memory after loading, and its peak during loading, over four bytes per token plus
+                  the bytes of the column that the reward reads
+    reading       seconds to read, check and split the rows, without tokenization
+    tokenising    rows per second, over those of bare `encode_batch` on all cores for 20,000 of the same texts
 
-`--quick` takes 20,000 rows; `--page` writes docs/results/prompts_load.md.
+`--quick` uses 20,000 rows; `--page` writes docs/results/prompts_load.md.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ Figures = dict[str, Any]
 
 
 def question(number: int) -> str:
-    """A text of 300 characters."""
+    """Return a text of 300 characters."""
     return f"{number} {'12+34 ' * 50}"[:300]
 
 
 def load(path: str, num_rows: int) -> Figures:
-    """Load the file as an actor does, and measure it; in a process that has loaded the libraries before."""
-    from actors.tasks import load_encoded
-    from actors.tasks.config import FileTask
-    from actors.tasks.task import PromptCodec
+    """Load the file as an actor does and measure it, after loading the libraries."""
+    from leeway.actors.tasks import load_encoded
+    from leeway.actors.tasks.config import FileTask
+    from leeway.actors.tasks.task import PromptCodec
 
     PromptCodec(MODEL, chat=False, system_prompt=None).encode([question(0)])
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     before, began_s = _resident(), time.perf_counter()
     config = FileTask(type="file", path=path, rewards=("exact",))
     task, _ = load_encoded(config, MODEL, 400)
@@ -72,7 +72,7 @@ def load(path: str, num_rows: int) -> Figures:
 
 
 def bare() -> float:
-    """Rows per second of `encode_batch`, in a process that lets it use all cores."""
+    """Return the rows per second of `encode_batch` on all cores."""
     from transformers import AutoTokenizer
 
     os.environ["TOKENIZERS_PARALLELISM"] = "true"
@@ -86,13 +86,13 @@ def bare() -> float:
 
 
 def _resident() -> dict[str, int]:
-    """Return bytes of this process that are resident, now and at most."""
+    """Return the current and the peak resident bytes of this process."""
     lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return {line.split(":")[0]: 1024 * int(line.split()[1]) for line in lines if line.startswith(("VmRSS", "VmHWM"))}
 
 
 def main() -> None:
-    """Measure, and print the result."""
+    """Run the benchmark and print the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="20,000 rows, for development")
     args = parsed(parser, PAGE)
@@ -119,12 +119,12 @@ def main() -> None:
 
 
 def page(result: Figures) -> list[str]:
-    """The paragraphs of the page."""
+    """Return the paragraphs of the page."""
     machine = result["machine"]
     rows = [
         ["prompts", f"{result['num_prompts']:,}"],
         ["tokens", f"{result['num_tokens']:,}"],
-        ["tokens as int32, and the column that is read", f"{result['read_mib']:,.0f} MiB"],
+        ["tokens as int32, plus the column of the reward", f"{result['read_mib']:,.0f} MiB"],
         ["reading, checking and splitting", f"{result['reading_s']:.1f} s"],
         ["tokenising", f"{result['tokenising_s']:.1f} s, {result['rows_per_s']:,.0f} rows/s"],
         ["bare `encode_batch`, all cores", f"{result['bare_rows_per_s']:,.0f} rows/s"],
@@ -132,11 +132,11 @@ def page(result: Figures) -> list[str]:
     return [
         "# Loading prompts",
         f"{origin('python benchmarks/prompts_load.py --page', machine, machine['commit'])} Rows of 300 characters in a "
-        "JSONL file, loaded as an actor loads them; a token is a character. Memory is the growth of the process, over "
-        "the bytes of its tokens and of the column that its reward reads.",
+        "JSONL file, loaded as by an actor; a token is a character. Memory is the growth of the process, over the "
+        "bytes of its tokens and of the column that its reward reads.",
         bars_table(result["wanted_at_most"], "at most"),
         bars_table(result["wanted_at_least"], "at least"),
-        table(["what", "measured"], rows),
+        table(["quantity", "measured"], rows),
     ]
 
 

@@ -1,30 +1,29 @@
-"""Does replay pay? Accuracy against generated tokens, over the real system. Prints one JSON line last.
+"""Measure accuracy over generated tokens with and without replay, in real runs. Prints one JSON line last.
 
     python benchmarks/replay.py [--parts uses lags laws] [--algorithms NAME ...] [--seeds 0 1 2] [--work FOLDER]
         [--after FILE.json] [--kept] [--page [FILE]] [--quick]
 
-Every run is one `leeway train examples/sums.toml`, an ordinary model, with one actor and one stage, one run after the
-other. The learner takes `STEPS` steps, so what differs is how many tokens are generated:
+Each run is `leeway train examples/sums.toml` with one actor and one stage; runs are sequential. The learner takes
+`STEPS` steps in each, so the runs differ in the number of generated tokens:
 
     uses    max_uses = 2, 4 and 8 at max_lag = 16, drawn uniformly
     lags    max_uses = 4 at max_lag = 4, 16 and without a bound, drawn uniformly
     laws    max_uses = 4 at max_lag = 16: the oldest first, uniform, prioritised with decay by age, softmax of rewards,
             half of the newest
 
-All of these keep no more than two steps' worth of groups (replay_steps = 2), so that actors generate what takes the
-place of what was used up. Beside them run those without replay (max_uses = 1, at the default max_lag): all steps, a
-half and a quarter.
+All of these store at most two steps' worth of groups (replay_steps = 2), so that actors replace used-up groups. The
+baselines run without replay (max_uses = 1, at the default max_lag): for all steps, for half and for a quarter of them.
 
-`tokens_saved_at_equal_accuracy` of a setting is how many tokens a run without replay generates until it answers as many
-held-out problems right, over what this one generated. Runs without replay of all lengths, each with a learning rate
-that falls to 0, make the curve that it is read from; a setting that is better than the longest of them, or worse by no
-more than the standard error over seeds, is held against that. The figure of an algorithm is that of its best setting.
-It is given twice: for answers that are sampled at temperature 1, whose accuracy is the reward that is trained, and for
-greedy ones.
+`tokens_saved_at_equal_accuracy` of a setting is the number of tokens that a run without replay generates to reach the
+same held-out accuracy, divided by the number that this setting generates. It is interpolated on the curve of the runs
+without replay of all lengths, each with a learning rate that decays to 0. A setting that is better than the longest of
+these runs, or worse by at most the standard error over seeds, is compared with the longest run. The figure of an
+algorithm is that of its best setting. It is given twice: for answers sampled at temperature 1, whose accuracy is the
+trained reward, and for greedy answers.
 
-`--work` keeps finished runs: called again, only the missing ones run, and with `--kept` none. A page has the figures of
-its runs beside it, .json: `--after` takes those of an earlier one, so that parts, algorithms and seeds can be added.
-`--quick` is for development: few steps, one seed.
+`--work` stores finished runs; a later call runs only the missing ones, and with `--kept` none. The figures of a page's
+runs are stored next to it as .json; `--after` reads those of an earlier page, so that parts, algorithms and seeds can
+be added. `--quick` is for development: few steps and one seed.
 """
 
 from __future__ import annotations
@@ -59,38 +58,38 @@ WANTED = 1.4
 TIMES = "{:.2f} times"
 REPLAY_STEPS = 2
 ACCURACIES = ("sampled", "greedy")
-"""How held-out problems are answered; the first is the one that a run is trained for."""
+"""Ways of answering held-out problems; the first is the one that runs train."""
 ALGORITHMS = {
     "trajectory_balance": "#0072B2",
     "oapl": "#CC79A7",
     "online_dpo": "#D55E00",
     "off_policy_ppo": "#009E73",
 }
-"""Algorithm -> colour, told apart by the colour-blind."""
+"""Algorithm -> colour, from a colour-blind-safe palette."""
 
 Figures = Mapping[str, float]
-"""Of one run, by name."""
+"""Figures of one run by name."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """How the buffer is used."""
+    """Buffer settings of a run."""
 
     max_uses: int = 1
     max_lag: str = "4"
     law: str = "fifo"
     share: float = 1.0
-    """Of the steps."""
+    """Fraction of the steps."""
 
     @property
     def name(self) -> str:
-        """For people, and for files."""
+        """Name of the setting on the page and in file names."""
         if self.max_uses == 1:
             return f"no replay, lag {self.max_lag}" + (f", {self.share:g} of the steps" if self.share < 1 else "")
         return f"{self.max_uses} uses, lag {self.max_lag}, {self.law}"
 
     def overrides(self, num_steps: int) -> list[str]:
-        """Arguments of `leeway train`."""
+        """Return the arguments of `leeway train`."""
         keys = {
             "learner.num_steps": round(num_steps * self.share),
             "buffer.max_uses": self.max_uses,
@@ -103,7 +102,7 @@ class Setting:
 
 
 FRESH = (Setting(), Setting(share=0.5), Setting(share=0.25))
-"""Without replay: what the others are held against."""
+"""Baselines without replay."""
 REPLAY = Setting(max_uses=4, max_lag="16", law="uniform")
 PARTS: dict[str, tuple[Setting, ...]] = {
     "uses": tuple(replace(REPLAY, max_uses=uses) for uses in (2, 4, 8)),
@@ -112,7 +111,7 @@ PARTS: dict[str, tuple[Setting, ...]] = {
         replace(REPLAY, law=law) for law in ("fifo", "uniform", "prioritised", "reward_softmax", "on_policy_share")
     ),
 }
-"""Beside `FRESH`, which every part needs."""
+"""Part -> settings, in addition to `FRESH`, which every part needs."""
 COLUMNS = {
     "greedy": ("greedy", "{:.3f}"),
     "sampled": ("sampled", "{:.3f}"),
@@ -123,12 +122,12 @@ COLUMNS = {
     "lowest ESS": ("ess", "{:.2f}"),
     "wall s": ("seconds", "{:.0f}"),
 }
-"""Column -> figure of a run, and how it reads."""
+"""Column -> figure of a run, and its format."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One run."""
+    """Parameters of one run."""
 
     algorithm: str
     setting: Setting
@@ -136,31 +135,29 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """Of its files."""
+        """Name of its files."""
         setting = self.setting.name.replace(", ", "-").replace(" ", "_")
         return f"{self.algorithm}-{setting}-seed{self.seed}"
 
 
 Results = dict[tuple[str, Setting], list[Figures]]
-"""Algorithm and setting -> the figures of each seed."""
+"""Algorithm and setting -> figures of each seed."""
 
 
 def main() -> None:
-    """Run what is missing, and write the page."""
+    """Run the missing cells, print the result and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--algorithms", nargs="+", choices=ALGORITHMS, default=list(ALGORITHMS))
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--work", type=Path, help="keeps finished runs; a new one for new code (default: keeps none)")
-    parser.add_argument(
-        "--after", type=Path, metavar="FILE", help="figures of an earlier page, which are not run again"
-    )
-    parser.add_argument("--kept", action="store_true", help="run nothing, and tell of what there is")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="parts to run")
+    parser.add_argument("--algorithms", nargs="+", choices=ALGORITHMS, default=[*ALGORITHMS], help="algorithms to run")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="seeds of the runs")
+    parser.add_argument("--work", type=Path, help="store results here; new code needs a new folder (default: discard)")
+    parser.add_argument("--after", type=Path, metavar="FILE", help="figures of an earlier page, not to run again")
+    parser.add_argument("--kept", action="store_true", help="run nothing, and report stored results only")
     parser.add_argument("--quick", action="store_true", help="few steps and one seed, for development")
     args = parsed(parser, RESULTS / "replay.md")
     num_steps, seeds = (QUICK_STEPS, args.seeds[:1]) if args.quick else (STEPS, args.seeds)
     settings = list(dict.fromkeys([*FRESH, *(setting for part in args.parts for setting in PARTS[part])]))
-    # seeds come last in the order of what changes, so that a call that is ended has whole rounds
+    # seeds vary slowest, so that an interrupted call has complete rounds
     cells = [Cell(name, setting, seed) for seed in seeds for name in args.algorithms for setting in settings]
     before = describe_machine()
     end_at_sigterm()
@@ -188,10 +185,10 @@ def main() -> None:
 
 
 def run(kept: KeptResults, cell: Cell, num_steps: int) -> Figures:
-    """The figures of a cell, which is run where it was not before.
+    """Return the figures of a cell; run it if there is no stored result.
 
     Raises:
-        MeasurementFailed: the run failed, took too long, or was ended before its last evaluation.
+        MeasurementFailed: the run failed, timed out, or ended before its last evaluation.
     """
     overrides = ["--algorithm.type", cell.algorithm, "--run.seed", str(cell.seed), *FEW_PROCESSES]
     overrides += cell.setting.overrides(num_steps)
@@ -201,7 +198,7 @@ def run(kept: KeptResults, cell: Cell, num_steps: int) -> Figures:
 
 
 def figures(run: FinishedRun) -> Figures:
-    """What is reported of a run: accuracies in [0, 1], tokens of completions, lag in versions, seconds."""
+    """Return the figures of a run: accuracies in [0, 1], completion tokens, lag in versions, seconds."""
     summary = run.summary
     return {
         "greedy": summary["accuracy_after"],
@@ -217,21 +214,22 @@ def figures(run: FinishedRun) -> Figures:
 
 
 def mean(found: Sequence[Figures], name: str) -> float:
-    """Over seeds."""
+    """Return the mean of a figure over seeds."""
     return fmean(each[name] for each in found)
 
 
 def standard_error(name: str, *samples: Sequence[Figures]) -> float:
-    """Of the difference of two means of a figure over seeds; 0 where one seed says nothing of it."""
+    """Return the standard error of the difference of two means over seeds; 0 if a side has only one seed."""
     if min(map(len, samples)) < 2:
         return 0.0
     return math.sqrt(sum(stdev(each[name] for each in found) ** 2 / len(found) for found in samples))
 
 
 def tokens_saved(results: Results, algorithm: str, setting: Setting, by: str) -> float | None:
-    """Generated tokens without replay over those of a setting, at equal accuracy; None where it does worse than all.
+    """Return generated tokens without replay over those of a setting, at equal accuracy.
 
-    The curve without replay is a line through its points in accuracy and the logarithm of tokens.
+    The curve without replay interpolates linearly in accuracy and the logarithm of tokens. Returns None if the setting
+    is worse than all runs without replay.
     """
     fresh = [found for (name, each), found in results.items() if name == algorithm and each in FRESH]
     own = results.get((algorithm, setting))
@@ -249,7 +247,7 @@ def tokens_saved(results: Results, algorithm: str, setting: Setting, by: str) ->
 
 
 def summarised(results: Results) -> dict[str, Any]:
-    """The JSON line: of each algorithm its best setting and what it saves, by both accuracies."""
+    """Return the JSON line: the best setting of each algorithm and its savings, by both accuracies."""
     line: dict[str, Any] = {}
     for name in dict.fromkeys(algorithm for algorithm, _ in results):
         line[name] = {by: best(results, name, by) for by in ACCURACIES}
@@ -265,7 +263,7 @@ def _key(by: str) -> str:
 
 
 def best(results: Results, algorithm: str, by: str) -> dict[str, Any]:
-    """What the best setting of an algorithm saves, of those with the most seeds; None where none saves anything."""
+    """Return the best setting of an algorithm among those with the most seeds, and its savings; None if none saves."""
     most = max(len(found) for (name, _), found in results.items() if name == algorithm)
     saved = {
         setting: value
@@ -281,11 +279,11 @@ def best(results: Results, algorithm: str, by: str) -> dict[str, Any]:
     return {"tokens_saved": round(saved[setting], 3), "setting": setting.name}
 
 
-# --- what people read -------------------------------------------------------------------------------
+# --- the page ---------------------------------------------------------------------------------------
 
 
 def page(results: Results, line: Mapping[str, Any], made: str, figure: str) -> list[str]:
-    """The paragraphs of the page."""
+    """Return the paragraphs of the page."""
     num_seeds = max(map(len, results.values()))
     rows = []
     for (algorithm, setting), found in results.items():
@@ -308,31 +306,31 @@ def page(results: Results, line: Mapping[str, Any], made: str, figure: str) -> l
     bars = {by: line[_key(by)] or 0.0 for by in ACCURACIES}
     met = [f"{'met' if value >= WANTED else '**missed**'} for {by} answers ({value:.2f})" for by, value in bars.items()]
     return [
-        "# Replay: accuracy against generated tokens, measured",
-        f"{made} `{CONFIG}` over the real system with one actor and one stage on one core, {STEPS} steps of the "
-        f"learner but for the shorter runs, which are all without replay; with replay `buffer.replay_steps = "
-        f"{REPLAY_STEPS}`. Means over up to {num_seeds} seeds, in brackets the lowest and the highest.",
-        f"![Held-out accuracy against generated tokens]({figure}.svg)",
-        "Generated tokens saved at equal accuracy, of answers sampled at temperature 1, whose accuracy is the reward "
-        "that is trained, and of greedy ones, each by the best setting:",
-        table(["algorithm", "sampled", "by", "greedy", "by"], gains),
-        f"Wanted: at least {WANTED:g} for one of them: {', '.join(met)}.",
+        "# Replay: accuracy over generated tokens",
+        f"{made} Runs of `{CONFIG}` with one actor and one stage on one core, {STEPS} steps of the learner except for "
+        f"the shorter runs, which are all without replay; with replay `buffer.replay_steps = {REPLAY_STEPS}`. Means "
+        f"over up to {num_seeds} seeds, with minimum and maximum in brackets.",
+        f"![Held-out accuracy over generated tokens]({figure}.svg)",
+        "Generated tokens saved at equal accuracy by the best setting, for answers sampled at temperature 1, whose "
+        "accuracy is the trained reward, and for greedy answers:",
+        table(["algorithm", "sampled", "setting", "greedy", "setting"], gains),
+        f"Target: at least {WANTED:g} for one of them: {', '.join(met)}.",
         table(["algorithm", "setting", "seeds", *COLUMNS, *(f"tokens saved, {by}" for by in ACCURACIES)], rows),
-        "Tokens saved: what a run without replay generates until it answers as many held-out problems right, over what "
-        "this one generated; `-` where no run without replay is as bad. Runs without replay of all lengths, each with "
-        "a learning rate that falls to 0, make the curve; a setting that is better than the longest of them, or worse "
-        "by no more than the standard error over seeds, is held against that.",
-        "How to read it: with replay a run takes as many steps on fewer samples. Steps make the policy surer of what "
-        "it has seen, and that is what sampled answers gain by; greedy answers hear nothing of it, and gain where the "
-        "steps teach something. What is not generated is time saved too, for both sides share a core here.",
-        "What it does not show: answers of hundreds of tokens, where generating takes most of the time and seconds "
-        "follow the tokens; runs that see the same prompts for many epochs; learning rates tuned to the age of the "
-        "samples.",
+        "Tokens saved: number of tokens that a run without replay generates to reach the same held-out accuracy, over "
+        "the number that this setting generates; `-` if all runs without replay are better. The curve consists of the "
+        "runs without replay of all lengths, each with a learning rate that decays to 0; a setting that is better than "
+        "the longest of them, or worse by at most the standard error over seeds, is compared with the longest.",
+        "Interpretation: with replay a run takes as many steps on fewer samples. More steps make the policy more "
+        "confident on the samples, which improves sampled answers; greedy answers do not benefit from confidence, "
+        "and improve only if the steps teach something. Less generation also saves time, because both sides share a "
+        "core here.",
+        "Not covered: answers of hundreds of tokens, for which generation dominates and time is proportional to the "
+        "tokens; runs that see the same prompts for many epochs; learning rates tuned to the age of the samples.",
     ]
 
 
 def draw(results: Results, path: Path) -> None:
-    """Accuracies over generated tokens: a line without replay, and a point for each setting with it."""
+    """Plot accuracies over generated tokens: a line without replay, and a point for each setting with replay."""
     with drawn(path, 10, 4.5, font_size=10) as figure:
         for axis, by in zip(figure.subplots(1, len(ACCURACIES)), ACCURACIES, strict=True):
             _draw_one(axis, results, by)

@@ -1,8 +1,8 @@
-"""Train from a config and write the reward curve to docs/results/NAME.md; prints one JSON line last.
+"""Train a config and write the reward curve to docs/results/NAME.md. Prints one JSON line last.
 
-python benchmarks/reward_curve.py [CONFIG] [--section.key VALUE ...]
+    python benchmarks/reward_curve.py [CONFIG] [--section.key VALUE ...]
 
-CONFIG is examples/smollm2.toml unless it is given.
+CONFIG defaults to examples/smollm2.toml.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ FACTS = ("accuracy_before", "accuracy_after", "num_heldout", "wall_s", "lag_mean
 
 
 def main() -> None:
-    """Run and write the page."""
+    """Run the config, write the page and print the result."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -50,14 +50,14 @@ def main() -> None:
 
 
 class Memory:
-    """The greatest proportional set size of the run's processes together, by which shared pages count once."""
+    """Peak of the total proportional set size of the run's processes, which counts shared pages once."""
 
     def __init__(self) -> None:
         self.peak_gib = 0.0
         self._next_s = 0.0
 
     def look(self, folder: Path) -> None:
-        """Take a sample where one is due."""
+        """Take a sample if one is due."""
         if time.monotonic() >= self._next_s:
             self._next_s = time.monotonic() + SAMPLE_EVERY_S
             self.peak_gib = max(self.peak_gib, self._present_gib())
@@ -66,7 +66,7 @@ class Memory:
     def _present_gib() -> float:
         total = 0
         for member in psutil.Process().children(recursive=True):
-            with suppress(psutil.Error):  # it ends while it is looked at
+            with suppress(psutil.Error):  # the process exits meanwhile
                 total += member.memory_full_info().pss
         return total / 2**30
 
@@ -78,12 +78,12 @@ def page(
     summary: Mapping[str, Any],
     peak_gib: float,
 ) -> list[str]:
-    """The paragraphs of the page: means over equal stretches of steps."""
+    """Return the paragraphs of the page, with means over equal intervals of steps."""
     stretch = max(1, -(-len(rows) // NUM_ROWS))
     return [
-        f"# {config.stem}, measured",
+        f"# Results of {config.stem}",
         f"Written by `benchmarks/reward_curve.py {config} {' '.join(overrides)}`. "
-        f"Peak memory of all processes together: {peak_gib:.1f} GiB (proportional set size).",
+        f"Peak total memory of all processes: {peak_gib:.1f} GiB (proportional set size).",
         table(HEAD, [_cells(rows[first : first + stretch]) for first in range(0, len(rows), stretch)]),
         "\n".join(f"- {name}: {summary[name]}" for name in FACTS),
     ]

@@ -1,11 +1,12 @@
-"""What bad samples cost an actor: samples settled per second where one in a hundred is bad, over where none is.
+"""Measure the cost of bad samples in reward functions. Prints one JSON line last.
 
     python benchmarks/rewards.py [--slots 5] [--seconds 6]
 
-64 samples are made at once, each in five seconds and without an engine. A function scores them in five real processes,
-and a call of it may take two seconds. A bad one sleeps for ever, backtracks in a regular expression, ends its process,
-allocates 30 GB, or has a thread set an alarm. As in an actor, what is scored needs no slot of those 64, and 128 samples
-may be open. Rates are medians over slots of time. The last line is JSON.
+The figure is the rate of settled samples if one sample in a hundred is bad, over the rate if none is. 64 samples are
+generated at once without an engine, each in five seconds. A reward function scores them in five real processes, with a
+timeout of two seconds per call. A bad sample sleeps forever, backtracks in a regular expression, exits its process,
+allocates 30 GB, or has a thread set an alarm. As in an actor, samples being scored do not occupy one of the 64 slots,
+and 128 samples may be open. Rates are medians over time slots.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from actors.rewards import RewardFailed, Scorer, ScorerLimits
-from actors.tasks import Problem, RewardFunction
-from actors.tasks.config import FileTask
+from leeway.actors.rewards import RewardFailed, Scorer, ScorerLimits
+from leeway.actors.tasks import Problem, RewardFunction
+from leeway.actors.tasks.config import FileTask
 
 REWARD = """
 import os, re, signal, threading, time
@@ -56,19 +57,19 @@ TIMEOUT_S = 2.0
 
 
 class Actor:
-    """Makes samples without an engine, and has them scored."""
+    """Generates samples without an engine and scores them."""
 
     def __init__(self, scorer: Scorer, kind: str) -> None:
-        """Every hundredth sample is of this kind, at random; '': none is."""
+        """Make one in a hundred samples, at random, bad in this way; '': none."""
         self._scorer = scorer
         self._kind = kind
         self._chance = random.Random(0)
         self._slots = asyncio.Semaphore(NUM_SLOTS)
         self.settled: Counter[str] = Counter()
-        """Samples by what became of them: 'scored', or the reason."""
+        """Number of samples by outcome: 'scored', or the reason of the failure."""
 
     async def run(self) -> None:
-        """One sample after the other in every place that an open one has, until it is cancelled."""
+        """Process samples with at most 2 * NUM_SLOTS open ones, until cancelled."""
         await asyncio.gather(*(self._samples() for _ in range(2 * NUM_SLOTS)))
 
     async def _samples(self) -> None:
@@ -84,7 +85,7 @@ class Actor:
 
 
 async def measure(folder: Path, kind: str, slots: int, seconds: float) -> tuple[list[float], Counter[str]]:
-    """Samples settled per second in each slot of time, and what became of them."""
+    """Return the samples settled per second in each time slot, and the number of samples by outcome."""
     reference = f"{folder / 'bad.py'}:reward"
     task = FileTask(type="file", path="rows.jsonl", rewards=(reference,))
     limits = ScorerLimits(NUM_PROCESSES, TIMEOUT_S, start_timeout_s=60.0)
@@ -107,12 +108,12 @@ async def measure(folder: Path, kind: str, slots: int, seconds: float) -> tuple[
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure each kind, and print the result."""
+    """Measure each kind of bad sample and print the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--slots", type=int, default=5, help="slots of time per kind")
-    parser.add_argument("--seconds", type=float, default=6.0, help="of a slot")
+    parser.add_argument("--slots", type=int, default=5, help="time slots per kind of bad sample")
+    parser.add_argument("--seconds", type=float, default=6.0, help="duration of a time slot")
     args = parser.parse_args(arguments)
-    logging.getLogger("actors.rewards").setLevel(logging.CRITICAL)  # what it would log is counted here
+    logging.getLogger("leeway.actors.rewards").setLevel(logging.CRITICAL)  # failures are counted here instead
     rates: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as name:
         (Path(name) / "bad.py").write_text(REWARD)

@@ -1,14 +1,13 @@
-"""What the rule `math` pays for: right answers that it recognises, and wrong ones that it takes for right.
+"""Count correct and incorrect answers that the reward rule `math` accepts. Prints one JSON line last.
 
     python benchmarks/rules.py [--page [FILE]]
 
-Every pair is a row's answer and a completion; each line of `TRIPLES` makes a right one and a wrong one. Three judges:
+A pair is a row's answer and a completion; each line of `TRIPLES` gives one correct and one incorrect pair. Three judges
+are compared:
 
-    math_verify   math-verify with its defaults, as the rule was before it read numbers itself
-    exact         the rule's own reading of numbers; a pair that is not two numbers is not decided, and so not rewarded
-    rule          the rule as it is: numbers exactly, everything else by math-verify
-
-Prints one JSON line last.
+    math_verify   math-verify with its defaults, like the rule before it parsed numbers itself
+    exact         only the rule's number parser; a pair that is not two numbers gets no reward
+    rule          the current rule: numbers are compared exactly, everything else by math-verify
 """
 
 from __future__ import annotations
@@ -25,10 +24,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from actors.tasks import Problem, rules
-from actors.tasks.config import MathRule
 from benchmarks.lib.machine import RESULTS, describe_machine
 from benchmarks.lib.page import number, origin, parsed, table, write_page
+
+from leeway.actors.tasks import Problem, rules
+from leeway.actors.tasks.config import MathRule
 
 JUDGES = ("math_verify", "exact", "rule")
 THINKING = "<think>I start from {0}, and 2 more make it.</think>"
@@ -166,7 +166,7 @@ LARGE = {"digits": "7" * 2**20, "nested braces": "\\boxed{" + "{" * 2**19 + "7" 
 
 
 def main() -> None:
-    """Judge every pair, and write the page."""
+    """Judge every pair, print the result and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.set_defaults(quick=False)
     args = parsed(parser, RESULTS / "rules.md")
@@ -195,7 +195,7 @@ Judge = Callable[[object, str], bool]
 
 
 def math_verify_alone() -> Judge:
-    """The rule as it was: math-verify with its defaults, exponents written out, and GSM8K's mark of an answer."""
+    """Return the previous rule: math-verify with its defaults, expanded exponents, and GSM8K's answer marker."""
     from math_verify import parse, verify
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)
@@ -213,7 +213,7 @@ def math_verify_alone() -> Judge:
 
 
 def rule_as_it_is() -> Judge:
-    """The rule, as a run has it."""
+    """Return the current rule, as in a run."""
     rule = rules.load_rule("math", MathRule(), ["answer"])
 
     def is_right(answer: object, completion: str) -> bool:
@@ -223,7 +223,7 @@ def rule_as_it_is() -> Judge:
 
 
 def exact_alone() -> Judge:
-    """The rule where it reads both sides as numbers, and False elsewhere."""
+    """Return the current rule for pairs that it parses as two numbers, and False for all others."""
     rule = rule_as_it_is()
 
     def is_right(answer: object, completion: str) -> bool:
@@ -235,17 +235,17 @@ def exact_alone() -> Judge:
 
 
 def timed(judge: Judge, text: str) -> float:
-    """Seconds for one completion."""
+    """Return the seconds of judging one completion."""
     began_s = time.perf_counter()
     judge("7", text)
     return time.perf_counter() - began_s
 
 
-# --- what people read -------------------------------------------------------------------------------
+# --- the page ---------------------------------------------------------------------------------------
 
 
 def totals(found: Mapping[str, Mapping[str, tuple[int, int]]]) -> dict[str, float]:
-    """Share of right answers that are rewarded, and number of wrong ones that are."""
+    """Return the fraction of correct answers that are rewarded, and the number of incorrect ones that are."""
     line: dict[str, float] = {}
     num_right = sum(map(len, TRIPLES.values()))
     for judge in JUDGES:
@@ -260,9 +260,9 @@ def page(
     seconds: Mapping[str, float],
     made: str,
 ) -> list[str]:
-    """The paragraphs of the page."""
-    head = ["class", "right and wrong pairs, each"]
-    head += [f"{judge}: {what}" for judge in ("math-verify", "exact", "rule") for what in ("right", "wrong")]
+    """Return the paragraphs of the page."""
+    head = ["class", "correct and incorrect pairs, each"]
+    head += [f"{judge}: {kind}" for judge in ("math-verify", "exact", "rule") for kind in ("correct", "incorrect")]
     rows = [
         [name, str(len(TRIPLES[name])), *(str(count) for judge in JUDGES for count in each[judge])]
         for name, each in found.items()
@@ -271,15 +271,15 @@ def page(
     rows.append(["**all**", str(sum(map(len, TRIPLES.values()))), *sums])
     took = ", ".join(f"{name} {number(value, '{:.2f} s')}" for name, value in seconds.items())
     return [
-        "# Which answers the rule `math` rewards",
+        "# Answers that the rule `math` rewards",
         f"{made} {line['num_pairs']} pairs of an answer and a completion, written by hand in `benchmarks/rules.py`; "
-        "half of them are right. A column counts the pairs that get a reward: all of `right` should, none of `wrong`.",
+        "half of them are correct. A column counts the rewarded pairs: ideally all of `correct`, none of `incorrect`.",
         table(head, rows),
-        "- `math-verify`: math-verify with its defaults, as the rule was before it read numbers itself.\n"
-        "- `exact`: only pairs of which both sides are read as numbers.\n"
-        "- `rule`: the rule. Two numbers are compared exactly; everything else is left to math-verify, "
-        "whose decimals are made fractions first, so that it rounds nothing.",
-        f"A completion of one megabyte takes the rule: {took}.",
+        "- `math-verify`: math-verify with its defaults, like the rule before it parsed numbers itself.\n"
+        "- `exact`: only pairs whose sides both parse as numbers.\n"
+        "- `rule`: the current rule. Two numbers are compared exactly; math-verify compares everything else, with "
+        "decimals converted to fractions first, so that nothing is rounded.",
+        f"Time of the rule for a completion of one megabyte: {took}.",
     ]
 
 

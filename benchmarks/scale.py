@@ -1,15 +1,15 @@
-"""What runs on 16 to 1,024 GPUs would do by data sheets, and what unlike GPUs are worth. Prints one JSON line last.
+"""Simulate runs on 16 to 1,024 GPUs and on mixed kinds of GPUs from data sheets. Prints one JSON line last.
 
     python benchmarks/scale.py [--quick] [--page [FILE]]
 
-Nothing here was measured on a GPU: engines and learners cost what `scale_parts/sheets.py` derives from data sheets and
-stated assumptions. For each number of GPUs and each bound of lag the plans that are best by the bounds are simulated:
-how many GPUs train, in which shape, and how many samples each engine runs.
+Nothing here is measured on a GPU: the costs of engines and learners are derived from data sheets and stated assumptions
+in `scale_parts/sheets.py`. For each number of GPUs and each maximum lag, the plans with the best bounds are simulated.
+A plan sets the number of training GPUs, the shape of the learner, and the samples that each engine runs.
 
-    one_kind_over_mixed_price   the price of a trained sample with the best plan of one kind of GPU, over that of the
-                                best plan of two kinds whose prices are 2.85 to 1; simulated, the least over two models
+    one_kind_over_mixed_price   simulated price of a trained sample with the best plan of one kind of GPU, over that of
+                                the best plan of two kinds whose prices are 2.85 to 1; minimum over two models
 
-`--quick` is for development, and its figures mean nothing. `--page` writes docs/results/scale.md.
+`--quick` is for development; its figures are meaningless. `--page` writes docs/results/scale.md.
 """
 
 from __future__ import annotations
@@ -45,13 +45,14 @@ from benchmarks.scale_parts.sheets import (
     other_costs,
     shapes,
 )
-from common.staleness import StalenessConfig, StalenessContract
-from launch.config import load_config
-from launch.pools import actor_pools
-from planning.costs import LearnerShape
-from planning.plans import Prediction, predict
-from planning.search import Plan, Space, bounds_of, search
-from planning.world import EnginePool, World
+
+from leeway.common.staleness import StalenessConfig, StalenessContract
+from leeway.launch.config import load_config
+from leeway.launch.pools import actor_pools
+from leeway.planning.costs import LearnerShape
+from leeway.planning.plans import Prediction, predict
+from leeway.planning.search import Plan, Space, bounds_of, search
+from leeway.planning.world import EnginePool, World
 
 PAGE = RESULTS / "scale.md"
 GROUPS, K, PROMPT_TOKENS, LONGEST = 128, 16, 512, 16_384
@@ -59,10 +60,10 @@ LENGTHS = lognormal(2000, 0.9, LONGEST, 0.65)
 SLOTS = (8, 16, 24, 32, 48, 64, 96)
 SIZES, LAGS = (16, 32, 64, 128, 256, 512, 1024), (1, 4, 16)
 OF_LARGE = 64
-"""GPUs that the large model needs at least: a learner, and engines."""
+"""Minimum number of GPUs for the large model, for its learner and engines."""
 MOST_OF_A_KIND, PRICED_LAG = 128, 8
 NUM_CLOSER, STEPS = 4, 50
-"""Plans that are simulated, the best by the bounds, and so many steps of each under each of three seeds."""
+"""Number of plans with the best bounds to simulate, and steps of each with each of three seeds."""
 AT_LEAST = {"one_kind_over_mixed_price": 1.23}
 CONFIG = load_config(
     ROOT / "examples" / "demo.toml",
@@ -75,7 +76,7 @@ Figures = dict[str, Any]
 
 @dataclass(frozen=True)
 class Cluster:
-    """A plan for GPUs: engines of each kind, and a learner."""
+    """A plan for a cluster: engines of each kind of GPU, and a learner."""
 
     model: Model
     engines: tuple[tuple[Gpu, int], ...]
@@ -86,18 +87,18 @@ class Cluster:
 
     @property
     def num_ranks(self) -> int:
-        """GPUs that train."""
+        """Number of training GPUs."""
         return self.shape.num_stages * self.shape.num_replicas
 
     @property
     def price(self) -> float:
-        """Per hour."""
+        """Price per hour."""
         generate = sum(count * self.model.tensor_parallel * gpu.price for gpu, count in self.engines)
         return generate + self.num_ranks * self.trainer.price
 
     @property
     def world(self) -> World:
-        """To weigh and to simulate."""
+        """Description of the plan for bounds and simulation."""
         law, shape = learner_law(self.model, self.trainer), self.shape
         return World(
             tuple(_pool(self.model, gpu, count, self.slots) for gpu, count in self.engines if count),
@@ -112,20 +113,20 @@ class Cluster:
 
     @property
     def rate(self) -> float:
-        """What the bounds allow, samples per second."""
+        """Samples per second that the bounds allow."""
         return bounds_of(self.world, _step_s(self.model, self.trainer, self.shape)).rate
 
 
 def main() -> None:
-    """Reckon, and print the result."""
+    """Run the benchmark and print the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="two sizes, for development")
     parser.add_argument(
-        "--page", type=Path, nargs="?", const=PAGE, metavar="FILE", help="write it; by default to docs/results/"
+        "--page", type=Path, nargs="?", const=PAGE, metavar="FILE", help="write the page; default: to docs/results/"
     )
     args = parser.parse_args()
     if args.page and args.quick:
-        parser.error("a page has all sizes; leave --quick out, or --page")
+        parser.error("--page needs all sizes: omit --quick or --page")
     machine = describe_machine()
     rows = []
     for model, sizes in ((SMALL, SIZES), (LARGE, [size for size in SIZES if size >= OF_LARGE])):
@@ -151,7 +152,7 @@ def main() -> None:
 
 
 def at_size(model: Model, size: int, max_lag: int) -> Figures:
-    """The best plan for so many H800, simulated."""
+    """Return the simulated figures of the best plan for `size` H800."""
     plans = [
         Cluster(model, ((H800, (size - ranks) // model.tensor_parallel),), slots, H800, shape, max_lag)
         for shape in shapes(model, H800, size - model.tensor_parallel)
@@ -174,7 +175,7 @@ def at_size(model: Model, size: int, max_lag: int) -> Figures:
 
 
 def by_price(model: Model) -> Figures:
-    """The cheapest sample with both kinds of GPU, and with one."""
+    """Return the cheapest plan per sample with both kinds of GPU, and with each one alone."""
     found = {}
     for name, kinds in (("H800 alone", [H800]), ("H20 alone", [H20]), ("both", [H800, H20])):
         candidates = [(_simulated(plan), plan) for plan in _cheapest(model, kinds)]
@@ -187,7 +188,7 @@ def by_price(model: Model) -> Figures:
 
 
 def _cheapest(model: Model, kinds: Sequence[Gpu]) -> list[Cluster]:
-    """The best few by bounds, of at most MOST_OF_A_KIND GPUs of each kind."""
+    """Return the cheapest plans by bounds, with at most MOST_OF_A_KIND GPUs of each kind."""
     most = MOST_OF_A_KIND // model.tensor_parallel
     counts = sorted({count for count in (*range(0, 17, 2), *range(20, 65, 4), *range(72, 129, 8)) if count <= most})
     learners = [(gpu, shape) for gpu in kinds for shape in shapes(model, gpu, MOST_OF_A_KIND)]
@@ -222,7 +223,7 @@ def _pool(model: Model, gpu: Gpu, count: int, slots: int) -> EnginePool:
 
 @lru_cache(maxsize=4096)
 def _step_s(model: Model, gpu: Gpu, shape: LearnerShape) -> float:
-    """Of samples whose lengths are spread as the law says."""
+    """Return the seconds of a step on samples with the quantiles of the length distribution."""
     num = GROUPS * K
     scores = [NormalDist().inv_cdf((place + 0.5) / num) for place in range(num)]
     lengths = [PROMPT_TOKENS + int(each) for each in replace(LENGTHS, explained=0.0).lengths(0.0, scores)]
@@ -249,15 +250,15 @@ def _figures(found: Prediction) -> Figures:
 
 
 def page(result: Figures) -> list[str]:
-    """The paragraphs of the page."""
+    """Return the paragraphs of the page."""
     head = (
         f"{origin('python benchmarks/scale.py --page', result['machine'], result['machine']['commit'])} **Nothing on "
-        "this page was measured on a GPU**: it says what the simulator makes of data sheets and of assumptions, all of "
-        "them in [benchmarks/scale_parts/sheets.py](../../benchmarks/scale_parts/sheets.py). Engines reach "
-        f"{READS:.0%} of the sheet's bandwidth and {COMPUTES:.0%} of its FLOP/s, a learner {TRAINS:.0%}. How far the "
-        "simulator itself can be trusted is in [fleet.md](fleet.md). A step is of "
-        f"{GROUPS} prompts with {K} samples each, at every size; answers have {LENGTHS.mean:,.0f} tokens on average "
-        f"and {LONGEST:,} at most, and the prompt explains 65 % of their spread."
+        "this page was measured on a GPU**: the simulator's input is data sheets and assumptions, all of them in "
+        "[benchmarks/scale_parts/sheets.py](../../benchmarks/scale_parts/sheets.py). Engines reach "
+        f"{READS:.0%} of the sheet's bandwidth and {COMPUTES:.0%} of its FLOP/s, a learner {TRAINS:.0%} of its FLOP/s. "
+        "The accuracy of the simulator is measured in [fleet.md](fleet.md). A step has "
+        f"{GROUPS} prompts with {K} samples each, at every size; completions have {LENGTHS.mean:,.0f} tokens on "
+        f"average and {LONGEST:,} at most, and the prompt explains 65 % of the variance of their logarithm."
     )
     rows = [
         [row["model"], f"{row['gpus']:,}", f"{row['max_lag']}", row["plan"],
@@ -278,26 +279,26 @@ def page(result: Figures) -> list[str]:
         for name in ("H800 alone", "H20 alone", "both")
     ]  # fmt: skip
     return [
-        "# Scale, simulated from data sheets",
+        "# Simulated scale from data sheets",
         head,
-        "## What binds where",
-        f"Of all plans for so many H800 the {NUM_CLOSER} best by the bounds were simulated, {STEPS} steps under each "
-        "of three seeds. Here is the best of them.",
-        table(["model", "GPUs", "max_lag", "plan", "samples/s", "per GPU", "binds", "learner busy", "slots used",
+        "## Bottlenecks",
+        f"For each number of H800, the {NUM_CLOSER} plans with the best bounds were simulated for {STEPS} steps with "
+        "each of three seeds. The table shows the best of them.",
+        table(["model", "GPUs", "max_lag", "plan", "samples/s", "per GPU", "bottleneck", "learner busy", "slots used",
                "lag", "dropped"], rows),
-        "By itself each part would allow, samples per second:",
+        "Samples per second that each part alone would allow:",
         table(["model", "GPUs", "max_lag", "generation", "training", "staleness"], bounds),
-        "## Unlike GPUs by price",
-        f"The cheapest plans of up to {MOST_OF_A_KIND} GPUs of each kind at `max_lag = {PRICED_LAG}`, by what a "
-        "thousand trained samples cost, where an hour of an H20 costs 1.",
+        "## Mixed GPUs by price",
+        f"The cheapest plans of up to {MOST_OF_A_KIND} GPUs of each kind at `max_lag = {PRICED_LAG}`, by the price of "
+        "a thousand trained samples; an hour of an H20 costs 1.",
         bars_table(result["wanted"], "at least"),
-        table(["model", "GPUs", "plan", "samples/s", "binds", "per 1,000"], priced),
-        "## What the model does not know",
-        "Networks that are shared or congested: every host pulls weights at the full rate of its link, and hops "
-        "between stages and sums over replicas are in a constant. Preemption: an engine starts no sample for which its "
-        "cache may have no room, which a real one does. Failures, stragglers and hosts that throttle. Rewards that "
-        "are slow in bursts. What the kernels of a given version really reach. And whether a model learns as well at "
-        "that lag: [stability.md](stability.md) and [accuracy_over_lag.md](accuracy_over_lag.md) are about that.",
+        table(["model", "GPUs", "plan", "samples/s", "bottleneck", "per 1,000"], priced),
+        "## Not modelled",
+        "Shared or congested networks: every host pulls weights at the full rate of its link, and hops between stages "
+        "and sums over replicas are in a constant. Preemption: the simulated engine starts only samples that its cache "
+        "has room for, but a real engine may preempt. Failures, stragglers and throttling hosts. Bursts of slow "
+        "rewards. The actual efficiency of the kernels of a given version. The effect of the lag on learning: see "
+        "[stability.md](stability.md) and [accuracy_over_lag.md](accuracy_over_lag.md).",
     ]  # fmt: skip
 
 

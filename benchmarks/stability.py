@@ -1,11 +1,11 @@
-"""How fast may one learn at which lag? The greatest stable learning rate of every algorithm, by simulated lag.
+"""Measure the highest stable learning rate of each algorithm at each simulated lag.
 
     python benchmarks/stability.py [--anew] [--workers 2]
 
-A loop trains the model of examples/sums.toml on samples of the policy of exactly so many updates before, or, with lag
-control, of up to so many (`stability_parts/loop.py`), every algorithm with its weights and with its protection taken
-off. Takes about three hours on two cores. What is finished is kept beside the page, in stability.jsonl, with the commit
-that it was run at: a call that was ended goes on from there, and `--anew` forgets it.
+A loop (`stability_parts/loop.py`) trains the model of examples/sums.toml on samples that are exactly `lag` updates old,
+or up to `lag` updates old with lag control. Each algorithm runs with its importance weights and without its protection.
+A full run takes about three hours on two cores. Finished results and their commits are stored in stability.jsonl beside
+the page. An interrupted run resumes from that file; `--anew` deletes it.
 
 Writes docs/results/stability.md; the last line of stdout is {row: {"rate_lagL": ..., "accuracy_lagL": ...}}.
 """
@@ -31,59 +31,60 @@ from benchmarks.lib.machine import RESULTS, describe_machine, make_model
 from benchmarks.lib.page import origin, table, write_page
 from benchmarks.lib.processes import end_with_parent
 from benchmarks.stability_parts.loop import CONFIG, DelayedRun
-from launch.config import load_config
+
+from leeway.launch.config import load_config
 
 PAGE = RESULTS / "stability.md"
 LAGS = (0, 1, 4, 16, 64)
 RATES = (1.25e-5, 2.5e-5, 5e-5, 1e-4, 2e-4, 4e-4, 8e-4, 1.6e-3)
 FIRST_RATE = {0: 2e-4, 1: 2e-4, 4: 1e-4, 16: 1e-4, 64: 5e-5}
-"""By lag, where a search begins: near its end, which costs the fewest runs."""
+"""Lag -> rate at which the search starts; a start near the result needs the fewest runs."""
 NUM_UPDATES = 120
 LAGS_SEEN = 3
-"""A run has at least so many times its lag of updates: what comes back late has to have come back."""
+"""Minimum number of updates of a run, in multiples of its lag, so that delayed effects become visible."""
 EVAL_EVERY = 20
 MAY_FALL_BY = 0.05
-"""Sampled accuracy below the best that is still no fall: three standard errors on 1,024 problems."""
+"""Largest drop in sampled accuracy that still counts as stable: three standard errors on 1,024 problems."""
 SEED = 0
 
 Result = dict[str, Any]
 
 
 def main() -> None:
-    """Run what is missing, and write the page."""
+    """Run the missing tasks and write the page."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--anew", action="store_true", help="forget what was measured before")
-    parser.add_argument("--workers", type=int, default=2, help="processes, of one thread each")
+    parser.add_argument("--anew", action="store_true", help="delete the stored results first")
+    parser.add_argument("--workers", type=int, default=2, help="number of single-threaded processes")
     args = parser.parse_args()
     machine = describe_machine()
     kept = PAGE.with_suffix(".jsonl")
     if args.anew:
         kept.unlink(missing_ok=True)
     text = origin("python benchmarks/stability.py", machine, machine["commit"])
-    make_model(CONFIG)  # once, before processes ask for it all at once
+    make_model(CONFIG)  # once, before the worker processes need it at the same time
     try:
         run_all(kept, args.workers, machine["commit"])
-    finally:  # of a call that is ended too: the page has what there is
+    finally:  # an interrupted run also writes a page, from the results so far
         results = dict(kept_in(kept))
         write_page(PAGE, page(results, text))
     print(json.dumps(line(results)))
 
 
-# --- the rows of the page: every algorithm as it ships, and with what protects it taken off ------
+# --- the rows of the page: each algorithm with its defaults, and without its protection ----------
 
 
 @dataclass(frozen=True)
 class Row:
-    """One loss."""
+    """One loss configuration, a row of the page."""
 
     name: str
     overrides: tuple[str, ...]
-    """Of examples/sums.toml."""
+    """Overrides of examples/sums.toml."""
     lags: tuple[int, ...]
-    """At which its greatest rate is searched for."""
+    """Lags at which the highest stable rate is searched."""
     trained_at: tuple[int, ...] = ()
-    """At which it is trained whole, as it ships: a row that a user gets by `algorithm.type` (and `variant`) alone."""
+    """Lags of a full training run with defaults; only for rows set by `algorithm.type` (and `variant`) alone."""
 
 
 def _row(
@@ -97,7 +98,7 @@ def _row(
 
 
 def _ships(name: str, *overrides: str, trained_at: tuple[int, ...] = (64,)) -> Row:
-    # accuracy_over_lag.py trains them at smaller lags, and over the real system
+    # accuracy_over_lag.py trains these rows at smaller lags, on the real system
     return _row(name, *overrides, lags=LAGS, trained_at=trained_at)
 
 
@@ -139,12 +140,12 @@ ROWS = (
 )
 
 
-# --- the greatest rate at which a row still learns, and what it comes to as it ships -------------
+# --- the highest stable rate of a row, and its accuracy with default settings --------------------
 
 
 @dataclass(frozen=True)
 class Task:
-    """A row at a lag: what is searched for, or, as it ships, trained whole."""
+    """A row at one lag: a search for the highest stable rate, or a full training run with default settings."""
 
     row: int
     lag: int
@@ -152,24 +153,24 @@ class Task:
 
     @property
     def key(self) -> str:
-        """Under which its result is kept."""
+        """Return the key under which the result is stored."""
         return f"{ROWS[self.row].name} | lag {self.lag} | {'shipped' if self.as_shipped else 'greatest rate'}"
 
 
 def tasks() -> list[Task]:
-    """All of the page, the longest first."""
+    """Return all tasks of the page, the longest first."""
     rates = [Task(i, lag, False) for i, row in enumerate(ROWS) for lag in row.lags]
     shipped = [Task(i, lag, True) for i, row in enumerate(ROWS) for lag in row.trained_at]
     return sorted([*rates, *shipped], key=lambda task: (task.as_shipped, -task.lag))
 
 
 def run_all(kept: Path, num_workers: int, commit: str) -> None:
-    """Add every result to a file that does not have it yet.
+    """Run the tasks whose results are not in the file yet, and append each result.
 
     Args:
-        kept: JSON lines.
-        num_workers: processes, of one thread each.
-        commit: of the code that runs; said with each result.
+        kept: file of JSON lines.
+        num_workers: number of single-threaded processes.
+        commit: commit of the running code; stored with each result.
     """
     known = dict(kept_in(kept))
     missing = [task for task in tasks() if task.key not in known]
@@ -189,20 +190,20 @@ def _start_worker() -> None:
 
 
 def kept_in(path: Path) -> Iterator[tuple[str, Result]]:
-    """The results of a file, by the key of their task."""
+    """Yield the task key and the result of each line of a file."""
     for line in path.read_text().splitlines() if path.exists() else []:
         found = json.loads(line)
         yield found.pop("key"), found
 
 
 def run(task: Task) -> Result:
-    """In a process of its own."""
+    """Run a task; called in a worker process."""
     row = ROWS[task.row]
     return as_shipped(row, task.lag) if task.as_shipped else greatest_rate(row, task.lag)
 
 
 def as_shipped(row: Row, lag: int) -> Result:
-    """Accuracies of the whole run of the config."""
+    """Train for all steps of the config and return the final accuracies."""
     delayed = DelayedRun([*row.overrides, "--weight_sync.max_lag", str(lag)], SEED)
     curve = delayed.train(delayed.config.learner.num_steps)
     return {
@@ -214,10 +215,10 @@ def as_shipped(row: Row, lag: int) -> Result:
 
 
 def greatest_rate(row: Row, lag: int) -> Result:
-    """Go up while it is stable, or down until it is.
+    """Search the highest stable rate: raise the rate while runs are stable, or lower it until one is.
 
     Returns:
-        `rate`, None where even the smallest is not stable; and of each rate that was tried the sampled accuracies.
+        `rate`, or None if even the lowest rate is unstable; `tried`: rate -> sampled accuracies.
     """
     place = RATES.index(FIRST_RATE[lag])
     tried: dict[float, Sequence[float]] = {}
@@ -241,7 +242,7 @@ def _try(row: Row, lag: int, rate: float, tried: dict[float, Sequence[float]]) -
 
 
 def is_stable(accuracies: Sequence[float]) -> bool:
-    """Has it not fallen? The last two, of which each is noisy, are held against the best."""
+    """Return whether the better of the last two (noisy) accuracies is near the best and neither far below the start."""
     return max(accuracies[-2:]) >= max(accuracies) - MAY_FALL_BY and min(accuracies[-2:]) >= accuracies[0] - MAY_FALL_BY
 
 
@@ -249,48 +250,48 @@ def is_stable(accuracies: Sequence[float]) -> bool:
 
 
 SETTING = f"""\
-**What was run.** `examples/sums.toml`, an ordinary model, in a synchronous loop of one process and one thread: the \
-updates are those of the config (loss, optimizer, clipping, schedule), and the samples of an update come from the \
-policy of exactly so many updates before. So the lag is what a run with that `max_lag` has at most, and nothing else \
-of the system takes part; [accuracy_over_lag.md](accuracy_over_lag.md) is the real one. In rows with lag control that \
-is the bound, and samples are generated twice as fast as they are trained, as admission lets them. One seed.
+**Setup.** `examples/sums.toml`, an ordinary model, trains in a synchronous loop of one process and one thread. The \
+updates are those of the config (loss, optimizer, clipping, schedule). The samples of an update come from the policy \
+exactly `lag` updates earlier, which is the maximum lag of a run with that `max_lag`. No other part of the system \
+runs; [accuracy_over_lag.md](accuracy_over_lag.md) measures the real system. In rows with lag control, the lag is the \
+upper bound, and generation is twice as fast as training while admission permits. One seed.
 
-**The greatest stable rate.** At a constant learning rate (after the warm-up of the config), {NUM_UPDATES} updates, \
-and at least {LAGS_SEEN} times the lag. Stable is a rate at which sampled accuracy on the held-out problems, taken \
-every {EVAL_EVERY} updates, ends no more than {MAY_FALL_BY} below its best and its start. Rates are {RATES[0]:g} to \
-{RATES[-1]:g}, by factors of 2; the search goes up while it is stable, or down until it is."""
+**Highest stable rate.** A run has {NUM_UPDATES} updates, and at least {LAGS_SEEN} times the lag, at a constant \
+learning rate after the warm-up of the config. Sampled accuracy on the held-out problems is measured every \
+{EVAL_EVERY} updates. A rate is stable if accuracy ends at most {MAY_FALL_BY} below its best and its start. Rates \
+are {RATES[0]:g} to {RATES[-1]:g}, in factors of 2; the search raises a stable rate, or lowers an unstable one."""
 
 
 def page(results: Mapping[str, Result], origin: str) -> list[str]:
-    """The paragraphs of the page, from results by the key of their task."""
+    """Return the paragraphs of the page; `results` maps task keys to results."""
     head = ["", *[f"lag {lag}" for lag in LAGS]]
     rates = [[f"`{row.name}`", *[_rate(results, i, lag) for lag in LAGS]] for i, row in enumerate(ROWS)]
     shipped = [
         [f"`{row.name}`", *[_shipped(results, i, lag) for lag in LAGS]] for i, row in enumerate(ROWS) if row.trained_at
     ]
     return [
-        "# How fast one may learn at which lag",
+        "# Highest stable learning rate by lag",
         origin,
         SETTING,
-        "## The greatest stable rate",
+        "## Highest stable rate",
         table(head, rates),
-        "In brackets: sampled accuracy where it ended at that rate, and, behind the arrow, where it ended at the "
-        "next greater one that was tried. At lag 0 every weight is 1; what is no algorithm as it ships was mostly "
-        "searched at lag 16 alone; a dash is what was not run.",
-        "## As shipped",
-        "Held-out accuracy, greedy / sampled, after the whole run of `examples/sums.toml`, and the smallest "
-        "effective sample share of a step. What [accuracy_over_lag.md](accuracy_over_lag.md) has over the real system "
-        "is not simulated again.",
+        "In brackets: final sampled accuracy at that rate and, after the arrow, at the next higher rate that was "
+        "tried. At lag 0 every weight is 1. Most rows that are not defaults were searched at lag 16 only. A dash "
+        "marks a combination that was not run.",
+        "## Default settings",
+        "Held-out accuracy, greedy / sampled, after the full run of `examples/sums.toml`, and the lowest effective "
+        "sample share of a step. Cells that [accuracy_over_lag.md](accuracy_over_lag.md) measures on the real system "
+        "are not simulated again.",
         table(head, shipped),
-        "## What it shows",
+        "## Findings",
         "\n".join(shown(results)),
-        "Of one seed and one small model: the factors of 2 are its resolution. The commit that a result was taken at "
-        "stands with it in stability.jsonl.",
+        "The results are for one seed and one small model, with a resolution of a factor of 2. stability.jsonl "
+        "stores the commit of each result.",
     ]
 
 
 def shown(results: Mapping[str, Result]) -> Iterator[str]:
-    """Of each algorithm: what a lag costs it in rate, and what it would cost it without its weights."""
+    """Yield one line per algorithm: its highest stable rates by lag, with and without its weights."""
     indexes = {row.name: i for i, row in enumerate(ROWS)}
     for name in (row.name for row in ROWS if row.trained_at):
         parts = [f"{_rates(results, indexes[name])} at lags 0 to {LAGS[-1]}"]
@@ -325,7 +326,7 @@ def _shipped(results: Mapping[str, Result], row: int, lag: int) -> str:
 
 
 def line(results: Mapping[str, Result]) -> dict[str, dict[str, float | None]]:
-    """The JSON line: row -> `rate_lagL`, and of rows that ship `accuracy_lagL`, greedy."""
+    """Return the JSON line: row -> `rate_lagL` and, for rows with default settings, greedy `accuracy_lagL`."""
     found: dict[str, dict[str, float | None]] = {}
     for i, row in enumerate(ROWS):
         for lag in LAGS:

@@ -1,17 +1,17 @@
-"""How soon is a model good? Seconds of training to a held-out accuracy, beside TRL. Prints one JSON line last.
+"""Measure the seconds of training to a held-out accuracy, compared with TRL. The last line of stdout is JSON.
 
     python benchmarks/time_to_reward.py [--on adding smollm2] [--seeds 0 1 2] [--work FOLDER] [--page [FILE]]
         [--section.key VALUE ...]
 
-    adding    a model of 0.9 M parameters (`lib/small_tasks.py`), answers of 20 to 52 tokens; a seed per round
-    smollm2   SmolLM2-135M on sums of small numbers; the first seed alone
+    adding    a model of 0.9 M parameters (`lib/small_tasks.py`), answers of 20 to 52 tokens; one seed per round
+    smollm2   SmolLM2-135M on sums of small numbers; the first seed only
 
-The sides take turns: Leeway with `max_lag = 0`, Leeway at its default, TRL's GRPOTrainer on both cores. The target is
-`SHARE` of the accuracy at which the runs with `max_lag = 0` end, a mean over seeds; a side reaches it where the line
-through its evaluations does. TRL's clock stands still while it evaluates; ours does not. Ratios are medians of seeds.
-Any other key is an override of the side `default`.
+The sides alternate: Leeway with `max_lag = 0`, Leeway with the default `max_lag`, and TRL's GRPOTrainer on both cores.
+The target is `SHARE` of the final accuracy of the runs with `max_lag = 0`, a mean over seeds. The time to the target is
+interpolated linearly between evaluations. TRL's clock stops during evaluation; Leeway's clock does not. Ratios are
+medians over seeds. Any other key is an override of the side `default`.
 
-`--work` keeps finished runs. `--page` writes docs/results/time_to_reward.md and its figure. The first call installs TRL
+`--work` stores finished runs. `--page` writes docs/results/time_to_reward.md and its plot. The first call installs TRL
 into an environment in the user's cache folder.
 """
 
@@ -41,30 +41,31 @@ from benchmarks.lib.rounds import median_ratio
 from benchmarks.lib.runs import KeptResults
 from benchmarks.lib.runs import train as train_ours
 from benchmarks.trl import LIMIT_S, REQUIREMENTS, Case, accuracies_of, train_theirs
-from weight_sync.config import WeightSyncConfig
+
+from leeway.weight_sync.config import WeightSyncConfig
 
 PAGE = RESULTS / "time_to_reward.md"
 SHARE = 0.9
 NUM_LATE = 3
-"""Evaluations at the end of a run whose mean is its accuracy."""
+"""Number of final evaluations whose mean is the accuracy of a run."""
 STYLES = {"synchronous": ("#D55E00", "--"), "default": ("#0072B2", "-"), "trl": ("#009E73", ":")}
-"""Side -> colour and line."""
+"""Side -> colour and line style."""
 BARS = {"adding_over_synchronous": 0.65, "adding_over_trl": 0.6}
 
 Line = Sequence[tuple[float, float]]
-"""Seconds of training and the accuracy then, of each evaluation."""
+"""Seconds of training and accuracy at each evaluation."""
 
 
 def main() -> None:
-    """Measure what is missing, and print the result."""
+    """Run the missing measurements and print the result."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--on", nargs="+", choices=CASES, default=["adding"])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--work", type=Path, help="keeps finished runs; a new one for new code (default: keeps none)")
+    parser.add_argument("--work", type=Path, help="store finished runs; use a new folder for new code (default: none)")
     parser.add_argument(
-        "--page", type=Path, nargs="?", const=PAGE, metavar="FILE", help="write it; by default to docs/results/"
+        "--page", type=Path, nargs="?", const=PAGE, metavar="FILE", help="write the page; default: in docs/results/"
     )
     args, overrides = parser.parse_known_args()
     end_at_sigterm()
@@ -87,16 +88,16 @@ def main() -> None:
     print(json.dumps(result))
 
 
-# --- what is trained -------------------------------------------------------------------------------
+# --- the training runs -----------------------------------------------------------------------------
 
 
 def adding(folder: Path) -> Case:
-    """Long answers, of a model that learns them."""
+    """Return the case of a small model that learns long answers."""
     return Case(small_tasks.make("adding", folder / "adding"), ("--actors.eval_every", "10"), 200, 0)
 
 
 def smollm2(folder: Path) -> Case:
-    """The example, for as many steps as show that it learns."""
+    """Return the case of examples/smollm2.toml, with enough steps to show learning."""
     return Case(ROOT / "examples" / "smollm2.toml", ("--actors.eval_every", "10"), 100, 0)
 
 
@@ -106,7 +107,7 @@ CASES = {"adding": adding, "smollm2": smollm2}
 def measure(
     kept: KeptResults, name: str, seeds: Sequence[int], overrides: Sequence[str], python: Path
 ) -> dict[str, list[Line]]:
-    """Side -> its evaluations, an entry for each seed; MeasurementFailed where a run did not end well."""
+    """Return side -> its evaluations, one entry per seed; raise MeasurementFailed if a run fails."""
     case = CASES[name](kept.folder)
     make_model(case.config)
     own = {
@@ -132,20 +133,20 @@ def measure(
     return found
 
 
-# --- what is shown ---------------------------------------------------------------------------------
+# --- the results -----------------------------------------------------------------------------------
 
 
 def reached_s(line: Line, target: float) -> float | None:
-    """Seconds at which the line through some evaluations first comes to a target; None if it never does."""
+    """Return the seconds at which interpolated accuracy first reaches the target, or None if it never does."""
     for (before_s, before), (then_s, then) in itertools.pairwise([(0.0, 0.0), *line]):
         if then >= target:
-            share = (target - before) / (then - before) if before_s else 1.0  # before the first nothing is known
+            share = (target - before) / (then - before) if before_s else 1.0  # no interpolation before the first
             return before_s + share * (then_s - before_s)
     return None
 
 
 def compared(lines: Mapping[str, Sequence[Line]]) -> dict[str, Any]:
-    """The target, and of each side its accuracy at the end and its seconds to the target, an entry for each seed."""
+    """Return the target, the final accuracies and seconds to the target of each side by seed, and the ratios."""
     ends = {side: [fmean(a for _, a in line[-NUM_LATE:]) for line in own] for side, own in lines.items()}
     target = SHARE * fmean(ends["synchronous"])
     seconds = {side: [reached_s(line, target) for line in own] for side, own in lines.items()}
@@ -158,7 +159,7 @@ def compared(lines: Mapping[str, Sequence[Line]]) -> dict[str, Any]:
 
 
 def page(result: Mapping[str, Any], words: str, figure: str) -> list[str]:
-    """The paragraphs of the page."""
+    """Return the paragraphs of the page."""
     machine = result["machine"]
     rows = [
         [
@@ -170,23 +171,23 @@ def page(result: Mapping[str, Any], words: str, figure: str) -> list[str]:
         for name, case in result["cases"].items()
         for side in case["seconds"]
     ]
-    targets = ", ".join(f"{case['target']:.3f} of `{name}`" for name, case in result["cases"].items())
+    targets = ", ".join(f"{case['target']:.3f} for `{name}`" for name, case in result["cases"].items())
     return [
         "# Time to reward, measured",
         f"{origin(f'python benchmarks/time_to_reward.py {words} --page', machine, machine['commit'])} "
-        f"{result['trl'].replace('==', ' ')}, GRPOTrainer, generates with Transformers and computes with both cores, "
-        "without KL. Leeway trains with trajectory balance and a reference, with its engines, buffer and stages on the "
-        "same cores. The sides take turns, seed by seed; model, task, samples a step, rate and optimizer are the same.",
+        f"{result['trl'].replace('==', ' ')}, GRPOTrainer, generates with Transformers and uses both cores, without "
+        "KL. Leeway trains with trajectory balance and a reference model; its engines, buffer and stages use the "
+        "same cores. The sides alternate per seed. Model, task, samples per step, rate and optimizer are the same.",
         f"![Held-out accuracy over seconds of training]({figure})",
-        f"The target is {SHARE:g} of the accuracy at which `max_lag = 0` ends: {targets}. Accuracy is greedy, every "
-        f"ten steps; that at the end is the mean of the last {NUM_LATE}. TRL's clock stands still while it evaluates.",
-        table(["task", "side", "accuracy at the end", "seconds to the target, by seed"], rows),
+        f"The target is {SHARE:g} of the final accuracy with `max_lag = 0`: {targets}. Accuracy is greedy, every ten "
+        f"steps; the final accuracy is the mean of the last {NUM_LATE}. TRL's clock stops during evaluation.",
+        table(["task", "side", "final accuracy", "seconds to the target, by seed"], rows),
         bars_table(result["wanted"], "at most"),
     ]
 
 
 def draw(lines: Mapping[str, Mapping[str, Sequence[Line]]], result: Mapping[str, Any], path: Path) -> None:
-    """Accuracy over seconds, a panel for each task and a line for each run."""
+    """Plot accuracy over seconds, with one panel per task and one line per run."""
     with drawn(path, 5 * len(lines), 3.6, font_size=10) as figure:
         for axis, (name, own) in zip(figure.subplots(1, len(lines), squeeze=False)[0], lines.items(), strict=True):
             for side, runs in own.items():

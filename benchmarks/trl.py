@@ -1,17 +1,16 @@
-"""Leeway beside TRL's GRPOTrainer: same machine, model, task, samples per step and cores. Prints one JSON line last.
+"""Compare Leeway with TRL's GRPOTrainer on the same machine, model, task, samples and cores. Prints one JSON line last.
 
     python benchmarks/trl.py [--quick] [--only NAME ...] [--rounds 3] [--keep FOLDER] [--page [FILE]]
 
-    short    the demo: answers of three tokens by a model of half a million parameters, 256 samples a step
-    long     the long-tailed model of `benchmarks/overlap.py`, answers of 48 tokens in the median and 240 at most
-    smollm2  SmolLM2-135M, answers of up to 128 tokens, 32 samples a step
+    short    the demo: completions of three tokens by a model of half a million parameters, 256 samples per step
+    long     the long-tailed model of `benchmarks/overlap.py`, completions of 48 tokens (median) and 240 (maximum)
+    smollm2  SmolLM2-135M, completions of up to 128 tokens, 32 samples per step
 
-TRL generates with Transformers, computes with both cores, has no KL and so no reference model. Leeway runs as the
-config says: engines, buffer and stages beside each other. The sides take turns; ratios are medians of rounds, of
-samples per second from the end of the warm-up to the last step. TRL's clock stands still while it evaluates; ours does
-not.
+TRL generates with Transformers, computes on both cores, and uses no KL and therefore no reference model. Leeway runs as
+configured, with engines, buffer and stages in parallel. The sides take turns; ratios are medians over rounds of samples
+per second from the end of the warm-up to the last step. Evaluation time does not count for TRL, but counts for Leeway.
 
-`--quick` is for development: one short round, and its figures mean nothing. `--page` writes docs/results/trl.md. The
+`--quick` is for development: one short round; the figures are meaningless. `--page` writes docs/results/trl.md. The
 first call installs TRL into an environment in the user's cache folder.
 """
 
@@ -40,21 +39,22 @@ from benchmarks.lib.runs import FinishedRun
 from benchmarks.lib.runs import train as train_ours
 from benchmarks.overlap import GROUPS_PER_STEP
 from benchmarks.overlap_parts.long_tail import Setting, write_setting
-from launch.config import load_config
+
+from leeway.launch.config import load_config
 
 PAGE = RESULTS / "trl.md"
 REQUIREMENTS = ("trl==1.16.0", "datasets", "accelerate")
 LIMIT_S = 3000.0
 BARS = {"short_over_trl": 0.6, "long_over_trl": 3.0, "smollm2_over_trl": 1.5}
 TARGET = 0.9
-"""Held-out accuracy whose time is compared."""
+"""Held-out accuracy; the time to reach it is compared."""
 
 Figures = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Case:
-    """What both sides train."""
+    """Config that both sides train."""
 
     config: Path
     overrides: tuple[str, ...]
@@ -64,23 +64,23 @@ class Case:
 
     @property
     def arguments(self) -> list[str]:
-        """Of either side."""
+        """Overrides of both sides."""
         return [*self.overrides, "--learner.num_steps", str(self.num_steps)]
 
 
 def main() -> None:
-    """Measure, and print the result."""
+    """Run the benchmark and print the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one short round, for development")
     parser.add_argument("--only", nargs="+", choices=[*CASES], metavar="NAME", help=" ".join(CASES))
-    parser.add_argument("--rounds", type=int, default=3, help="of all cases")
-    parser.add_argument("--keep", type=Path, help="keeps the folders of the runs (default: keeps none)")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds of all cases")
+    parser.add_argument("--keep", type=Path, help="keep the run folders here (default: remove them)")
     parser.add_argument(
-        "--page", type=Path, nargs="?", const=PAGE, metavar="FILE", help="write it; by default to docs/results/"
+        "--page", type=Path, nargs="?", const=PAGE, metavar="FILE", help="write the page; default: to docs/results/"
     )
     args = parser.parse_args()
     if args.page and (args.quick or args.only):
-        parser.error("a page shows all cases at full size; leave --page out, or --quick and --only")
+        parser.error("--page needs all cases at full size: omit --quick and --only, or omit --page")
     end_at_sigterm()
     machine = describe_machine()
     num_rounds = 1 if args.quick else args.rounds
@@ -99,24 +99,24 @@ def main() -> None:
     print(json.dumps(result))
 
 
-# --- what is trained -------------------------------------------------------------------------------
+# --- cases -----------------------------------------------------------------------------------------
 
 
 def short(folder: Path, quick: bool) -> Case:
-    """The demo."""
+    """Return the case of the demo."""
     evaluated = ("--actors.eval_every", "10")
     return Case(ROOT / "examples" / "demo.toml", evaluated, 20 if quick else 120, 5 if quick else 20)
 
 
 def long(folder: Path, quick: bool) -> Case:
-    """As `benchmarks/overlap.py`, but that both sides may use both cores."""
+    """Return the case of `benchmarks/overlap.py`, with both cores for each side."""
     num_steps, num_warmup = (6, 2) if quick else (40, 5)
     setting = Setting(num_steps, num_warmup, GROUPS_PER_STEP)
     return Case(write_setting(folder / "setting", setting), (), num_steps, num_warmup)
 
 
 def smollm2(folder: Path, quick: bool) -> Case:
-    """The example, with long answers."""
+    """Return the case of the SmolLM2 example with long completions."""
     sizes = ("--actors.max_new_tokens", "128", "--learner.groups_per_step", "4", "--actors.max_running_samples", "16")
     return Case(ROOT / "examples" / "smollm2.toml", sizes, 2 if quick else 4, 1)
 
@@ -124,11 +124,11 @@ def smollm2(folder: Path, quick: bool) -> Case:
 CASES = {"short": short, "long": long, "smollm2": smollm2}
 
 
-# --- the sides -------------------------------------------------------------------------------------
+# --- sides -----------------------------------------------------------------------------------------
 
 
 def measure_round(folder: Path, number: int, cases: dict[str, Case], python: Path) -> dict[str, dict[str, Figures]]:
-    """Both sides of every case; MeasurementFailed where one did not end well."""
+    """Run both sides of every case; raise MeasurementFailed if one fails."""
     found: dict[str, dict[str, Figures]] = {}
     for name, case in cases.items():
         make_model(case.config)
@@ -140,7 +140,7 @@ def measure_round(folder: Path, number: int, cases: dict[str, Case], python: Pat
 
 
 def train_theirs(case: Case, python: Path) -> Figures:
-    """What `trl_parts.trainer.train` returns, in an environment that has TRL; MeasurementFailed as it says."""
+    """Run `trl_parts.trainer.train` in an environment with TRL; raises as `call_in_processes`."""
     call = {"config": str(case.config), "overrides": case.arguments, "num_threads": len(os.sched_getaffinity(0))}
     (found,) = call_in_processes("TRL", "benchmarks.trl_parts.trainer:train", [call], limit_s=LIMIT_S, python=python)
     return found
@@ -164,7 +164,7 @@ def _ours(folder: Path, name: str, case: Case) -> Figures:
 
 
 def accuracies_of(run: FinishedRun) -> list[tuple[float, float]]:
-    """As TRL's: seconds until the weights were there, since the learner began to wait for its first batch."""
+    """Return (seconds, accuracy) pairs; as for TRL, seconds run from the first wait for a batch to the new weights."""
     first = run.steps[0]
     began_s = first["started_s"] - first["time/wait_for_batch"]
     there_s = {row["version"]: row["finished_s"] - began_s for row in run.steps}
@@ -180,11 +180,11 @@ def _figures(samples_per_s: float, accuracies: Sequence[Sequence[float]]) -> Fig
     }
 
 
-# --- what is shown ---------------------------------------------------------------------------------
+# --- figures and page ------------------------------------------------------------------------------
 
 
 def compared(rounds: Sequence[dict[str, dict[str, Figures]]]) -> Figures:
-    """The figures of the JSON line; ratios are medians of the rounds'."""
+    """Return the figures of the JSON line; ratios are medians of the rounds' ratios."""
     found: Figures = {"cases": {}}
     for name in rounds[0]:
         sides = {side: [each[name][side] for each in rounds] for side in ("leeway", "trl")}
@@ -207,22 +207,22 @@ def _middle(values: Sequence[float | None]) -> float | None:
 
 
 def page(result: Figures, num_rounds: int) -> list[str]:
-    """The paragraphs of the page."""
+    """Return the paragraphs of the page."""
     machine = result["machine"]
     head = (
         f"{origin(f'python benchmarks/trl.py --rounds {num_rounds} --page', machine, machine['commit'])} "
-        f"{result['trl'].replace('==', ' ')}, GRPOTrainer: it generates with Transformers and computes with both cores "
-        "in one process, without KL and so without a reference model. Leeway as its configs say, trajectory balance, "
-        f"with a reference, engines, buffer and stages on the same two cores. Rounds: {num_rounds}, in which the sides "
-        "take turns; ratios are of samples per second, after the warm-up."
+        f"The GRPOTrainer of {result['trl'].replace('==', ' ')} generates with Transformers and computes on both cores "
+        "in one process, without KL and therefore without a reference model. Leeway trains as configured with "
+        "trajectory balance and a reference, with engines, buffer and stages on the same two cores. Rounds: "
+        f"{num_rounds}, in which the sides take turns; ratios are of samples per second after the warm-up."
     )
-    said = (
-        "`short` is the demo (answers of three tokens, 256 samples a step), `long` the long-tailed model of "
-        "[overlap.md](overlap.md) (48 tokens in the median, 240 at most, 48 samples a step), `smollm2` SmolLM2-135M "
-        f"with answers of up to 128 tokens, 32 samples a step. Seconds are to a held-out greedy accuracy of "
-        f"{TARGET:g}, evaluated every ten steps; TRL's clock stands still for that, and Leeway's does not. The models "
-        "of `long` and `smollm2` learn nothing in so few steps, and are not compared by it. Both sides keep the memory "
-        "that they freed."
+    cases = (
+        "`short` is the demo (completions of three tokens, 256 samples per step), `long` the long-tailed model of "
+        "[overlap.md](overlap.md) (median 48 tokens, maximum 240, 48 samples per step), `smollm2` SmolLM2-135M with "
+        f"completions of up to 128 tokens, 32 samples per step. The last column is the time to a held-out greedy "
+        f"accuracy of {TARGET:g}, evaluated every ten steps; evaluation time does not count for TRL, but counts for "
+        "Leeway. The models of `long` and `smollm2` do not improve in these few steps, so their accuracy is not "
+        "compared. Both sides keep freed memory allocated."
     )
     rows = []
     for name, sides in result["cases"].items():
@@ -231,8 +231,8 @@ def page(result: Figures, num_rounds: int) -> list[str]:
             found = (one["accuracy"], one["target_s"]) if are_evaluated else (None, None)
             cells = zip((one["samples_per_s"], *found), ("{:.2f}", "{:.3f}", "{:.0f}"), strict=True)
             rows.append([name, side, *(number(*cell) for cell in cells)])
-    columns = ["case", "side", "samples per second", "accuracy at the end", f"seconds to {TARGET:g}"]
-    return ["# Beside TRL, measured", head, bars_table(result["wanted"], "at least"), said, table(columns, rows)]
+    columns = ["case", "side", "samples per second", "final accuracy", f"seconds to accuracy {TARGET:g}"]
+    return ["# Comparison with TRL", head, bars_table(result["wanted"], "at least"), cases, table(columns, rows)]
 
 
 if __name__ == "__main__":

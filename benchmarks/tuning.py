@@ -1,11 +1,10 @@
-"""What each knob costs and brings: sweeps on the demo, one knob at a time. Prints one JSON line last.
+"""Measure the effect of config keys in sweeps on the demo, one key at a time. Prints one JSON line last.
 
     python benchmarks/tuning.py [--quick] [--only KEY ...] [--seeds 0] [--steps 60] [--work FOLDER] [--page [FILE]]
 
-Every run is one `leeway train examples/demo.toml`, one after the other on the same machine; SWEEPS says which knobs are
-turned. `--work` keeps the figures of finished runs: called again, only the missing ones are run.
-`--quick` is for development: the ends of each sweep, few steps, and its figures mean nothing. `--page` writes
-docs/results/tuning.md and its charts.
+Each run is `leeway train examples/demo.toml`; runs are sequential on one machine. SWEEPS lists the keys and values.
+`--work` stores the figures of finished runs; a later call runs only the missing ones. `--quick` is for development: the
+ends of each sweep and few steps; its figures are meaningless. `--page` writes docs/results/tuning.md and its charts.
 """
 
 from __future__ import annotations
@@ -33,36 +32,36 @@ PAGE = RESULTS / "tuning.md"
 CONFIG = Path("examples/demo.toml")
 QUICK_STEPS = 10
 ENDS = 0.2
-"""The gain of reward is between the means of the first and of the last so many of the steps."""
+"""Fraction of the steps at the start and at the end whose mean rewards give the gain."""
 GROUP_SIZE = 8
 GROUPS_PER_STEP = 32
 SAMPLES_PER_STEP = GROUP_SIZE * GROUPS_PER_STEP
-"""Of the demo."""
+"""Sizes of the demo."""
 
 Overrides = tuple[str, ...]
 EVERY_RUN: Overrides = ("--tracking.wandb", "disabled", "--actors.cpus", "0.25")
-"""Of every run. What Ray reserves limits nothing; with the default, two cores have no room for a third actor."""
+"""Overrides of every run. The default CPU reservation, which limits nothing, leaves no room for a third actor."""
 
 Results = Mapping[str, Mapping[int, Figures]]
-"""Key of a sweep -> value of the knob -> figures."""
+"""Key of a sweep -> value -> figures."""
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """One knob."""
+    """Values of one config key."""
 
     key: str
     values: tuple[int, ...]
     default: int
-    """Its value in examples/demo.toml, or the default of the config."""
+    """Value in examples/demo.toml, or the default of the config."""
 
     @property
     def name(self) -> str:
-        """Of its files."""
+        """Name of its files."""
         return self.key.rpartition(".")[2]
 
     def overrides(self, value: int) -> Overrides:
-        """Arguments of `leeway train`, none for the default."""
+        """Return the arguments of `leeway train`; none for the default."""
         if value == self.default:
             return ()
         found: Overrides = (f"--{self.key}", str(value))
@@ -80,25 +79,25 @@ SWEEPS = (
 
 
 def runs_of(sweeps: tuple[Sweep, ...]) -> list[Overrides]:
-    """Every different run, in order; the default stands once, though every sweep has it."""
+    """Return all distinct runs in order; the default, which every sweep has, appears once."""
     return list(dict.fromkeys(sweep.overrides(value) for sweep in sweeps for value in sweep.values))
 
 
 def main() -> None:
-    """Run what is missing, write the page and the charts."""
+    """Run the missing cells, print the result, and write the page and the charts."""
     keys = [sweep.key for sweep in SWEEPS]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="the ends of each sweep, few steps, for development")
+    parser.add_argument("--quick", action="store_true", help="ends of each sweep and few steps, for development")
     parser.add_argument("--only", nargs="+", choices=keys, metavar="KEY", help=" ".join(keys))
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="seeds of the runs")
     parser.add_argument("--steps", type=int, default=60, help="learner.num_steps of every run")
-    parser.add_argument("--work", type=Path, help="keeps finished runs (default: keeps none)")
+    parser.add_argument("--work", type=Path, help="store results here (default: discard)")
     parser.add_argument(
-        "--page", type=Path, nargs="?", const=PAGE, metavar="FILE", help="write it; by default to docs/results/"
+        "--page", type=Path, nargs="?", const=PAGE, metavar="FILE", help="write the page; default: to docs/results/"
     )
     args = parser.parse_args()
     if args.page and (args.quick or args.only):
-        parser.error("a page shows all sweeps, whole; leave --page, or --quick and --only, out")
+        parser.error("--page needs all sweeps at full size: omit --quick and --only, or omit --page")
     end_at_sigterm()
     sweeps = tuple(sweep for sweep in SWEEPS if args.only is None or sweep.key in args.only)
     if args.quick:
@@ -119,10 +118,10 @@ def main() -> None:
 
 
 def measure(kept: KeptResults, num_steps: int, sweeps: tuple[Sweep, ...], seeds: list[int]) -> Results:
-    """The figures of every value of every sweep, means over seeds.
+    """Return the figures of every value of every sweep, as means over seeds.
 
     Raises:
-        MeasurementFailed: a run did not end well.
+        MeasurementFailed: a run failed.
     """
     found: dict[Overrides, Figures] = {}
     runs = runs_of(sweeps)
@@ -134,10 +133,10 @@ def measure(kept: KeptResults, num_steps: int, sweeps: tuple[Sweep, ...], seeds:
 
 
 def one(kept: KeptResults, num_steps: int, overrides: Overrides, seed: int) -> Figures:
-    """Figures of a run, which is made where it was not before.
+    """Return the figures of a run; run it if there is no stored result.
 
     Raises:
-        MeasurementFailed: it did not end well.
+        MeasurementFailed: the run failed.
     """
     name = "-".join([*(word.removeprefix("--") for word in overrides or ["demo"]), f"seed{seed}"])
     arguments = ["--learner.num_steps", str(num_steps), "--run.seed", str(seed), *EVERY_RUN, *overrides]
@@ -146,26 +145,25 @@ def one(kept: KeptResults, num_steps: int, overrides: Overrides, seed: int) -> F
     return found
 
 
-# --- what is computed from a run -----------------------------------------------------------------
+# --- figures of a run ----------------------------------------------------------------------------
 
 
 def figures_of(run: FinishedRun) -> dict[str, float | None]:
-    """Of one run.
+    """Return the figures of one run.
 
     Returns:
         Rates per second of wall time from the first step to the last: `samples_per_s` and `trained_tokens_per_s`
-        trained, `generated_tokens_per_s` generated. `reward_per_min`: gain of the mean reward, over the minutes between
-        the steps that it is taken from. `accuracy`: greedy, held-out, after the last
-        step. Lags in versions. `learner_idle_frac`: share of the time that it waited for a batch;
-        `actor_idle_frac`: that an actor had no training request running, mean over actors. `dropped_stale`: share of
-        the committed samples.
+        trained, `generated_tokens_per_s` generated. `reward_per_min`: gain of the mean reward per minute. `accuracy`:
+        greedy held-out accuracy after the last step. Lags in versions. `learner_idle_frac`: fraction of the time in
+        which the learner waits for a batch; `actor_idle_frac`: in which an actor has no training request running, mean
+        over actors. `dropped_stale`: fraction of the committed samples.
 
     Raises:
-        MeasurementFailed: it is too short.
+        MeasurementFailed: the run is too short.
     """
     rows = run.updates
     if len(rows) < 5:
-        raise MeasurementFailed(f"{run.folder.name} has {len(rows)} steps that took an update; at least 5 are needed")
+        raise MeasurementFailed(f"{run.folder.name} has {len(rows)} steps with an update, expected at least 5")
     window = float(rows[0]["finished_s"]), float(rows[-1]["finished_s"])
     seconds, counted = window[1] - window[0], rows[1:]
     actors = run.generated(window).values()
@@ -189,7 +187,7 @@ def figures_of(run: FinishedRun) -> dict[str, float | None]:
 
 
 def reward_per_min(rows: Sequence[Row]) -> float:
-    """Gain of the mean reward per minute of wall time, from the first ENDS of the steps to the last."""
+    """Return the gain of the mean reward per minute of wall time, from the first ENDS of the steps to the last."""
     num = max(1, round(ENDS * len(rows)))
     first, last = rows[:num], rows[-num:]
     gain = fmean(row["reward/mean"] for row in last) - fmean(row["reward/mean"] for row in first)
@@ -198,7 +196,7 @@ def reward_per_min(rows: Sequence[Row]) -> float:
 
 
 def over_seeds(found: Sequence[Figures]) -> dict[str, float | None]:
-    """Means over the seeds of a run; of `lag_max` the greatest."""
+    """Return means over the seeds of a run, and the maximum of `lag_max`."""
     return {**means(found), "lag_max": max(each["lag_max"] or 0.0 for each in found)}
 
 
@@ -218,37 +216,37 @@ COLUMNS = {
     "actors idle": ("actor_idle_frac", "{:.0%}"),
     "dropped as stale": ("dropped_stale", "{:.1%}"),
 }
-"""Column -> figure, and how it reads."""
+"""Column -> figure, and its format."""
 READING = (
     "Rates are per second of wall time between the first step and the last, so that start-up and evaluations "
-    f"do not count. Reward per minute: the mean reward of the last {ENDS:.0%} of the steps less that of the first, "
+    f"do not count. Reward per minute: the mean reward of the last {ENDS:.0%} of the steps minus that of the first, "
     "over the minutes between them. Accuracy: greedy, on the held-out problems, after the last step; all runs have "
-    "then trained the same number of samples. Lag in policy versions, over trained tokens. The learner is idle "
+    "then trained the same number of samples. Lag is in policy versions, over trained tokens. The learner is idle "
     "while it waits for a batch, an actor while it has no training request running.\n\n"
-    "What it does not show: all processes share the cores of this machine, so actors and learner slow each other, "
-    "and a third actor takes from the learner what it generates. Where they have machines of their own, the lags "
-    f"and the idle shares move the same way, the rates do not. The demo has groups of {GROUP_SIZE}, "
-    f"{GROUPS_PER_STEP} of them in a step, and answers of three or four tokens: what the long tail of real answers "
-    "does is measured in [overlap.md](overlap.md)."
+    "Limits: all processes share the cores of this machine, so actors and learner slow each other down, and a third "
+    "actor takes processor time from the learner. On separate machines the lags and idle fractions change in the same "
+    f"way, but the rates do not. The demo has groups of {GROUP_SIZE}, {GROUPS_PER_STEP} of them per step, and "
+    "completions of three or four tokens; the effect of a long tail of lengths is measured in "
+    "[overlap.md](overlap.md)."
 )
 
 PANELS = (
     ("completion tokens per second", (("generated_tokens_per_s", "generated"), ("trained_tokens_per_s", "trained"))),
     ("gain of reward per minute", (("reward_per_min", ""),)),
     ("lag, versions", (("lag_mean", "mean"), ("lag_p95", "p95"), ("lag_max", "max"))),
-    ("idle share", (("learner_idle_frac", "learner"), ("actor_idle_frac", "actors"))),
+    ("idle fraction", (("learner_idle_frac", "learner"), ("actor_idle_frac", "actors"))),
 )
 COLOURS = ("#0072B2", "#D55E00", "#009E73")
-"""Told apart by the colour-blind."""
+"""Colour-blind-safe palette."""
 MARKERS = ("o", "s", "^")
 INK = "#767676"
-"""Of axes and words: readable on white and on black."""
+"""Colour of axes and text, readable on white and on black."""
 
 
 def write_results(path: Path, results: Results, machine: Machine, command: str, seeds: list[int]) -> None:
-    """Write the page and, beside it, the chart of every sweep that was measured."""
+    """Write the page and, next to it, the chart of every measured sweep."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    parts = ["# Turning knobs, measured", _head(results, machine, command, seeds)]
+    parts = ["# Effect of config keys", _head(results, machine, command, seeds)]
     for sweep in (sweep for sweep in SWEEPS if sweep.key in results):
         chart = path.with_name(f"{path.stem}_{sweep.name}.svg")
         draw(sweep, results[sweep.key], chart)
@@ -261,26 +259,26 @@ def _head(results: Results, machine: Machine, command: str, seeds: list[int]) ->
     num_steps = max(int(figures["num_steps"] or 0) for figures in runs)
     over = f"Means over seeds {', '.join(map(str, seeds))}." if len(seeds) > 1 else f"One seed ({seeds[0]})."
     return (
-        f"{origin(command, machine, machine['commit'])} `examples/demo.toml` over the real system, {num_steps} steps "
-        f"of {SAMPLES_PER_STEP} samples each, one run after the other; a run differs from the demo in the knob that "
-        f"its row names, and in `{' '.join(EVERY_RUN)}`, which change no speed. {over} What to make of "
-        "it: [tuning.md](../tuning.md)."
+        f"{origin(command, machine, machine['commit'])} Sequential runs of `examples/demo.toml` with {num_steps} steps "
+        f"of {SAMPLES_PER_STEP} samples each. A run differs from the demo in the key of its row and in "
+        f"`{' '.join(EVERY_RUN)}`, which do not affect speed. {over} For recommendations, see "
+        "[tuning.md](../tuning.md)."
     )
 
 
 def _section(sweep: Sweep, found: Mapping[int, Figures], figure: str) -> list[str]:
     name = f"`{sweep.key}`"
     if sweep.name == "group_size":
-        name += f", with `learner.groups_per_step` {SAMPLES_PER_STEP} over it"
+        name += f", with `learner.groups_per_step` = {SAMPLES_PER_STEP} / `group_size`"
     rows = []
     for value, figures in sorted(found.items()):
         cells = [number(figures[key], form) for key, form in COLUMNS.values()]
         rows.append([f"**{value}** (the demo)" if value == sweep.default else str(value), *cells])
-    return [f"## {name}", f"![{sweep.key} against rates, lag and idle shares]({figure})", table([name, *COLUMNS], rows)]
+    return [f"## {name}", f"![Rates, lag and idle fractions over {sweep.key}]({figure})", table([name, *COLUMNS], rows)]
 
 
 def draw(sweep: Sweep, found: Mapping[int, Figures], path: Path) -> None:
-    """Write the chart of a sweep: what each value of its knob came to."""
+    """Write the chart of a sweep: figures over the values of its key."""
     inks = {f"{part}_color": INK for part in ("text", "xtick", "ytick")}
     inks |= {f"axes_{part}": INK for part in ("edgecolor", "labelcolor", "titlecolor")}
     with drawn(path, 11, 2.5, font_size=9, **inks) as figure:

@@ -1,17 +1,17 @@
-"""Weights on their way from the learner to the actors: what a hand-over costs either side. Prints one JSON line last.
+"""Measure the cost of weight transfer from the learner to the actors. Prints one JSON line last.
 
     python benchmarks/weights.py [--quick] [--only NAME ...]
 
     update    two engines generate, the learner trains and publishes every step: the pause of an update over one
               engine step plus vLLM's bare reload, and the learner's time lost to publishing
-    deltas    bytes of a delta over bytes of the whole at two learning rates, from real optimizer steps
-    sync      publish to verified and staged, over torch.save plus torch.load of the same tensors
-    hosts     16 pullers of one machine: how often a version is sent to it, and verified there
-    fairness  64 light clients at once: slowest over median
+    deltas    bytes of a delta over bytes of the full version at two learning rates, from real optimizer steps
+    sync      time from publish to verified and staged, over torch.save plus torch.load of the same tensors
+    hosts     16 pullers on one machine: how often a version is sent to it, and verified on it
+    fairness  64 clients without engines at once: slowest over median
 
-All on SmolLM2-135M, in processes of their own (`weights_parts/peers.py`); sides that are compared take turns, and
-ratios are medians of rounds. Every part says in its docstring what it compares. `--quick` is for development: smaller,
-and its figures mean nothing. A whole run writes docs/results/weights.md.
+All parts use SmolLM2-135M in separate processes (`weights_parts/peers.py`). The compared sides take turns, and ratios
+are medians over rounds. The docstring of each part describes what it compares. `--quick` is for development: smaller
+sizes; the figures are meaningless. A full run writes docs/results/weights.md.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from benchmarks.lib.page import judged, write_page
 from benchmarks.lib.processes import MeasurementFailed, end_at_sigterm
 from benchmarks.weights_parts.measurements import Setting, deltas, fairness, hosts, sync, update
 from benchmarks.weights_parts.page import BARS, page, summed_up
-from benchmarks.weights_parts.peers import Figures, say
+from benchmarks.weights_parts.peers import Figures, log
 
 PAGE = RESULTS / "weights.md"
 RUNS = ROOT / "runs"
-"""Where runs lie, and so the disk that the weights of a run go to."""
+"""Folder of runs, on the disk to which a run writes its weights."""
 MEMORY_FOLDER = Path("/dev/shm")
 MEASUREMENTS: dict[str, Callable[[Setting], Figures]] = {
     "update": update,
@@ -49,9 +49,9 @@ MEASUREMENTS: dict[str, Callable[[Setting], Figures]] = {
 
 
 def main() -> None:
-    """Measure, and print the result."""
+    """Run the benchmark and print the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="smaller, for development")
+    parser.add_argument("--quick", action="store_true", help="smaller sizes, for development")
     parser.add_argument("--only", nargs="+", choices=[*MEASUREMENTS], metavar="NAME", help=" ".join(MEASUREMENTS))
     args = parser.parse_args()
     end_at_sigterm()
@@ -69,15 +69,15 @@ def main() -> None:
             try:
                 found = MEASUREMENTS[name](setting)
                 result |= found
-                say(json.dumps(found))
+                log(json.dumps(found))
             except (MeasurementFailed, OSError, SubprocessError) as error:
                 failed[name] = str(error)
                 print(f"{name}: {error}", file=sys.stderr, flush=True)
             _free(setting)
-            say(f"{name}: {time.monotonic() - began_s:.0f} s since the start")
+            log(f"{name}: {time.monotonic() - began_s:.0f} s since the start")
     result |= summed_up(result)
-    wanted = judged(result, BARS, "at most", at_full_size=not args.quick)
-    result |= {"machine": machine, "failed": failed, "wanted": wanted}
+    targets = judged(result, BARS, "at most", at_full_size=not args.quick)
+    result |= {"machine": machine, "failed": failed, "wanted": targets}
     if not (args.quick or args.only or failed):
         write_page(PAGE, page(result))
     print(json.dumps(result))
@@ -85,7 +85,7 @@ def main() -> None:
 
 
 def _free(setting: Setting) -> None:
-    """Versions that a measurement leaves behind are hundreds of megabytes each."""
+    """Delete the versions left by a measurement, which take hundreds of megabytes each."""
     for folder in (setting.scratch, setting.memory):
         for path in folder.iterdir():
             if path.is_dir():

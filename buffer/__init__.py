@@ -1,28 +1,28 @@
 """The durable replay buffer: every trajectory is on disk before it is acknowledged.
 
-Read it from the outside in. Imports point from each part to those below it.
+Modules from the outermost to the innermost; each imports only from modules below it.
 
-The processes
-    client      BufferClient: what actors and the learner talk through (`outbox` collects trajectories)
+Processes
+    client      BufferClient: the client of actors, learner and launcher (`outbox` batches trajectories into messages)
     service     BufferService: the one process that owns a store (`upkeep` syncs, watches readers and scrubs)
-    offline     tools that read, verify or export a store, live or over, or fill one
-What is said
-    protocol    the control messages (msgspec), one struct per request
-    schema      Trajectory, and the one Arrow schema of wire and export; reads what comes from outside
-The rules, each in the given transaction
-    core        BufferCore: every request, without sockets
-    leases      which prompts are out with which actor, and when they are issued again
-    ingest      what becomes of pushed trajectories, row by row, and what a row must satisfy
-    steps       Steps: which groups train at which step, recorded and idempotent, and what becomes of them
-    samplers    which of the groups that are ready a step takes
-    groups      the life of a group of samples, which groups leave a full store, and which prompt is leased next:
-                the data's order, or what `planning.prompts` chooses
-    lengths     Fidelity: which lengths were generated, and which of them are trained
-    ledger      where every issued sample is, and the identities that must hold
-The store
+    offline     tools that read, verify or export a store, during or after its run, or load samples into a new one
+Messages
+    protocol    control messages (msgspec), one struct per request
+    schema      Trajectory, and the one Arrow schema of wire and export; encodes bodies, validates received ones
+Rules, each applied in the transaction of its caller
+    core        BufferCore: handles every request, without sockets
+    leases      Leases: which actor holds which prompt, and when the lease expires
+    ingest      Ingest: validates pushed trajectories and decides the outcome of each row
+    steps       Steps: which groups train at which step, recorded and idempotent, and how their state changes
+    samplers    which of the ready groups a step takes
+    groups      the life cycle of a group of samples, eviction from a full store, and the choice of the next prompt:
+                the data's order, or the choice of `leeway.planning.prompts`
+    lengths     Fidelity: compares the lengths of trained completions with those generated
+    ledger      Ledger: counts of the samples in each state, and the identities that must hold
+Store
     store       Store: the LMDB environment of a folder (`pages` checks its file)
-    transaction tables within a transaction, sealed by checksums; `tables`: what their rows are
-    rows        a trajectory on disk
-    index       GroupIndex: in memory, the groups by what the rules look for
-config and errors are what all of them speak of.
+    transaction tables within a transaction, with a checksum on every value; `tables` defines their rows
+    rows        the block format of trajectories on disk
+    index       GroupIndex: in-memory indexes of the groups
+All modules share `config` and `errors`.
 """

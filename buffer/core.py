@@ -1,6 +1,6 @@
-"""Every request of the protocol against one transaction, without sockets.
+"""BufferCore: handles every request of the protocol within one transaction, without sockets.
 
-The service hands BufferCore what arrives; tests drive it under a virtual clock.
+The service passes received messages to BufferCore; tests drive it with a virtual clock.
 """
 
 from __future__ import annotations
@@ -15,30 +15,30 @@ import numpy.typing as npt
 import pyarrow as pa
 from msgspec.structs import replace
 
-from buffer import protocol as p
-from buffer import rows, schema
-from buffer.config import BufferConfig
-from buffer.errors import BadBody, BufferRefused, CorruptRecord, NotBelieved, StoreError
-from buffer.groups import Groups, prompts_of
-from buffer.ingest import MAX_PUSHED_ROWS, Ingest, Pushes, faults, known_versions, rows_of
-from buffer.leases import Leases
-from buffer.protocol import HandOn, Lease, LeaseGrant
-from buffer.rows import RowBytes, num_tokens_in
-from buffer.schema import HANDED_ON
-from buffer.steps import Steps
-from buffer.tables import NO_RECORD, DrawRecord, Group, Partial
-from buffer.transaction import Transaction
-from common.run import RunFacts
+from leeway.buffer import protocol as p
+from leeway.buffer import rows, schema
+from leeway.buffer.config import BufferConfig
+from leeway.buffer.errors import BadBody, BufferRefused, CorruptRecord, InvalidRequest, StoreError
+from leeway.buffer.groups import Groups, prompts_of
+from leeway.buffer.ingest import MAX_PUSHED_ROWS, Ingest, Pushes, faults, known_versions, rows_of
+from leeway.buffer.leases import Leases
+from leeway.buffer.protocol import HandOn, Lease, LeaseGrant
+from leeway.buffer.rows import RowBytes, num_tokens_in
+from leeway.buffer.schema import REQUEUED
+from leeway.buffer.steps import Steps
+from leeway.buffer.tables import NO_RECORD, DrawRecord, Group, Partial
+from leeway.buffer.transaction import Transaction
+from leeway.common.run import RunFacts
 
 Answer = tuple[p.Reply, bytes | memoryview]
 
 
 def check_config(config: BufferConfig, facts: RunFacts) -> None:
     """Check that the `[buffer]` section can serve the run; StoreError if it contradicts the facts."""
-    # on_stale = "wait" promises that no group is dropped, which only drawing the oldest first can keep
+    # on_stale = "wait" guarantees that no group is dropped, which requires drawing the oldest group first.
     if facts.staleness.on_stale == "wait" and (config.sampler != "fifo" or config.replays):
         raise StoreError(
-            "on_stale = 'wait' lets no group pass the age bound, for which the oldest must be drawn first, but "
+            "on_stale = 'wait' drops no group, so each step must draw the oldest groups, but "
             f"[buffer] has sampler = '{config.sampler}', max_uses = {config.max_uses}: use sampler = 'fifo' "
             "and max_uses = 1, or on_stale = 'drop'"
         )
@@ -49,38 +49,38 @@ def check_config(config: BufferConfig, facts: RunFacts) -> None:
 
 
 class Partials:
-    """Partial rollouts: what an actor leaves unfinished, and what the next one gets of it.
+    """Storage of partial rollouts of unfinished samples, which become part of the next lease of their group.
 
-    An actor that shuts down, or is too slow for a sample, hands it on: its tokens, their log-probabilities and versions
-    are stored, and the sample is issued again with them, before any new prompt. A group has one lease at a time, so
-    samples that rest wait for those that the actor still finishes.
+    An actor that shuts down, or is too slow for a sample, requeues the sample. Its tokens, their log-probabilities and
+    versions are stored, and the sample is issued again with them, before any new prompt. A group has one lease at a
+    time, so requeued samples wait until the actor has finished the other samples of the lease.
     """
 
     def __init__(self, facts: RunFacts, groups: Groups, leases: Leases) -> None:
         self._facts, self._groups, self._leases = facts, groups, leases
 
     def take(self, tx: Transaction, message: HandOn, batch: pa.RecordBatch) -> None:
-        """Store what there is of some samples of a lease, and let them go. Idempotent.
+        """Store partial rollouts of a lease, and requeue their samples. Idempotent.
 
-        An invalid row is counted and left out; its sample starts anew, or with what was stored of it before.
+        An invalid row is quarantined; its sample starts from an earlier stored partial rollout, or from the prompt.
         """
         self._leases.current(tx, message.actor, message.epoch)
         group = self._leases.held_by(tx, message)
         if group is None:
             return
-        asked = set(message.sample_indices)
-        left = [index for index in group.in_flight() if index in asked]
-        self._store(tx, group, message, left, batch)
+        requested = set(message.sample_indices)
+        unfinished = [index for index in group.in_flight() if index in requested]
+        self._store(tx, group, message, unfinished, batch)
         if message.goes_on:
             self._groups.save(tx, group)
             return
-        group.resting += left
-        group.handed_on += len(left)
-        tx.state.ledger.hand_on(len(left))
-        self._groups.settle(tx, group)
+        group.resting += unfinished
+        group.requeued += len(unfinished)
+        tx.state.ledger.requeue(len(unfinished))
+        self._groups.advance(tx, group)
 
     def grant(self, tx: Transaction, grant: LeaseGrant) -> tuple[LeaseGrant, memoryview | bytes]:
-        """Return a grant, and what is there of the samples of its leases by now."""
+        """Return a grant, and the stored partial rollouts of its leases as its body."""
         if not any(lease.prefixes for lease in grant.leases):
             return grant, b""
         leases: list[Lease] = []
@@ -93,7 +93,7 @@ class Partials:
         return replace(grant, leases=leases), body
 
     def _read(self, tx: Transaction, group_id: int, index: int) -> bytes | None:
-        """What is stored of a sample. What is damaged, or longer than a sample may be by now, is made anew."""
+        """Return the partial rollout of a sample; delete it and return None if it is damaged or above `max_tokens`."""
         with suppress(CorruptRecord):
             block = tx.partials.get(group_id, index)
             if block is None or num_tokens_in(block) <= self._facts.max_tokens:
@@ -104,26 +104,26 @@ class Partials:
         return None
 
     def _store(
-        self, tx: Transaction, group: Group, message: HandOn, left: Sequence[int], batch: pa.RecordBatch
+        self, tx: Transaction, group: Group, message: HandOn, indices: Sequence[int], batch: pa.RecordBatch
     ) -> None:
         facts, state = self._facts, tx.state
-        asked, still_left = set(message.sample_indices), set(left)
+        requested, unfinished = set(message.sample_indices), set(indices)
         known = known_versions(state, updates_per_step=facts.updates_per_step)
-        bad, as_bytes = faults(batch, facts, known, ends=(HANDED_ON,)), RowBytes(batch)
+        bad, as_bytes = faults(batch, facts, known, ends=(REQUEUED,)), RowBytes(batch)
         for place, row in enumerate(rows_of(batch)):
-            of = row.group_id, row.lease_id, row.attempt
-            if of != (group.group_id, message.lease_id, message.attempt) or row.sample_index not in asked:
-                bad.setdefault(place, "not of a sample that is handed on")
+            key = row.group_id, row.lease_id, row.attempt
+            if key != (group.group_id, message.lease_id, message.attempt) or row.sample_index not in requested:
+                bad.setdefault(place, "not of a requeued sample")
             if reason := bad.get(place):
                 tx.state.ledger.quarantine(reason)
-            elif row.sample_index in still_left:  # else it was settled meanwhile
+            elif row.sample_index in unfinished:  # otherwise the sample was committed or has failed since
                 block = b"".join(as_bytes.block([place], [NO_RECORD]))
                 tx.partials.put(block, group.group_id, row.sample_index)
                 group.partials[row.sample_index] = Partial(row.oldest, row.num_completion_tokens)
 
 
 class BufferCore:
-    """The buffer's rules. What leases keep outside of the store, their deadlines above all, may be lost at any time."""
+    """The buffer's rules. State outside of the store, such as lease deadlines, may be lost at any time."""
 
     def __init__(self, config: BufferConfig, facts: RunFacts, clock: Callable[[], float]) -> None:
         check_config(config, facts)
@@ -145,13 +145,13 @@ class BufferCore:
             p.StatusRequest: self._status,
             p.Drain: self._drain,
         }
-        """None: the request was only done."""
+        """Handlers by request type; if a handler returns None, the reply is Done."""
 
     def handle(self, tx: Transaction, message: p.Request, body: bytes | memoryview) -> Answer:
-        """Answer any request but a push or a draw, which may have to wait; `Leases.recognise` has checked the client.
+        """Answer any request except pushes and draws, which may have to wait; `Leases.authorize` runs before.
 
         Raises:
-            BufferRefused: the request cannot be served; nothing was changed but the count of quarantined messages.
+            BufferRefused: the request cannot be served; nothing changed except the count of quarantined messages.
         """
         self.groups.prepare(tx)
         if isinstance(message, p.LeaseRequest):
@@ -162,15 +162,15 @@ class BufferCore:
         if isinstance(message, p.WriteScores):
             _write_scores(tx, self._read(tx, body, schema.SCORES))
             return p.Done(), b""
-        if isinstance(message, p.VisitsRequest):
-            reply, visits = self.groups.prompts.visits()
-            return reply, schema.write_stream(visits)
+        if isinstance(message, p.PosteriorsRequest):
+            reply, posteriors = self.groups.prompts.posteriors()
+            return reply, schema.write_stream(posteriors)
         if isinstance(message, p.Expect):
-            self.groups.prompts.expect(message, self._read(tx, body, schema.EXPECTED))
+            self.groups.prompts.set_prior(message, self._read(tx, body, schema.EXPECTED))
             return p.Done(), b""
         answer = self._answers.get(type(message))
         if answer is None:
-            raise BufferRefused(f"{type(message).__name__} is no request that the buffer answers")
+            raise BufferRefused(f"the buffer does not answer requests of type {type(message).__name__}")
         return answer(tx, message) or p.Done(), b""
 
     def push(
@@ -189,7 +189,7 @@ class BufferCore:
         return reply, self._body(tx, draw)
 
     def draw_timed_out(self, tx: Transaction, request: p.DrawRequest, pushes_wait_for: str = "") -> Answer:
-        """The reply to a draw that waited long enough, perhaps because no push can be taken in."""
+        """Return the reply to a draw that timed out; `pushes_wait_for` is the reason if pushes are blocked."""
         because = f"pushes wait: {pushes_wait_for}; " if pushes_wait_for else ""
         return p.DrawReply(False, request.step, [], [], because + self.steps.waiting_for(tx, request)), b""
 
@@ -199,24 +199,24 @@ class BufferCore:
         try:
             return schema.read_stream(body, expected, max_rows=max_rows)
         except BadBody as error:
-            # The refusal is an answer, not a rollback: the count stays.
+            # A refusal does not roll the transaction back, so the count stays.
             tx.state.ledger.quarantine(error.category)
-            raise NotBelieved(f"the message was quarantined: {error}") from error
+            raise InvalidRequest(f"the message was quarantined: {error}") from error
 
     def _body(self, tx: Transaction, draw: DrawRecord) -> memoryview:
-        # Before the blocks are looked at, because their views do not survive a write.
+        # Scores are read first, because reading them may write, and a write invalidates the views of blocks.
         scores = _read_scores(tx, draw.record_ids)
         try:
             blocks = tx.blocks_of(draw.record_ids)
         except CorruptRecord as error:
             raise BufferRefused(
-                f"step {draw.step} cannot be drawn again as it was: {error}. Restart the learner: it then gets "
+                f"the recorded batch of step {draw.step} cannot be read: {error}. Restart the learner: it then gets "
                 "another batch for this step"
             ) from error
         try:
             return schema.write_stream(schema.join_rows(blocks, draw.record_ids, scores))
         except ValueError as error:
-            self.steps.release_from(tx, draw.step)  # else a learner with smaller steps would be given it again
+            self.steps.release_from(tx, draw.step)  # otherwise a learner with smaller steps would get it again
             text = f"step {draw.step} is too large for a message: {error}: lower groups_per_step"
             raise BufferRefused(text) from error
 
@@ -243,19 +243,19 @@ class BufferCore:
 
 
 def _write_scores(tx: Transaction, batch: pa.RecordBatch) -> None:
-    """Store scores, of `schema.SCORES`, beside their records. Idempotent.
+    """Store scores, in a batch of `schema.SCORES`, with their records. Idempotent.
 
-    Those of a record that was evicted or damaged meanwhile are left out.
+    Scores of records that are evicted or damaged are ignored.
 
     Raises:
-        BufferRefused: there was never such a record, or its scores are not finite or not as many as its tokens.
+        BufferRefused: the record never existed, or its scores are not finite or their number differs from its tokens.
     """
     values, bounds = rows.flat_values(batch.column(1))
     scores: dict[int, bytes] = {}
     lengths: dict[int, int] = {}
     for i, record in enumerate(batch.column(0).to_pylist()):
         if not 0 <= record < tx.state.next_record:
-            raise BufferRefused(f"record {record} is not in the buffer: there was never one")
+            raise BufferRefused(f"record {record} never existed in this buffer")
         if record not in lengths:
             try:
                 holder = tx.find_block(record)
@@ -275,7 +275,7 @@ def _write_scores(tx: Transaction, batch: pa.RecordBatch) -> None:
 
 
 def _read_scores(tx: Transaction, record_ids: list[int]) -> list[npt.NDArray[np.float32] | None]:
-    """The scores of records, None where there are none yet; damaged ones are deleted, to be computed anew."""
+    """Return the scores of each record, or None if missing; damaged scores are deleted, so that they are recomputed."""
     if not tx.scores.count:
         return [None] * len(record_ids)
     return [_read_score(tx, record) for record in record_ids]

@@ -1,37 +1,39 @@
-"""What can go wrong between a client, the service and its store.
+"""Errors of the buffer's client, service and store.
 
 BufferError
-├── BufferUnavailable   no answer from the service for `GIVE_UP_S` of its client
-├── BufferRefused       the service answered that it will not serve the request
-│   └── NotBelieved     no client of the run would have sent it: its sender is counted
-├── BadBody             a message body that is not what the schema says
+├── BufferUnavailable   the service did not answer for `GIVE_UP_S`
+├── BufferRefused       the service refused the request
+│   └── InvalidRequest  no client of the run sends such a request; counted per sender
+├── BadBody             a message body does not match its schema
 └── StoreError          the store cannot be opened or written
-    ├── StoreFull       the disk is full; it may be tried again
-    ├── StoreBusy       too many processes read it; it may be tried again
+    ├── StoreFull       the disk is full; may be retried
+    ├── StoreBusy       too many processes read the store; may be retried
     └── CorruptRecord   a stored value does not match its checksum
 """
 
 from __future__ import annotations
 
+from leeway.common.errors import LeewayError
 
-class BufferError(Exception):
+
+class BufferError(LeewayError):
     """Base of every error of this package."""
 
 
 class BufferUnavailable(BufferError, ConnectionError):
-    """The service did not answer in time; names its address."""
+    """The service did not answer in time; the message has its address."""
 
 
 class BufferRefused(BufferError, RuntimeError):
-    """The service refuses the request; says why. Raised in the service, sent to the client, raised again there."""
+    """The service refused the request; the message has the reason. Raised in the service and again in the client."""
 
 
-class NotBelieved(BufferRefused):
-    """The service refuses what no client of the run would send."""
+class InvalidRequest(BufferRefused):
+    """The service refused a request that no client of the run sends."""
 
 
 class BadBody(BufferError, ValueError):
-    """A message body cannot be read as trajectories; `category` is a few fixed words to count it under."""
+    """A message body is not a valid Arrow stream of its schema; `category` is the fixed name that it is counted by."""
 
     def __init__(self, category: str, detail: str) -> None:
         super().__init__(f"{category}: {detail}")
@@ -39,15 +41,15 @@ class BadBody(BufferError, ValueError):
 
 
 class StoreError(BufferError, OSError):
-    """The store's folder cannot be used; names it and says what to do."""
+    """The store's folder cannot be used; the message has the folder and the fix."""
 
 
 class StoreFull(StoreError):
-    """The disk is full. Nothing of the transaction was committed; it may be tried again."""
+    """The disk is full. Nothing of the transaction was committed; it may be retried."""
 
 
 class StoreBusy(StoreError):
-    """Too many read transactions are open. They may be fewer in a moment."""
+    """Too many read transactions are open; may be retried."""
 
 
 class CorruptRecord(StoreError):

@@ -1,19 +1,19 @@
-"""The life of a group with the ledger entries of each change, and the choice of its prompt.
+"""The life cycle of a group, with the ledger entries of each transition, and the choice of its prompt.
 
     open ----> ready <---> drawn
       |          |           |
       +----------+-----------+---> closed
 
-    open    samples are missing: in flight under a lease, or waiting to be leased again
-    ready   all samples are committed or given up, enough have rewards, and a step may take it
-    drawn   recorded for a step that is not finished
-    closed  used up, dropped, filtered, set aside or evicted; its row stays as long as its records
+    open    samples are missing: in flight under a lease, or waiting for the next lease
+    ready   all samples are committed or failed, enough have rewards, and a step may take the group
+    drawn   recorded for an unfinished step
+    closed  used up, dropped, filtered, set aside or evicted; the row stays until the records are deleted
 
-A group that may be used again is ready again after its step. Methods change the row, the index and the ledger.
+A group that may be used again returns to ready after its step. Methods change the row, the index and the ledger.
 
-The prompt of the next group is one that came back, else the next of the data's order. `prompts_of` replaces these rules
-by those of `planning.prompts` if `buffer.prompt_law` or `buffer.dispatch` asks for another choice, and
-`Prompts.predicting` when an actor asks for lengths (`actors.admission`).
+The prompt of the next group is a returned prompt if there is one, otherwise the next in the data's order. `prompts_of`
+replaces these rules by `leeway.planning.prompts` if `buffer.prompt_law` or `buffer.dispatch` is not the default, and
+`Prompts.predicting` does so if an actor asks for lengths (`actors.admission`).
 """
 
 from __future__ import annotations
@@ -31,52 +31,52 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from buffer import samplers
-from buffer.config import BufferConfig
-from buffer.index import ELIGIBLE, GroupIndex
-from buffer.protocol import Expect, LeaseRequest, VisitsReply
-from buffer.schema import VISITS
-from buffer.tables import NO_RECORD, Group, ReturnedPrompt
-from buffer.transaction import Transaction
-from common.run import RunFacts
+from leeway.buffer import samplers
+from leeway.buffer.config import BufferConfig
+from leeway.buffer.index import ELIGIBLE, GroupIndex
+from leeway.buffer.protocol import Expect, LeaseRequest, PosteriorsReply
+from leeway.buffer.schema import POSTERIORS
+from leeway.buffer.tables import NO_RECORD, Group, ReturnedPrompt
+from leeway.buffer.transaction import Transaction
+from leeway.common.run import RunFacts
 
 MAX_ATTEMPTS = 5
-"""A group that was lost or filtered so often is given up and counted: its prompt may crash actors."""
+"""Lost leases of a group, or filtered groups of a prompt in a row, after which it is given up: it may crash actors."""
 _ROUNDING = 1e-9
-"""1.1 * 10 is above 11 in floating point."""
+"""Tolerance for floating point: 1.1 * 10 is above 11."""
 MAX_RECOUNTED = 256
-"""With more ready groups the gap trusts the count of waiting samples; `leeway buffer verify` never does."""
-CHOSEN = "planning.prompts:ChosenPrompts"
-"""Draws prompts by chance, dispatches by length and predicts lengths."""
-MOST_LOOKED_AT = 32
-"""Prompts that came back and groups without a lease that are considered for each lease."""
+"""Number of ready groups at which the gap stops recounting waiting samples; `leeway buffer verify` always does."""
+CHOSEN = "leeway.planning.prompts:ChosenPrompts"
+"""Implementation of `Prompts` that draws prompts at random, dispatches by length and predicts lengths."""
+MAX_CANDIDATES = 32
+"""Returned prompts, and groups without a lease, that are considered per lease."""
 _NEWEST = 0.1
-"""Weight of the newest in running means."""
+"""Weight of the newest value in running means."""
 
 
 class NextPrompt(NamedTuple):
     prompt_id: int
     failures: int = 0
-    """How often in a row its groups were filtered."""
+    """Number of its groups that were filtered in a row."""
     longest: float = 0.0
-    """Predicted tokens of the longest of its samples; 0: not predicted."""
+    """Predicted tokens of its longest sample; 0: not predicted."""
 
 
-class Pace:
-    """How long a step takes, as a mean that forgets."""
+class StepTimer:
+    """Exponential moving average of the duration of a step."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._drawn_s = self._finished_s = -inf
         self.step_s = self.train_s = 0.0
-        """From a step's end to the next one's; and of it from its draw. 0: not known yet."""
+        """Seconds between the ends of two steps, and seconds of these after the draw; 0: unknown."""
 
     def undo(self) -> Callable[[], None]:
-        """Return what restores the present state."""
+        """Return a function that restores the current state."""
         return partial(self.__dict__.update, dict(self.__dict__))
 
     def begun(self) -> None:
-        """Start anew with a learner: the time without one is no part of a step."""
+        """Discard the end of the last step when a learner starts; the time without a learner belongs to no step."""
         self._finished_s = -inf
 
     def drawn(self) -> None:
@@ -93,21 +93,21 @@ class Pace:
 
 
 class Prompts:
-    """Chooses the prompt of the next group. Methods that others override do nothing here."""
+    """Choice of the prompt of the next group, in the data's order. Hooks for subclasses do nothing here."""
 
     def __init__(self, facts: RunFacts, config: BufferConfig, clock: Callable[[], float]) -> None:
         self.facts, self.config, self.clock = facts, config, clock
-        self.pace = Pace(clock)
+        self.pace = StepTimer(clock)
 
     def load(self, tx: Transaction) -> None:
-        """Read what is stored, once."""
+        """Load the stored state once."""
 
     def next(self, tx: Transaction, request: LeaseRequest) -> NextPrompt:
-        """Take the prompt of the next group of this actor."""
+        """Return the prompt of the next group for this actor."""
         for (key,), returned in islice(tx.returned_prompts.all_items(), 1):
             tx.returned_prompts.delete(key)
             return NextPrompt(returned.prompt_id, returned.failures)
-        for (order,), waiting in islice(tx.window.all_items(), 1):  # of a start with another law or dispatch
+        for (order,), waiting in islice(tx.window.all_items(), 1):  # stored under another prompt_law or dispatch
             tx.window.delete(order)
             return NextPrompt(waiting.prompt_id)
         epoch, place = divmod(tx.state.cursor, self.facts.num_prompts)
@@ -115,58 +115,58 @@ class Prompts:
         return NextPrompt(int(order_of(self.facts.seed, epoch, self.facts.num_prompts)[place]))
 
     def give_back(self, tx: Transaction, prompt_id: int, failures: int) -> None:
-        """Lease a prompt whose group was dropped or filtered again, before new ones."""
+        """Return the prompt of a dropped or filtered group; it is leased again before new prompts."""
         tx.returned_prompts.put(ReturnedPrompt(prompt_id, failures), tx.state.next_returned)
         tx.state.next_returned += 1
 
     def predicting(self, tx: Transaction) -> Prompts:
-        """Return these, or what takes their place, with predictions of lengths."""
+        """Return a replacement for this object that predicts lengths."""
         chosen: Prompts = resolve_name(CHOSEN)(self.facts, self.config, self.clock)
         chosen.pace = self.pace
         chosen.load(tx)
         return chosen.predicting(tx)
 
-    def may_go_on(self, group: Group, request: LeaseRequest) -> bool:
-        """Return whether this actor may continue a group with partial rollouts."""
+    def may_resume(self, group: Group, request: LeaseRequest) -> bool:
+        """Return whether this actor may resume a group with partial rollouts."""
         return True
 
-    def hand_on_at(self, request: LeaseRequest) -> int:
-        """Return the tokens at which samples of this actor are requeued for another one; 0: never."""
+    def requeue_at(self, request: LeaseRequest) -> int:
+        """Return the number of tokens at which this actor requeues a sample for a faster one; 0: never."""
         return 0
 
     def usual_tokens(self, tx: Transaction, prompt_id: int) -> float:
-        """Return the predicted geometric mean of the completion tokens of a prompt's samples; 0: not known."""
+        """Return the predicted geometric mean of the completion tokens of a prompt's samples; 0: unknown."""
         return 0.0
 
     def renewed(self, actor: str) -> None:
-        """Note that an actor renewed its leases."""
+        """Record that an actor renewed its leases."""
 
-    def saw(self, tx: Transaction, group: Group) -> None:
-        """Learn from a group of which no more samples come."""
+    def observe(self, tx: Transaction, group: Group) -> None:
+        """Update the predictions with a group whose samples are all complete or failed."""
 
-    def visits(self) -> tuple[VisitsReply, pa.RecordBatch]:
-        """Return what is known of the lengths of prompts, those of the newest groups first."""
-        return VisitsReply(0, False), pa.RecordBatch.from_pylist([], schema=VISITS)
+    def posteriors(self) -> tuple[PosteriorsReply, pa.RecordBatch]:
+        """Return the length posteriors of prompts, most recent groups first."""
+        return PosteriorsReply(0, False), pa.RecordBatch.from_pylist([], schema=POSTERIORS)
 
-    def expect(self, message: Expect, batch: pa.RecordBatch) -> None:
-        """Take in what the ranker predicts of new prompts."""
+    def set_prior(self, message: Expect, batch: pa.RecordBatch) -> None:
+        """Accept the ranker's predictions of new prompts."""
 
 
 def prompts_of(facts: RunFacts, config: BufferConfig, clock: Callable[[], float]) -> Prompts:
-    """Return the rules that the configuration asks for."""
+    """Return the implementation of `Prompts` that the configuration selects."""
     in_order = config.prompt_law == "epoch" and config.dispatch == "in_order"
-    made: Prompts = (Prompts if in_order else resolve_name(CHOSEN))(facts, config, clock)
-    return made
+    prompts: Prompts = (Prompts if in_order else resolve_name(CHOSEN))(facts, config, clock)
+    return prompts
 
 
 @lru_cache(maxsize=3)
 def order_of(seed: int, epoch: int, num_prompts: int) -> npt.NDArray[np.int64]:
-    """Return the order of prompts in one epoch of the data: the same after every restart."""
+    """Return the order of prompts in one epoch of the data; deterministic, so equal after every restart."""
     return np.random.default_rng([seed & 0xFFFFFFFF, epoch]).permutation(num_prompts)
 
 
 class StoredSample(msgspec.Struct, frozen=True, gc=False):
-    """What a group's row keeps of a sample that is stored."""
+    """The fields of a stored sample that its group's row contains."""
 
     sample_index: int
     reward: float | None
@@ -174,23 +174,23 @@ class StoredSample(msgspec.Struct, frozen=True, gc=False):
     num_completion_tokens: int
     is_cut: bool
     oldest: tuple[int, int]
-    """(incarnation, version) of the first token: versions only grow within a trajectory."""
+    """(incarnation, version) of the first token; versions never decrease within a trajectory."""
 
 
 class Groups:
-    """The changes of state that leases, commits and draws share."""
+    """State transitions of groups, shared by leases, commits and draws."""
 
     def __init__(
         self, config: BufferConfig, group_size: int, groups_per_step: int, prompts: Prompts, num_kept: int = 0
     ) -> None:
-        """Start without an index; eviction leaves `num_kept` ready groups alone, so that the learner has some."""
+        """Start with an empty index. Eviction keeps at least `num_kept` ready groups for the learner."""
         self.config = config
-        self._most_set_aside = most_set_aside(config.refill_uninformative, groups_per_step)
+        self._max_set_aside = max_set_aside(config.refill_uninformative, groups_per_step)
         self.prompts = prompts
         self.sampler, weight = samplers.build(config)
         self.index = GroupIndex(config, weight)
         self.num_needed = min(2, group_size)
-        """Samples with rewards that a group must have: a comparison needs two."""
+        """Minimum number of samples with rewards in a ready group; a comparison needs two."""
         self._num_kept = num_kept
 
     def prepare(self, tx: Transaction) -> None:
@@ -198,7 +198,7 @@ class Groups:
         self.prompts.load(tx)
 
     def save(self, tx: Transaction, group: Group) -> None:
-        """Write the row; or, once nothing of the group is stored, fold it into the retired counts."""
+        """Write the row. If the group is closed without records, add its counts to `retired` and delete the row."""
         for index in [index for index in group.partials if group.sample_states[index] != "missing"]:
             self.forget_partial(tx, group, index)
         self.index.update(tx, group)
@@ -211,7 +211,7 @@ class Groups:
         tx.groups.delete(group.group_id)
 
     def forget_partial(self, tx: Transaction, group: Group, index: int) -> None:
-        """A sample is complete, or is made from its beginning; `save` writes the row."""
+        """Delete a partial rollout: its sample is complete, or starts from the prompt; `save` writes the row."""
         del group.partials[index]
         tx.partials.delete(group.group_id, index)
 
@@ -222,7 +222,7 @@ class Groups:
         tx.state.ledger.fail(len(indices), reason)
 
     def lose_lease(self, tx: Transaction, group: Group, reason: str) -> None:
-        """The lease expired or was fenced: its samples failed, and are issued again while attempts remain."""
+        """End an expired or fenced lease: its samples count as failed, and are issued again while attempts remain."""
         lost = group.in_flight()
         group.end_lease()
         group.losses += 1
@@ -231,10 +231,10 @@ class Groups:
         else:
             group.failed += len(lost)
             tx.state.ledger.fail(len(lost), reason)
-        self.settle(tx, group)
+        self.advance(tx, group)
 
     def commit(self, tx: Transaction, group: Group, samples: Sequence[StoredSample], records: Sequence[int]) -> None:
-        """Enter samples that are stored under these records into their group's row; `settle` writes it.
+        """Add samples that are stored under these records to their group's row; `advance` writes it.
 
         A sample without a reward counts as filtered.
         """
@@ -253,15 +253,15 @@ class Groups:
         if rewarded:
             group.oldest = min(rewarded) if group.oldest is None else min(group.oldest, *rewarded)
 
-    def settle(self, tx: Transaction, group: Group) -> None:
-        """After samples were committed or failed: is the group complete, and is it good for training?"""
+    def advance(self, tx: Transaction, group: Group) -> None:
+        """Save the group; if no sample is missing, make it ready, or filter it if too few samples have rewards."""
         if group.missing():
-            if not group.in_flight():  # the others wait to be leased again
+            if not group.in_flight():  # the missing samples wait for the next lease
                 group.end_lease()
             self.save(tx, group)
             return
         group.end_lease()
-        self.prompts.saw(tx, group)
+        self.prompts.observe(tx, group)
         if len(group.having("waiting")) < self.num_needed:
             self.close(tx, group, "filtered")
             self.return_prompt(tx, group, failures=group.failures + 1)
@@ -271,16 +271,16 @@ class Groups:
         self.set_aside_uninformative(tx)
 
     def set_aside_uninformative(self, tx: Transaction) -> None:
-        """Close ready groups of equal rewards, the oldest first, as many as may leave before the next draw.
+        """Close ready groups of equal rewards, oldest first, up to the limit before the next draw.
 
         Their prompts are not returned: they count as generated.
         """
-        while self.index.uninformative and tx.state.num_set_aside < self._most_set_aside:
+        while self.index.uninformative and tx.state.num_set_aside < self._max_set_aside:
             tx.state.num_set_aside += 1
             self.close(tx, tx.groups.require(self.index.uninformative[0].group_id), "uninformative")
 
     def close(self, tx: Transaction, group: Group, state: str) -> None:
-        """Move the group's waiting or drawn samples to their last state; those trained on stay trained."""
+        """Move the group's waiting and drawn samples to their final state; trained samples stay trained."""
         for source in ("waiting", "drawn"):
             self.move(tx, group, source, state)
         group.phase = "closed"
@@ -293,14 +293,14 @@ class Groups:
         tx.state.ledger.move(len(moved), source, target)
 
     def hold(self, tx: Transaction, group: Group) -> None:
-        """One more step that is not finished names the group: no other may take it."""
+        """Reserve the group for one more unfinished step; other draws cannot take it."""
         self.move(tx, group, "waiting", "drawn")
         group.phase = "drawn"
         group.pending += 1
         self.save(tx, group)
 
     def release(self, tx: Transaction, group: Group) -> None:
-        """One such step is finished or forgotten. After the last the group may be used again, or is closed."""
+        """Release the group from one step. After the last, make it ready if it may be used again, else close it."""
         group.pending -= 1
         if group.pending == 0:
             self.move(tx, group, "drawn", "waiting")
@@ -308,23 +308,23 @@ class Groups:
         self.save(tx, group)
 
     def return_prompt(self, tx: Transaction, group: Group, *, failures: int) -> None:
-        """Lease the prompt of a dropped or filtered group again, unless it never yields a group."""
+        """Return the prompt of a dropped or filtered group, or give it up after `MAX_ATTEMPTS` failures in a row."""
         if failures >= MAX_ATTEMPTS:
             tx.state.ledger.prompts_given_up += 1
             return
         self.prompts.give_back(tx, group.prompt_id, failures)
 
     def drop_ready(self, tx: Transaction, group: Group, state: str) -> None:
-        """Take a ready group out, whole, and lease its prompt again where it was never used."""
+        """Close a ready group, and return its prompt if the group was never used."""
         is_unused = bool(group.having("waiting"))
         self.close(tx, group, state)
         if is_unused:
             self.return_prompt(tx, group, failures=group.failures)
 
-    def leave_out_long(self, tx: Transaction, group: Group, max_tokens: int) -> bool:
-        """Filter the samples of a ready group that are longer than this; False: there is none.
+    def filter_too_long(self, tx: Transaction, group: Group, max_tokens: int) -> bool:
+        """Filter the samples of a ready group that are longer than `max_tokens`; return whether there are any.
 
-        If too few are left, or the group was used before, all leave.
+        If too few samples remain, or the group was used before, drop the whole group.
         """
         too_long = [index for index in group.usable() if group.lengths[index] > max_tokens]
         if not too_long:
@@ -342,13 +342,13 @@ class Groups:
         return True
 
     def evict(self, tx: Transaction) -> None:
-        """Remove groups while the store is above its capacity and there is one that may go.
+        """Evict groups while the store is above its capacity and a group is evictable.
 
         Recorded samples (`buffer.source`) stay until they are used up.
         """
         excess = tx.state.num_records - self.config.capacity_trajectories
         while excess > 0:
-            first = self.index.first_to_go
+            first = self.index.next_evictable
             is_kept = self.config.source is not None or len(self.index.ready) <= self._num_kept
             if first is None or (first.kind == ELIGIBLE and is_kept):
                 return
@@ -361,24 +361,24 @@ class Groups:
         group.phase = "closed"
         for record in group.records:
             if record != NO_RECORD:
-                tx.records.delete(record)  # where its block lies; of the others nothing lies there
+                tx.records.delete(record)  # deletes the block if it is stored under this record; otherwise nothing
                 tx.scores.delete(record)
                 tx.state.num_records -= 1
         group.records = [NO_RECORD] * len(group.records)
         self.save(tx, group)
 
     def checked_counts(self, tx: Transaction) -> dict[str, int]:
-        """Return every count by its name, the failed by kind, the quarantined rows, and 'gap': 0, or a bug."""
+        """Return all counts by name, the failed samples by kind, the quarantined rows, and 'gap' (0 unless a bug)."""
         ledger = tx.state.ledger
         quarantined = sum(ledger.quarantined_by_reason.values())
         gap = ledger.gap + self._live_gap(tx)
         return {**ledger.counts(), **ledger.failed_by_kind(), "quarantined": quarantined, "gap": gap}
 
     def _live_gap(self, tx: Transaction) -> int:
-        """Return by how many samples the counters differ from the groups that are not finished.
+        """Return the difference between the counters and the samples of unfinished groups.
 
-        It takes some 20 microseconds a group. Admission bounds open groups, and ready ones are looked at only while
-        they are few. Drawn ones are those of the steps at hand, or to be redone.
+        This takes about 20 microseconds per group. Admission bounds the open groups, ready groups are counted only
+        below `MAX_RECOUNTED`, and drawn groups are those of current steps or of steps to be redone.
         """
         ledger = tx.state.ledger
         found: Counter[str] = Counter()
@@ -395,6 +395,6 @@ class Groups:
         return sum(abs(found[name] - getattr(ledger, name)) for name in checked)
 
 
-def most_set_aside(refill: float, groups_per_step: int) -> int:
-    """How many groups of equal rewards may be set aside for a step of so many: their multiple, rounded up."""
+def max_set_aside(refill: float, groups_per_step: int) -> int:
+    """Return the number of groups of equal rewards that may be set aside per step: `refill` * G, rounded up."""
     return ceil(refill * groups_per_step - _ROUNDING)

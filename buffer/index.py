@@ -1,6 +1,6 @@
-"""GroupIndex: where groups are looked up, derived from their rows and kept in memory.
+"""GroupIndex: in-memory indexes of the groups, derived from their rows.
 
-None of it is stored. What a transaction changes is undone if it is not committed.
+Nothing here is stored. If a transaction is not committed, its changes to the index are undone.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from buffer.config import BufferConfig
-from buffer.tables import Group, StoreState
-from buffer.transaction import Transaction
+from leeway.buffer.config import BufferConfig
+from leeway.buffer.tables import Group, StoreState
+from leeway.buffer.transaction import Transaction
 
 LOG_WEIGHT_LIMIT = 1e12
-"""Log-weights are clamped, so that their differences stay finite."""
+"""Bound to which log-weights are clamped, so that their differences stay finite."""
 CLOSED, ELIGIBLE = 0, 1
-"""Eviction takes closed groups first, then under replay those that could be drawn again."""
+"""Eviction order: closed groups first; then, under replay, groups that could be drawn again."""
 
 Weight = Callable[[Group, int], float]
-"""The logarithm of a complete group's weight, up to a constant, from its row and the effective version of its oldest
-token; fixed while the group waits."""
+"""Log-weight of a complete group, up to a constant, given its row and the effective version of its oldest token. It
+stays fixed while the group is ready."""
 
 
 class ReadyGroup(NamedTuple):
@@ -46,14 +46,14 @@ class Evictable(NamedTuple):
 
 
 class Place(NamedTuple):
-    """All that a group is looked up by."""
+    """The index keys of a group."""
 
     is_open: bool = False
     lease_id: int = 0
     evictable: Evictable | None = None
     ready: ReadyGroup | None = None
     prompt_id: int = 0
-    """From here on: of ready groups alone."""
+    """This field and all below are set only for ready groups."""
     uses: int = 0
     log_weight: float = 0.0
     is_uninformative: bool = False
@@ -61,10 +61,10 @@ class Place(NamedTuple):
 
 
 class GroupIndex:
-    """The groups of a store by what the rules ask for; samplers choose among those that are ready."""
+    """Indexes of a store's groups; samplers choose among the ready ones."""
 
     def __init__(self, config: BufferConfig, weight: Weight | None) -> None:
-        """Be empty until `load`; `weight` is the sampler's, None where it draws without chance."""
+        """Start empty; `load` fills the index. `weight` is that of the sampler; None: the sampler is deterministic."""
         self._replays = config.replays
         self._sets_aside = config.refill_uninformative > 0
         self.max_uses = float("inf") if config.max_uses == "unlimited" else float(config.max_uses)
@@ -72,44 +72,44 @@ class GroupIndex:
         self._is_loaded = False
         self._places: dict[int, Place] = {}
         self._eviction: list[Evictable] = []
-        """A heap; entries that are out of date are skipped."""
+        """A heap; stale entries are skipped."""
         self.open: list[int] = []
-        """Groups that are not complete, ascending."""
+        """Ids of groups that are not complete, ascending."""
         self.unleased: list[int] = []
-        """Open groups whose missing samples are to be issued again."""
+        """Ids of open groups without a lease, whose missing samples are to be issued again."""
         self.leases: dict[int, int] = {}
         """Open leases: lease -> group."""
         self.ready: list[ReadyGroup] = []
-        """Those that may be drawn, in the order of age."""
+        """Groups that may be drawn, oldest first."""
         self.uninformative: list[ReadyGroup] = []
-        """Ready groups of equal rewards, by age; empty if none are set aside."""
+        """Ready groups of equal rewards, oldest first; empty if none are set aside."""
         self.num_unused = 0
-        """Ready groups that no step has used."""
+        """Number of ready groups that no step has used."""
         self._by_prompt: defaultdict[int, list[int]] = defaultdict(list)
-        """Ready groups of each prompt, by their lease."""
+        """Ready groups of each prompt, in lease order."""
         self._weights = Weights()
 
     def load(self, tx: Transaction) -> None:
-        """Derive it from the rows, where that was not done; belongs before the first change of a transaction."""
+        """Build the index from the rows, once; call this before the first change of a transaction."""
         if not self._is_loaded:
             for _, group in tx.groups.all_items():
                 self._move(group.group_id, None, self._place_of(group, tx.state))
             self._is_loaded = True
 
     def update(self, tx: Transaction, group: Group) -> None:
-        """Follow a change of the group, or of the version that it counts with."""
+        """Update the index after a change of the group or of its effective version."""
         old, new = self._places.get(group.group_id), self._place_of(group, tx.state)
         if new != old:
             self._move(group.group_id, old, new)
             tx.undo.append(partial(self._move, group.group_id, new, old))
 
     def put(self, group_id: int, place: Place | None) -> None:
-        """Enter a group that has no row, as a simulation has it, or what became of it."""
+        """Set or remove the index keys of a group that has no row, as in a simulation."""
         self._move(group_id, self._places.get(group_id), place)
 
     @property
-    def first_to_go(self) -> Evictable | None:
-        """The group that eviction takes next; None where none may go."""
+    def next_evictable(self) -> Evictable | None:
+        """The next group to evict; None if no group is evictable."""
         while self._eviction:
             place = self._places.get(self._eviction[0].group_id)
             if place is not None and place.evictable == self._eviction[0]:
@@ -117,19 +117,19 @@ class GroupIndex:
             heapq.heappop(self._eviction)
         return None
 
-    # --- what samplers ask ------------------------------------------------------------------------
+    # --- for samplers -----------------------------------------------------------------------------
 
     def by_weight(self, num: int, random: np.random.Generator, taken: AbstractSet[int]) -> list[int]:
         return self._weights.choose(num, random, taken)
 
     def same_prompt(self, group_id: int) -> Iterator[int]:
-        """The ready groups of a ready group's prompt, those leased last first."""
+        """Return the ready groups of a ready group's prompt, most recently leased first."""
         return reversed(self._by_prompt[self._places[group_id].prompt_id])
 
     # --- parts ------------------------------------------------------------------------------------
 
     def _place_of(self, group: Group, state: StoreState) -> Place | None:
-        """None where nothing of the group is left."""
+        """Return the index keys of a group; None if it is closed and not stored."""
         if group.phase == "open":
             return Place(is_open=True, lease_id=group.lease_id)
         is_closed = group.phase == "closed"
@@ -179,7 +179,7 @@ class GroupIndex:
                 change(self.uninformative, place.ready)
             self.num_unused += sign * (not place.uses)
             if self._weight is not None:
-                # one that weighs nothing is drawn last: were it never drawn, enough of them would stop every lease
+                # A weight of zero is drawn last, not never: otherwise such groups accumulate and close admission.
                 log_weight = max(place.log_weight, -LOG_WEIGHT_LIMIT)
                 self._weights.put(group_id, log_weight if sign > 0 else -np.inf)
             same_prompt = self._by_prompt[place.prompt_id]
@@ -189,9 +189,9 @@ class GroupIndex:
 
 
 class Weights:
-    """Weights of items for draws by chance, as logarithms: a softmax of rewards spans more than a float64 holds.
+    """Log-weights of items for random draws; as plain weights, a softmax of rewards would exceed the float64 range.
 
-    They lie in blocks of neighbouring ids. A draw depends on the items and the generator, not on the order of arrival.
+    Weights are stored in blocks of neighbouring ids. A draw depends on items and generator, not on insertion order.
     """
 
     BLOCK = 1024
@@ -200,7 +200,7 @@ class Weights:
         self._blocks: dict[int, npt.NDArray[np.float64]] = {}
 
     def put(self, item: int, log_weight: float) -> None:
-        """Give an item a weight; -inf takes it out."""
+        """Set the log-weight of an item; -inf removes it."""
         number, slot = divmod(item, self.BLOCK)
         if number not in self._blocks:
             self._blocks[number] = np.full(self.BLOCK, -np.inf)
@@ -210,10 +210,10 @@ class Weights:
             del self._blocks[number]
 
     def choose(self, num: int, random: np.random.Generator, taken: AbstractSet[int] = frozenset()) -> list[int]:
-        """Draw up to `num` items, one after the other by weight, none twice and none of those `taken`.
+        """Draw up to `num` items by weight, without replacement and without those `taken`.
 
-        The items with the largest sums of logarithm and Gumbel noise, in this order, are such a draw (Kool et al. 2019,
-        "Stochastic beams and where to find them").
+        The items with the largest sums of log-weight and Gumbel noise, in descending order, are such a draw (Kool et
+        al. 2019, "Stochastic beams and where to find them").
         """
         if not self._blocks:
             return []

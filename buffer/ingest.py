@@ -1,12 +1,12 @@
-"""What becomes of pushed trajectories: each row is committed, or has one stated reason why not.
+"""Validation of pushed trajectories. Each row is committed or rejected, and has exactly one outcome:
 
-    fenced       its epoch was replaced
-    duplicate    its (actor, epoch, seq) was settled before
-    quarantined  it is not a valid trajectory; the sample it matches, if any, has failed
-    late         its lease is no longer open, or its sample is settled
-    committed    it is on disk once the transaction is
+    fenced       a newer process replaced its epoch
+    duplicate    its (actor, epoch, seq) already has an outcome
+    quarantined  it is not a valid trajectory; the matching sample, if any, fails
+    late         its lease is no longer open, or its sample is complete or failed
+    committed    it is on disk once the transaction is committed
 
-Good rows of a message pass whatever the others are.
+Invalid rows do not affect the valid rows of the same message.
 """
 
 from __future__ import annotations
@@ -20,46 +20,46 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from buffer import schema
-from buffer.config import MAX_GROUP_SIZE
-from buffer.errors import BadBody, BufferRefused
-from buffer.groups import Groups, StoredSample
-from buffer.leases import Leases, is_name
-from buffer.protocol import Push, PushReply, Refused, RowResult
-from buffer.rows import RowBytes, flat_values, list_bounds
-from buffer.schema import COMPLETE
-from buffer.tables import Actor, Group, StoreState
-from buffer.transaction import Transaction
-from common.run import RunFacts
+from leeway.buffer import schema
+from leeway.buffer.config import MAX_GROUP_SIZE
+from leeway.buffer.errors import BadBody, BufferRefused
+from leeway.buffer.groups import Groups, StoredSample
+from leeway.buffer.leases import Leases, is_name
+from leeway.buffer.protocol import Push, PushReply, Refused, RowResult
+from leeway.buffer.rows import RowBytes, flat_values, list_bounds
+from leeway.buffer.schema import COMPLETE
+from leeway.buffer.tables import Actor, Group, StoreState
+from leeway.buffer.transaction import Transaction
+from leeway.common.run import RunFacts
 
 MAX_PUSHED_ROWS = 4096
-"""Of one message: a turn of the service must stay short."""
+"""Maximum rows of one message; bounds the duration of a turn."""
 MAX_OVERTAKEN = 65_536
-"""A row so far behind its actor's newest counts as settled: credit is much less."""
+"""Sequence numbers by which a row may trail its actor's newest; rows further behind are late. Credit is much less."""
 SEQ_WINDOW = 2 * MAX_OVERTAKEN
-"""A sequence number so far above the low-water mark is invalid."""
+"""Distance from the low-water mark at which a sequence number is invalid."""
 LOGPROB_TOLERANCE = 1e-4
-"""Log-probabilities may exceed 0 by rounding."""
+"""Amount by which log-probabilities may exceed 0, because of rounding."""
 MAX_REWARD = 1e100
-"""Beyond it mean and spread of a group's rewards would overflow."""
+"""Largest absolute reward; beyond it, mean and spread of a group's rewards would overflow."""
 
 _json_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
-"""Raw: checks that values are well-formed without making objects of them."""
+"""`Raw` checks that values are well-formed without decoding them."""
 
 
 def known_versions(state: StoreState, *, updates_per_step: int = 1) -> Mapping[int, int]:
-    """Return the newest version of every incarnation that actors can have sampled from."""
+    """Return, for each incarnation, the newest version that actors can have sampled from."""
     newest = {number: start.newest for number, start in enumerate(state.incarnations)}
     newest[state.incarnation] = state.newest_possible(updates_per_step)
     return newest
 
 
 class Pushes:
-    """Some messages with trajectories, joined: validating and encoding many rows costs little more than a few."""
+    """The joined rows of several push messages; validating and encoding many rows costs little more than a few."""
 
     def __init__(self, pushes: Sequence[tuple[Push, bytes | memoryview]]) -> None:
         self.opened: list[tuple[Push, int | BadBody]] = []
-        """Each with the number of its rows, or why it cannot be read."""
+        """Each message with its number of rows, or with the error if its body is invalid."""
         batches = []
         for message, body in pushes:
             try:
@@ -75,7 +75,7 @@ class Pushes:
 
 
 class Ingest:
-    """Takes pushed trajectories in."""
+    """Validation and commit of pushed trajectories."""
 
     def __init__(self, facts: RunFacts, groups: Groups, leases: Leases) -> None:
         self._facts = facts
@@ -83,13 +83,13 @@ class Ingest:
         self._leases = leases
 
     def push(self, tx: Transaction, pushes: Pushes, refusals: Mapping[int, str]) -> list[PushReply | Refused]:
-        """Settle every row of some messages, in order. `refusals` says why some are not looked at, by their place."""
+        """Decide the outcome of every row, in order. `refusals` maps positions of refused messages to the reasons."""
         known = known_versions(tx.state, updates_per_step=self._facts.updates_per_step)
         bad = {} if pushes.batch is None else faults(pushes.batch, self._facts, known)
-        every = enumerate(pushes.rows)
+        all_rows = enumerate(pushes.rows)
         replies: list[PushReply | Refused] = []
         for place, (message, opened) in enumerate(pushes.opened):
-            mine = {} if isinstance(opened, BadBody) else dict(islice(every, opened))
+            rows = {} if isinstance(opened, BadBody) else dict(islice(all_rows, opened))
             if place in refusals:
                 replies.append(Refused(refusals[place]))
                 continue
@@ -98,7 +98,7 @@ class Ingest:
                 replies.append(Refused(f"the message was quarantined: {opened}"))
                 continue
             try:
-                replies.append(self._push_one(tx, message, mine, bad, pushes.as_bytes))
+                replies.append(self._push_one(tx, message, rows, bad, pushes.as_bytes))
             except BufferRefused as refusal:
                 replies.append(Refused(str(refusal)))
         self._groups.evict(tx)
@@ -107,14 +107,14 @@ class Ingest:
     def _push_one(
         self, tx: Transaction, message: Push, rows: dict[int, PushedRow], bad: dict[int, str], as_bytes: RowBytes
     ) -> PushReply:
-        """Settle the rows of one message, which are given by their places in the turn, as is what is `bad` of them."""
+        """Decide the outcome of the rows of one message; `rows` and `bad` are keyed by position in the turn."""
         actor = tx.actors.get(message.actor) if is_name(message.actor) else None
         if actor is not None and message.epoch < actor.epoch:
             tx.state.ledger.fenced += len(rows)
             reason = f"epoch {message.epoch} was replaced by {actor.epoch}"
             return PushReply([], [RowResult(row.seq, "fenced", reason) for row in rows.values()])
         actor = self._leases.current(tx, message.actor, message.epoch)
-        settled = self._settle_known(tx, actor, rows, bad)
+        settled = self._find_settled(tx, actor, rows, bad)
         groups: dict[int, dict[int, PushedRow]] = {}
         for place, row in rows.items():
             if place not in settled:
@@ -125,15 +125,15 @@ class Ingest:
         committed = [row.seq for place, row in rows.items() if place not in settled]
         return PushReply(runs_of(committed), [*settled.values()])
 
-    def _settle_known(
+    def _find_settled(
         self, tx: Transaction, actor: Actor, rows: dict[int, PushedRow], bad: dict[int, str]
     ) -> dict[int, RowResult]:
-        """Find the rows that were settled before, and what became of them; blame those of another sender."""
-        next_ones = range(actor.low_water, actor.low_water + len(rows))
+        """Return the outcomes of duplicate and late rows; mark rows with a wrong sender or invalid seq as `bad`."""
+        next_seqs = range(actor.low_water, actor.low_water + len(rows))
         if not actor.num_seen_above and all(
             row.seq == seq and row.actor == actor.name and row.epoch == actor.epoch
-            for row, seq in zip(rows.values(), next_ones, strict=True)
-        ):  # as is usual
+            for row, seq in zip(rows.values(), next_seqs, strict=True)
+        ):  # the usual case
             actor.low_water += len(rows)
             return {}
         settled = {}
@@ -144,7 +144,7 @@ class Ingest:
                 bad[place] = "seq out of range"
             elif row.seq < actor.forgotten_below:
                 tx.state.ledger.late += 1
-                settled[place] = RowResult(row.seq, "late", f"{MAX_OVERTAKEN} others have overtaken it")
+                settled[place] = RowResult(row.seq, "late", f"more than {MAX_OVERTAKEN} sequence numbers behind")
             elif not self._is_first(tx, actor, row.seq):
                 tx.state.ledger.duplicates += 1
                 settled[place] = RowResult(row.seq, "duplicate")
@@ -159,44 +159,44 @@ class Ingest:
         bad: dict[int, str],
         as_bytes: RowBytes,
     ) -> dict[int, RowResult]:
-        """Commit the good rows of one message for one group in one block; return what becomes of the others.
+        """Commit the valid rows of one message for one group as one block; return the outcomes of the other rows.
 
-        A row is committed, or has failed, if exactly this sample of this attempt of this lease is waited for.
+        A row is committed, or fails its sample, only if its group, lease, attempt and sample index are in flight.
         """
         group = tx.groups.get(group_id) if group_id >= 1 else None
         if group is not None and (not group.lease_id or (group.actor, group.epoch) != (actor.name, actor.epoch)):
             group = None
-        waited_for = set() if group is None else set(group.in_flight())
+        in_flight = set() if group is None else set(group.in_flight())
         size = MAX_GROUP_SIZE if group is None else len(group.sample_states)
-        taken: list[tuple[int, int]] = []
+        accepted: list[tuple[int, int]] = []
         settled = {}
         has_failed = False
         for place, row in rows.items():
-            is_waited_for = (
+            is_in_flight = (
                 group is not None
-                and row.sample_index in waited_for
+                and row.sample_index in in_flight
                 and row.lease_id == group.lease_id
                 and row.attempt == group.attempt
             )
-            if is_waited_for:
-                waited_for.discard(row.sample_index)
+            if is_in_flight:
+                in_flight.discard(row.sample_index)
             if row.sample_index >= size:
                 bad.setdefault(place, "sample_index out of range")
             if reason := bad.get(place):
-                tx.state.ledger.quarantine(reason, matches_lease=is_waited_for)
+                tx.state.ledger.quarantine(reason, matches_lease=is_in_flight)
                 settled[place] = RowResult(row.seq, "quarantined", reason)
-                if is_waited_for and group is not None:
+                if is_in_flight and group is not None:
                     group.sample_states[row.sample_index] = "failed"
                     group.failed += 1
                     has_failed = True
-            elif is_waited_for:
-                taken.append((row.sample_index, place))
+            elif is_in_flight:
+                accepted.append((row.sample_index, place))
             else:
                 tx.state.ledger.late += 1
-                why = f"lease {row.lease_id} does not wait for sample {row.sample_index}"
+                why = f"sample {row.sample_index} is not in flight under lease {row.lease_id}"
                 settled[place] = RowResult(row.seq, "late", why)
-        if group is not None and (taken or has_failed):
-            self.commit(tx, group, [place for _, place in sorted(taken)], rows, as_bytes)
+        if group is not None and (accepted or has_failed):
+            self.commit(tx, group, [place for _, place in sorted(accepted)], rows, as_bytes)
         return settled
 
     def commit(
@@ -207,17 +207,17 @@ class Ingest:
         rows: Mapping[int, PushedRow] | Sequence[PushedRow],
         as_bytes: RowBytes,
     ) -> None:
-        """Store the rows of a group at these places in one block, and settle the group."""
+        """Store the rows of a group at these positions as one block, and advance the group."""
         if places:
             first = tx.state.next_record
             tx.state.next_record += len(places)
             records = [first + i for i in range(len(places))]
             tx.records.append(as_bytes.block(places, records), records[0])
             self._groups.commit(tx, group, [rows[place] for place in places], records)
-        self._groups.settle(tx, group)
+        self._groups.advance(tx, group)
 
     def _is_first(self, tx: Transaction, actor: Actor, seq: int) -> bool:
-        """Is it the first time that this sequence number arrives? What lies below the low-water mark needs no row."""
+        """Record a sequence number; return whether it is new. Numbers below the low-water mark need no row."""
         if seq < actor.low_water or (actor.num_seen_above and tx.seen.has(actor.name, actor.epoch, seq)):
             return False
         if seq != actor.low_water:
@@ -230,7 +230,7 @@ class Ingest:
         return True
 
     def _raise_low_water(self, tx: Transaction, actor: Actor, least: int) -> None:
-        """Forget the numbers that need no row any more, up to `least` and on while they follow each other."""
+        """Raise the low-water mark to `least`, then past consecutive seen numbers; delete their rows of `seen`."""
         while actor.num_seen_above:
             if tx.seen.delete(actor.name, actor.epoch, actor.low_water):
                 actor.num_seen_above -= 1
@@ -242,7 +242,7 @@ class Ingest:
 
 
 class PushedRow(StoredSample, frozen=True, gc=False):
-    """What `Ingest` looks at of one pushed trajectory."""
+    """The fields of a pushed trajectory that `Ingest` checks."""
 
     actor: str
     epoch: int
@@ -253,13 +253,13 @@ class PushedRow(StoredSample, frozen=True, gc=False):
 
 
 def rows_of(batch: pa.RecordBatch) -> Iterator[PushedRow]:
-    """The rows of a record batch; a whole column is read at once."""
+    """Yield the rows of a record batch, read column by column."""
     column = {name: batch.column(i) for i, name in enumerate(batch.schema.names)}
     plain = {name: column[name].to_pylist() for name in PushedRow.__struct_fields__ if name in column}
     lengths = [column[name].value_lengths().to_pylist() for name in ("token_ids", "logprobs")]
     spans, bounds = column["spans"].flatten(), list_bounds(column["spans"])[:-1]
     if len(spans):
-        first = np.minimum(bounds, len(spans) - 1)  # a row without spans is refused, whatever its version
+        first = np.minimum(bounds, len(spans) - 1)  # a row without spans is rejected, so its version does not matter
         oldest = zip(*(spans.field(i).to_numpy()[first].tolist() for i in range(2)), strict=True)
     else:
         oldest = zip([0] * batch.num_rows, [0] * batch.num_rows, strict=True)
@@ -273,19 +273,19 @@ def rows_of(batch: pa.RecordBatch) -> Iterator[PushedRow]:
 def faults(
     batch: pa.RecordBatch, facts: RunFacts, known: Mapping[int, int], ends: Sequence[str] = COMPLETE
 ) -> dict[int, str]:
-    """Return the rows that must not be stored, each with the first reason found, in a few fixed words.
+    """Return the invalid rows, each with the first reason found; the reasons are fixed strings.
 
-    `ends` are the allowed reasons to end. Each check is one pass over the flat values of a message.
+    `ends` are the allowed finish reasons. Each check is one pass over the flat values of a message.
     """
     column = {name: batch.column(i) for i, name in enumerate(batch.schema.names)}
     found: dict[int, str] = {}
 
-    def blame(rows: npt.NDArray[np.bool_] | list[bool], reason: str) -> None:
+    def reject(rows: npt.NDArray[np.bool_] | list[bool], reason: str) -> None:
         for row in np.flatnonzero(rows):
             found.setdefault(int(row), reason)
 
-    blame(_other_than(column["run_id"], (facts.run_id,)), "another run")
-    blame(_other_than(column["finish_reason"], ends), "finish_reason")
+    reject(_other_than(column["run_id"], (facts.run_id,)), "another run")
+    reject(_other_than(column["finish_reason"], ends), "finish_reason")
     for name, low, high in (
         ("sample_index", 0, MAX_GROUP_SIZE),
         ("prompt_id", 0, facts.num_prompts),
@@ -295,38 +295,38 @@ def faults(
         ("attempt", 1, None),
     ):
         values = column[name].to_numpy()
-        blame((values < low) | (values >= (np.iinfo(np.int64).max if high is None else high)), f"{name} out of range")
+        reject((values < low) | (values >= (np.iinfo(np.int64).max if high is None else high)), f"{name} out of range")
 
     tokens, token_bounds = flat_values(column["token_ids"])
     logprobs, logprob_bounds = flat_values(column["logprobs"])
     num_tokens = np.diff(token_bounds)
     num_completion = num_tokens - column["prompt_length"].to_numpy()
-    blame(num_tokens > facts.max_tokens, "longer than max_tokens")
-    blame(num_completion < 1, "empty completion")
-    blame(np.diff(logprob_bounds) != num_completion, "logprobs and completion differ in length")
-    # Two numbers tell of most messages that nothing is wrong; which row it is costs several passes more.
+    reject(num_tokens > facts.max_tokens, "longer than max_tokens")
+    reject(num_completion < 1, "empty completion")
+    reject(np.diff(logprob_bounds) != num_completion, "logprobs and completion differ in length")
+    # For most messages minimum and maximum prove that all values are valid; finding a bad row takes several passes.
     if len(tokens) and not 0 <= tokens.min() <= tokens.max() < facts.vocab_size:
-        blame(_rows_of((tokens < 0) | (tokens >= facts.vocab_size), token_bounds), "token outside the vocabulary")
+        reject(_rows_of((tokens < 0) | (tokens >= facts.vocab_size), token_bounds), "token outside the vocabulary")
     if len(logprobs) and not -np.inf < logprobs.min() <= logprobs.max() <= LOGPROB_TOLERANCE:
-        blame(_rows_of(~np.isfinite(logprobs), logprob_bounds), "logprob not finite")
-        blame(_rows_of(logprobs > LOGPROB_TOLERANCE, logprob_bounds), "logprob above 0")
-    blame(_not_finite(column["reward"]), "reward not finite")
-    blame(_too_large(column["reward"]), "reward out of range")
+        reject(_rows_of(~np.isfinite(logprobs), logprob_bounds), "logprob not finite")
+        reject(_rows_of(logprobs > LOGPROB_TOLERANCE, logprob_bounds), "logprob above 0")
+    reject(_not_finite(column["reward"]), "reward not finite")
+    reject(_too_large(column["reward"]), "reward out of range")
     parts, part_bounds = column["reward_parts"], list_bounds(column["reward_parts"])
     part_values = parts.flatten().field(1)
-    blame(np.diff(part_bounds) > schema.MAX_REWARD_PARTS, "too many reward parts")
-    blame(_rows_of(_not_finite(part_values), part_bounds), "reward part not finite")
-    blame(_rows_of(_too_large(part_values), part_bounds), "reward part out of range")
-    blame(~np.isfinite(column["started_s"].to_numpy()) | ~np.isfinite(column["finished_s"].to_numpy()), "wall time")
-    blame(_wrong_reference(column["reference_logprobs"], num_completion), "reference_logprobs")
-    blame(_not_json_objects(column["columns"]), "columns are not JSON")
+    reject(np.diff(part_bounds) > schema.MAX_REWARD_PARTS, "too many reward parts")
+    reject(_rows_of(_not_finite(part_values), part_bounds), "reward part not finite")
+    reject(_rows_of(_too_large(part_values), part_bounds), "reward part out of range")
+    reject(~np.isfinite(column["started_s"].to_numpy()) | ~np.isfinite(column["finished_s"].to_numpy()), "wall time")
+    reject(_wrong_reference(column["reference_logprobs"], num_completion), "reference_logprobs")
+    reject(_not_json_objects(column["columns"]), "columns are not JSON")
     for rows, reason in _span_faults(column["spans"], num_completion, known):
-        blame(rows, reason)
+        reject(rows, reason)
     return found
 
 
 def runs_of(numbers: Sequence[int]) -> list[tuple[int, int]]:
-    """The first and last of each run of numbers that follow one another, of ascending numbers or any others."""
+    """Return the first and last number of each run of consecutive numbers; the input need not be sorted."""
     runs: list[tuple[int, int]] = []
     for number in numbers:
         if runs and number == runs[-1][1] + 1:
@@ -353,12 +353,12 @@ def _not_finite(column: pa.Array) -> npt.NDArray[np.bool_]:
 
 
 def _too_large(column: pa.Array) -> npt.NDArray[np.bool_]:
-    """Which values of a float column are beyond any reward; what is not there, or not a number, is not."""
+    """Return which values of a float column exceed `MAX_REWARD`; nulls and NaNs do not."""
     return np.abs(column.to_numpy(zero_copy_only=False)) > MAX_REWARD
 
 
 def _wrong_reference(column: pa.Array, num_completion: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-    if column.null_count == len(column):  # as is usual: it is the learner that scores
+    if column.null_count == len(column):  # the usual case: the learner computes the scores
         return np.zeros(len(column), np.bool_)
     values, bounds = flat_values(column)
     present = column.is_valid().to_numpy(zero_copy_only=False)
@@ -366,7 +366,7 @@ def _wrong_reference(column: pa.Array, num_completion: npt.NDArray[np.int64]) ->
 
 
 def _not_json_objects(column: pa.Array) -> list[bool]:
-    """Which rows' text is no JSON object; equal texts, as those of one group, are looked at once."""
+    """Return which rows are not JSON objects; equal texts, such as those of one group, are parsed once."""
     texts = column.to_pylist()
     verdicts = {text: not _is_json_object(text) for text in set(texts)}
     return [verdicts[text] for text in texts]
@@ -375,7 +375,7 @@ def _not_json_objects(column: pa.Array) -> list[bool]:
 def _is_json_object(text: str) -> bool:
     try:
         _json_decoder.decode(text)
-    except (msgspec.DecodeError, RecursionError):  # nested beyond any use
+    except (msgspec.DecodeError, RecursionError):  # RecursionError: nested too deeply
         return False
     return True
 
@@ -387,7 +387,7 @@ def _shifted(values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
 def _span_faults(
     column: pa.Array, num_completion: npt.NDArray[np.int64], known: Mapping[int, int]
 ) -> list[tuple[npt.NDArray[np.bool_], str]]:
-    """Spans must cover the completion without gap, and their versions must exist and never fall."""
+    """Check that spans cover the completion without gaps, and that their versions exist and never decrease."""
     bounds = list_bounds(column)
     spans = column.flatten()
     incarnation, version, start, end = (spans.field(i).to_numpy().astype(np.int64) for i in range(4))

@@ -1,7 +1,7 @@
-"""Lengths of completions: how those generated and those trained are distributed, and whether training leaves some out.
+"""Fidelity: compares the length distribution of trained completions with that of generated completions.
 
-Fidelity counts lengths in log-spaced buckets, two to an octave, with exponential forgetting: of completions that were
-committed, and of those that entered a step.
+It counts the lengths of committed completions, and of completions that entered a step, in log-spaced buckets, two per
+octave, with exponential forgetting.
 """
 
 from __future__ import annotations
@@ -13,31 +13,31 @@ from math import log2
 import msgspec
 
 NUM_BUCKETS = 48
-"""Two to an octave: completions up to 2^24 tokens."""
+"""Number of buckets; at two per octave they cover completions of up to 2^24 tokens."""
 ALARM = 0.2
-"""Kolmogorov-Smirnov distance of trained from generated lengths above which a run is warned."""
+"""Kolmogorov-Smirnov distance between trained and generated lengths above which the run logs a warning."""
 MIN_SAMPLES = 256
-"""Completions trained on before any alarm."""
+"""Minimum number of trained completions before any alarm."""
 MEMORY = 4096
-"""Completions after which the counts have faded by e."""
+"""Number of completions after which the counts have decayed by a factor of e."""
 _RESCALE_AT = 1e9
 _LONG = 0.95
 
 
 def bucket_of(num_tokens: int) -> int:
-    """Return the bucket of a length: 0 is one token, and each octave has two."""
+    """Return the bucket of a length: 0 for one token, and two per octave."""
     return min(NUM_BUCKETS - 1, int(2 * log2(max(1, num_tokens))))
 
 
 class LengthCounts(msgspec.Struct):
-    """How many completions of each bucket, the older ones counting less."""
+    """Exponentially decayed number of completions in each bucket."""
 
     counts: list[float] = []
     unit: float = 1.0
-    """What the next sample counts; growing it is cheaper than fading all counts."""
+    """Weight of the next sample; growing it is cheaper than decaying all counts."""
 
     def add(self, lengths: Iterable[int], memory: float = MEMORY) -> None:
-        """Count completions, one after the other. After `memory` further ones each counts 1/e of a new one."""
+        """Count completions in order. After `memory` further completions each counts 1/e of a new one."""
         counts, unit, growth = self.counts or [0.0] * NUM_BUCKETS, self.unit, 1.0 + 1.0 / memory
         for num_tokens in lengths:
             counts[bucket_of(num_tokens)] += unit
@@ -49,7 +49,7 @@ class LengthCounts(msgspec.Struct):
 
     @property
     def total(self) -> float:
-        """How many new samples all of them count as."""
+        """Sum of all counts, in units of a new sample."""
         return sum(self.counts) / self.unit
 
     def shares(self) -> list[float]:
@@ -58,23 +58,23 @@ class LengthCounts(msgspec.Struct):
 
 
 class LengthFidelity(msgspec.Struct, frozen=True):
-    """How far the lengths trained are from those generated."""
+    """Difference between the lengths of trained and generated completions."""
 
     ks: float = 0.0
-    """Kolmogorov-Smirnov distance over the buckets: 0 the same, 1 disjoint; 0 before any training."""
+    """Kolmogorov-Smirnov distance over the buckets: 0 equal, 1 disjoint; 0 before any training."""
     p95_ratio: float = 1.0
-    """95th percentile trained over that generated, below 1 if long answers are starved; 1 before any training. It is
-    interpolated within buckets, so it is off by a factor of sqrt(2) at most."""
+    """95th percentile of trained over that of generated lengths, below 1 if long answers are starved; 1 before any
+    training. Interpolated within buckets, so the error is at most a factor of sqrt(2)."""
     covered: float = 0.0
-    """Share of the groups whose longest completion was no longer than predicted: 0.9 is right; 0 before any."""
-    foretold: float = 0.0
-    """Predicted share of the variance among prompts' mean log lengths."""
+    """Fraction of groups whose longest completion was no longer than predicted; target 0.9; 0 before any group."""
+    predicted: float = 0.0
+    """Fraction of the variance among prompts' mean log lengths that the predictions explain."""
     late: float = 0.0
-    """Share of the groups that the slowest lane was predicted to be late with."""
+    """Fraction of groups predicted to miss the staleness deadline on the slowest lane."""
 
 
 class Fidelity(msgspec.Struct):
-    """Lengths generated and lengths trained, side by side."""
+    """Length counts of generated and of trained completions."""
 
     generated: LengthCounts = msgspec.field(default_factory=LengthCounts)
     trained: LengthCounts = msgspec.field(default_factory=LengthCounts)
@@ -89,18 +89,18 @@ class Fidelity(msgspec.Struct):
 
     @property
     def is_alarming(self) -> bool:
-        """Do the two differ by more than `ALARM`, after enough samples to tell?"""
+        """True if the distributions differ by more than `ALARM` after at least `MIN_SAMPLES` trained completions."""
         return self.trained.total >= MIN_SAMPLES * (1 - 1e-9) and self.now.ks > ALARM
 
 
 def quantile(shares: Sequence[float], share: float) -> float:
-    """The length in tokens below which this share of the completions lies, interpolated within its bucket."""
+    """Return the length in tokens below which this fraction of completions lies, interpolated within its bucket."""
     below = 0.0
     for bucket, part in enumerate(shares):
         if part and below + part >= share:
             return float(2 ** ((bucket + (share - below) / part) / 2))
         below += part
-    return float(2 ** (len(shares) / 2))  # the sum was rounded below the share
+    return float(2 ** (len(shares) / 2))  # reached if rounding makes the sum smaller than `share`
 
 
 def ks_distance(first: Sequence[float], second: Sequence[float]) -> float:

@@ -1,4 +1,4 @@
-"""Trajectories on their way: collected into messages, bounded by credit, settled one by one."""
+"""Outbox: batches trajectories into messages within the client's credit, and resolves a future for each."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Generic, TypeVar, cast
 
-from buffer import protocol as p
-from buffer import schema
-from buffer.config import MAX_MESSAGE_MIB
-from buffer.errors import BufferUnavailable
-from buffer.schema import Trajectory
-from common.rpc.client import Answer, RpcClient, settle
+from leeway.buffer import protocol as p
+from leeway.buffer import schema
+from leeway.buffer.config import MAX_MESSAGE_MIB
+from leeway.buffer.errors import BufferUnavailable
+from leeway.buffer.schema import Trajectory
+from leeway.common.rpc.client import Answer, RpcClient, resolve
 
 R = TypeVar("R")
 
 COALESCE_S = 0.005
-"""How long trajectories are collected for one message."""
+"""Seconds for which trajectories are collected into one message."""
 MAX_ROWS_PER_MESSAGE = 256
 MAX_BYTES_PER_MESSAGE = 2**20
-"""More is sent in several messages: a slow link must not be busy with one for long."""
+"""Size above which trajectories are split into several messages, so that no message occupies a slow link for long."""
 ROW_OVERHEAD_BYTES = 256
-"""What a trajectory takes in a message beside its arrays, about."""
+"""Estimated bytes of a trajectory in a message in addition to its arrays."""
 
 
-class Together(Generic[R]):
-    """A future of several outcomes, in their order. It fails with the first error, once all are known."""
+class FutureGroup(Generic[R]):
+    """A future of several results, in order. Once all are known it completes, or fails with the first error."""
 
     def __init__(self, number: int) -> None:
         self.future: Future[list[R]] = Future()
@@ -39,7 +39,7 @@ class Together(Generic[R]):
         self._number = number
         self._lock = threading.Lock()
         if not number:
-            settle(self.future, [])
+            resolve(self.future, [])
 
     def settle(self, place: int, outcome: R | BaseException) -> None:
         with self._lock:
@@ -48,14 +48,14 @@ class Together(Generic[R]):
         if is_last:
             results = [self._outcomes[place] for place in range(self._number)]
             errors = [each for each in results if isinstance(each, BaseException)]
-            settle(self.future, errors[0] if errors else cast("list[R]", results))
+            resolve(self.future, errors[0] if errors else cast("list[R]", results))
 
     def follow(self, futures: Iterable[Future[R]]) -> Future[list[R]]:
-        def told(place: int, future: Future[R]) -> None:
+        def done(place: int, future: Future[R]) -> None:
             self.settle(place, future.exception() or future.result())
 
         for place, future in enumerate(futures):
-            future.add_done_callback(partial(told, place))
+            future.add_done_callback(partial(done, place))
         return self.future
 
 
@@ -68,10 +68,10 @@ class _Row:
 
 
 class Outbox:
-    """Takes trajectories from any thread; the IO thread of the transport sends them."""
+    """Queue of trajectories. Any thread may push; the IO thread of the transport sends."""
 
     def __init__(self, name: str, run_id: str, give_up_s: float, transport: Callable[[], RpcClient]) -> None:
-        """Start empty. `give_up_s` is the timeout; `transport` gives the client's, which is made after the outbox."""
+        """Start empty. `give_up_s` is the timeout; `transport` returns the RpcClient, which is created later."""
         self._name = name
         self._run_id = run_id
         self._give_up_s = give_up_s
@@ -91,26 +91,26 @@ class Outbox:
         self._epoch, self._credit = epoch, credit
 
     def close(self) -> None:
-        """Take no more; what is there is sent without waiting for company."""
+        """Accept no more trajectories, and send the queued ones immediately."""
         with self._lock:
             self._closing = True
             self._freed.notify_all()
 
     def push(self, trajectory: Trajectory) -> Future[p.RowResult]:
         future: Future[p.RowResult] = Future()
-        self._enter([(trajectory, partial(settle, future))])
+        self._enter([(trajectory, partial(resolve, future))])
         return future
 
     def push_many(self, trajectories: Sequence[Trajectory]) -> Future[list[p.RowResult]]:
-        together = Together[p.RowResult](len(trajectories))
-        self._enter((each, partial(together.settle, place)) for place, each in enumerate(trajectories))
-        return together.future
+        group = FutureGroup[p.RowResult](len(trajectories))
+        self._enter((each, partial(group.settle, place)) for place, each in enumerate(trajectories))
+        return group.future
 
-    def _enter(self, many: Iterable[tuple[Trajectory, Callable[[p.RowResult | BaseException], None]]]) -> None:
-        """Let some rows wait to be sent, as credit comes for them."""
+    def _enter(self, rows: Iterable[tuple[Trajectory, Callable[[p.RowResult | BaseException], None]]]) -> None:
+        """Queue rows with their callbacks; block while there is no credit for the next one."""
         now, wake = time.monotonic(), False
         with self._lock:
-            for trajectory, told in many:
+            for trajectory, on_result in rows:
                 size = size_bytes(trajectory)
                 while not self._has_room(size):
                     self._transport().wake()
@@ -120,7 +120,7 @@ class Outbox:
                 self._outstanding_rows += 1
                 self._outstanding_bytes += size
                 was_full = self._is_full()
-                self._rows.append(_Row(trajectory, told, size, now))
+                self._rows.append(_Row(trajectory, on_result, size, now))
                 self._waiting_bytes += size
                 wake = wake or len(self._rows) == 1 or (self._is_full() and not was_full)
         if wake:
@@ -131,7 +131,7 @@ class Outbox:
             return self._has_room(size_bytes(trajectory))
 
     def pump(self) -> float | None:
-        """Send the rows that are due or fill a message; return the seconds to the next one. Runs in the IO thread."""
+        """Send rows that are due or fill a message; return the seconds until the next. Runs in the IO thread."""
         while True:
             with self._lock:
                 if not self._rows:
@@ -143,25 +143,25 @@ class Outbox:
             self._send(rows)
 
     def fail(self, error: Exception) -> None:
-        """There is no transport any more: what was not handed to it will not be sent."""
+        """Fail the queued rows; called when the transport has ended."""
         with self._lock:
             rows, self._rows, self._waiting_bytes = list(self._rows), deque(), 0
         self._settle(rows, [error] * len(rows))
 
     def _has_room(self, size_bytes: int) -> bool:
-        """Is there credit for so much more? One row always has it."""
+        """Return whether there is credit for `size_bytes` more; a single outstanding row is always allowed."""
         return not self._outstanding_rows or (
             self._outstanding_rows < self._credit.rows
             and self._outstanding_bytes + size_bytes <= self._credit.size_bytes
         )
 
     def _wait_for_credit(self) -> None:
-        """Wait for an acknowledgement, as long as the service gives signs of life."""
+        """Block until an acknowledgement arrives; BufferUnavailable if the service is silent for the timeout."""
         since, was_silent = time.monotonic(), False
         while not self._freed.wait(1.0):
-            silent_s = time.monotonic() - max(since, self._transport().heard_at)
+            silent_s = time.monotonic() - max(since, self._transport().last_seen_s)
             is_silent = silent_s > self._give_up_s
-            if is_silent and was_silent:  # once may be this process, stopped: its IO thread passes over that
+            if is_silent and was_silent:  # once may be a stall of this process, which its IO thread compensates
                 raise BufferUnavailable(
                     f"the buffer service at {self._transport().address} acknowledged none of "
                     f"{self._outstanding_rows} trajectories for {silent_s:.0f} s"
@@ -174,43 +174,43 @@ class Outbox:
             raise BufferUnavailable(f"the client of the buffer service at {self._transport().address} is closed")
 
     def _is_full(self) -> bool:
-        """Do the waiting rows fill a message?"""
+        """Return whether the waiting rows fill a message."""
         return len(self._rows) >= MAX_ROWS_PER_MESSAGE or self._waiting_bytes >= MAX_BYTES_PER_MESSAGE
 
     def _take_rows(self) -> list[_Row]:
-        """As many rows as fit into one message."""
+        """Remove and return as many rows as fit into one message."""
         waiting = itertools.islice(self._rows, MAX_ROWS_PER_MESSAGE)
-        room = min(message_room(), MAX_BYTES_PER_MESSAGE)
-        taken = [self._rows.popleft() for _ in range(num_fitting((row.size_bytes for row in waiting), room))]
-        self._waiting_bytes -= sum(row.size_bytes for row in taken)
-        return taken
+        limit = min(message_room(), MAX_BYTES_PER_MESSAGE)
+        rows = [self._rows.popleft() for _ in range(num_fitting((row.size_bytes for row in waiting), limit))]
+        self._waiting_bytes -= sum(row.size_bytes for row in rows)
+        return rows
 
     def _send(self, rows: list[_Row]) -> None:
         try:
             seqs = range(self._next_seq, self._next_seq + len(rows))
             sender = schema.Sender(self._name, self._epoch, seqs)
             body = checked(schema.encode([row.trajectory for row in rows], self._run_id, sender))
-        except Exception as error:  # whatever a caller has put into a trajectory
+        except Exception as error:  # caller-supplied values of a trajectory may raise anything
             if len(rows) == 1:
                 self._settle(rows, [error])
                 return
-            # One row cannot be sent: find it, and let the others pass.
+            # One row cannot be encoded: send the rows one by one, so that only this row fails.
             for row in rows:
                 self._send([row])
             return
 
-        # Only now: a number that is never sent would be waited for as long as this client lives.
+        # Only after encoding succeeds: the service waits for an unsent number as long as this client lives.
         self._next_seq += len(rows)
 
         def answered(push: Future[Answer]) -> None:
             failure = push.exception()
             reply = None if failure is not None else push.result().reply
             if isinstance(reply, p.PushReply):
-                missing = TypeError(f"the buffer service at {self._transport().address} left out a trajectory")
+                missing = TypeError(f"the buffer service at {self._transport().address} omitted a trajectory")
                 results = {result.seq: result for result in reply.results}
                 self._settle(rows, [results.get(seq, missing) for seq in seqs], reply.credit)
             else:
-                error = failure or TypeError(f"the buffer service answered a push with {type(reply).__name__}")
+                error = failure or TypeError(f"the buffer service answered Push with {type(reply).__name__}")
                 self._settle(rows, [error] * len(rows))
 
         self._transport().submit(p.Push(self._name, self._epoch), body, closing=True).add_done_callback(answered)
@@ -228,35 +228,33 @@ class Outbox:
 
 
 def size_bytes(trajectory: Trajectory) -> int:
-    """About what it takes in a message."""
+    """Return the estimated bytes of a trajectory in a message."""
     arrays = trajectory.token_ids.nbytes + trajectory.logprobs.nbytes
     return arrays + schema.columns_size(trajectory) + ROW_OVERHEAD_BYTES
 
 
 def message_room() -> int:
-    """Bytes of payload to put into a message: half of the limit, for an estimate leaves out Arrow's part."""
+    """Return the payload bytes to put into a message: half of the limit, because estimates exclude Arrow's overhead."""
     return MAX_MESSAGE_MIB * 2**20 // 2
 
 
-def parts_fitting(sizes: Sequence[int], room: int, most: int | None = None) -> Iterator[slice]:
-    """All of these in as many parts as they need, each as large as fits, and of at most so many."""
+def parts_fitting(sizes: Sequence[int], limit: int, max_num: int | None = None) -> Iterator[slice]:
+    """Yield consecutive slices that cover all items, each as large as `limit` bytes and `max_num` items allow."""
     start = 0
     while start < len(sizes):
-        end = start + num_fitting(itertools.islice(sizes, start, None if most is None else start + most), room)
+        end = start + num_fitting(itertools.islice(sizes, start, None if max_num is None else start + max_num), limit)
         yield slice(start, end)
         start = end
 
 
-def num_fitting(sizes: Iterable[int], room: int) -> int:
-    """How many of the first sizes fit; at least one, for one alone is refused by its true size."""
+def num_fitting(sizes: Iterable[int], limit: int) -> int:
+    """Return how many of the first items fit; at least 1, because `checked` refuses a single item by its true size."""
     totals = itertools.accumulate(sizes)
-    return max(1, sum(1 for _ in itertools.takewhile(lambda total: total <= room, totals)))
+    return max(1, sum(1 for _ in itertools.takewhile(lambda total: total <= limit, totals)))
 
 
 def checked(body: memoryview) -> memoryview:
-    """Return the body; ValueError if it is too large: it would cost the connection, and be sent again."""
+    """Return the body; ValueError if it is too large, because sending it would break the connection repeatedly."""
     if len(body) > MAX_MESSAGE_MIB * 2**20:
-        raise ValueError(
-            f"a message of {len(body)} bytes exceeds the {MAX_MESSAGE_MIB} MiB that the buffer takes in one"
-        )
+        raise ValueError(f"a message of {len(body)} bytes exceeds the limit of {MAX_MESSAGE_MIB} MiB per message")
     return body

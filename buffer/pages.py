@@ -1,10 +1,10 @@
-"""Checks the structure of an LMDB file without LMDB: its meta pages, trees, and the account of its pages.
+"""Structure check of an LMDB file without LMDB: its meta pages, its trees, and the use of every page.
 
-LMDB believes what it reads: a zeroed page ends the process, a flipped bit in the number of a transaction silently
-brings back the state before it, and one in the length of a long value lets its removal free pages of others. So the
-file is walked once before LMDB maps it. Values have checksums of their own (`Table`).
+LMDB does not validate its file: a zeroed page crashes the process, a flipped bit in a transaction number silently
+restores the previous state, and a flipped bit in the length of a long value frees pages of other values when it is
+deleted. So the file is checked once before LMDB maps it. Values have separate checksums (`Table`).
 
-Every page is in use exactly once: a tree's branch or leaf, part of a long value, or on the free list.
+Every page is in use exactly once: as a branch or leaf of a tree, as part of a long value, or on the free list.
 Layout: LMDB 0.9, little-endian, data version 1.
 """
 
@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from buffer.errors import StoreError
+from leeway.buffer.errors import StoreError
 
 _BRANCH, _LEAF, _OVERFLOW, _META = 1, 2, 4, 8
 _BIGDATA, _SUBDATA = 1, 2
@@ -53,24 +53,24 @@ class _Meta(NamedTuple):
 
 
 class _Nodes(NamedTuple):
-    """The nodes of many pages of one level, in order: one row per node."""
+    """Nodes of many pages of one level, in order: one row per node."""
 
     at: Pages
-    """Where each begins, in bytes of the file."""
+    """Byte offset of each node in the file."""
     low: Pages
-    """The first 32 bits: length of the value, or the low part of a child's number."""
+    """The first 32 bits: length of the value, or the low part of a child's page number."""
     flags: Pages
     key_size: Pages
 
 
 def check(data: Path, *, deep: bool = False) -> int:
-    """Walk the file, which nothing may write to meanwhile, and return its number of pages.
+    """Check the file and return its number of pages. No process may write to the file meanwhile.
 
-    `deep` follows long values too, and accounts for every page. Else only branches, leaves and the free list are read,
-    which is fast enough for every start.
+    `deep` also follows long values and checks that every page is used or free. Otherwise only branches, leaves and the
+    free list are read, which is fast enough for every start.
 
     Raises:
-        StoreError: the file is cut off or damaged; names the page.
+        StoreError: the file is truncated or damaged; the message has the page.
     """
     return _Walk(data, deep).check()
 
@@ -82,7 +82,7 @@ class _Walk:
 
     def check(self) -> int:
         older, newest = self._metas()
-        # LMDB never writes pages that it took and gave back in one transaction, so those at the end may be missing.
+        # LMDB never writes pages that one transaction allocates and frees, so the last pages may be missing.
         num_pages = newest.num_pages
         self._num_written = min(num_pages, self._data.stat().st_size // self._page_size)
         self._words: npt.NDArray[np.uint16] = np.memmap(
@@ -96,7 +96,7 @@ class _Walk:
         freed = list(self._walk(newest.free, "free list", _FREE_FLAGS))
         for at, size in self._walk(newest.main, "list of tables", _PLAIN_FLAGS, subtrees=True):
             if size != _TREE_FORMAT.size:
-                raise self._damaged(f"has a table's entry of {size} bytes")
+                raise self._damaged(f"has a table entry of {size} bytes")
             tree = _Tree._make(_TREE_FORMAT.unpack(self._bytes(at, size)))
             for _ in self._walk(tree, f"table at byte {at}", _PLAIN_FLAGS):
                 pass
@@ -104,40 +104,40 @@ class _Walk:
         return num_pages
 
     def _metas(self) -> tuple[_Meta, _Meta]:
-        """The two meta pages, the newest last; they must be of neighbouring transactions."""
+        """Return the two meta pages, the newest last; StoreError unless they are of consecutive transactions."""
         with self._data.open("rb") as file:
             first = file.read(_HEADER + _META_FORMAT.size)
             if len(first) < _HEADER + _META_FORMAT.size:
-                raise self._damaged(f"is {len(first)} bytes long: it was cut off")
+                raise self._damaged(f"is truncated: it has {len(first)} bytes")
             self._page_size = struct.unpack_from("<I", first, _HEADER + 24)[0]
             if self._page_size not in {2**power for power in range(9, 17)}:
-                raise self._damaged(f"has a first page that names a page size of {self._page_size}")
+                raise self._damaged(f"has an invalid page size of {self._page_size} in its first page")
             file.seek(self._page_size)
             second = file.read(len(first))
         metas = []
         for number, page in enumerate((first, second)):
             if len(page) < len(first):
-                raise self._damaged("ends within its second page: it was cut off")
+                raise self._damaged("is truncated: it ends within its second page")
             _, _, flags, _, _ = _PAGE_FORMAT.unpack_from(page)
             magic, version, _, map_size, free, main, last_page, transaction = _META_FORMAT.unpack_from(page, _HEADER)
             if flags != _META or magic != _MAGIC or version != _VERSION:
-                raise self._damaged(f"has a meta page {number} that is none")
+                raise self._damaged(f"has an invalid meta page {number}")
             if not 1 <= last_page < map_size // self._page_size:
-                raise self._damaged(f"claims {last_page + 1} pages in a map of {map_size} bytes")
+                raise self._damaged(f"claims to have {last_page + 1} pages in a map of {map_size} bytes")
             trees = [_Tree._make(_TREE_FORMAT.unpack(tree)) for tree in (free, main)]
             metas.append(_Meta(transaction, trees[0], trees[1], last_page + 1))
         even, odd = metas[0].transaction, metas[1].transaction
         if (even, odd) != (0, 0) and (even % 2 or not odd % 2 or abs(even - odd) != 1):
-            raise self._damaged(f"has meta pages of the transactions {even} and {odd}, which do not follow each other")
+            raise self._damaged(f"has meta pages of transactions {even} and {odd}, which are not consecutive")
         older, newest = sorted(metas)
         return older, newest
 
     def _check_number(self, meta: _Meta) -> None:
-        """Every transaction lists the pages that it freed under its own number, which is the highest of its list."""
+        """Check that the free list ends with this transaction; each transaction lists its freed pages by its number."""
         tree, name = meta.free, "free list"
         if tree.root == _NONE:
             if meta.transaction > 1:
-                raise self._damaged(f"has a transaction {meta.transaction} that freed no page")
+                raise self._damaged(f"has a transaction {meta.transaction} without freed pages")
             return
         pages = self._page(tree.root)
         for _ in range(tree.depth - 1):
@@ -146,20 +146,20 @@ class _Walk:
         nodes = self._nodes(pages, _LEAF, name)
         number = int(self._unaligned(nodes.at[-1:] + _NODE)[0])
         if number != meta.transaction:
-            raise self._damaged(f"has a meta page of transaction {meta.transaction} whose free list is of {number}")
+            raise self._damaged(f"has a meta page of transaction {meta.transaction} with the free list of {number}")
 
     @staticmethod
     def _page(number: int) -> Pages:
-        """One page; a number beyond all files where it does not fit."""
+        """Return a page number as an array; a number that exceeds int64 becomes one beyond the end of any file."""
         return np.array([min(number, 2**62)], np.int64)
 
     def _walk(self, tree: _Tree, name: str, flags: int, *, subtrees: bool = False) -> Iterator[tuple[int, int]]:
-        """Check one tree level by level; yields where the values that are trees or free lists lie, and their sizes."""
+        """Check one tree level by level; yield offset and size of the values that are trees or free lists."""
         if tree.flags != flags:
             raise self._damaged(f"has a {name} with flags {tree.flags}")
         if tree.root == _NONE:
             if any(tree[2:7]):
-                raise self._damaged(f"has a {name} without a root that claims {tree.num_entries} entries")
+                raise self._damaged(f"has a {name} that claims {tree.num_entries} entries but has no root")
             return
         pages = self._page(tree.root)
         num_branches = 0
@@ -180,31 +180,31 @@ class _Walk:
             yield from self._values(nodes)
 
     def _nodes(self, pages: Pages, kind: int, name: str) -> _Nodes:
-        """The nodes of these pages, once their headers are in order."""
+        """Validate the headers of these pages and return their nodes."""
         self._use(pages, name)
         start = pages * (self._page_size // 2)
         number = self._wide(start)
         low, high = self._word(start + 6), self._word(start + 7)
         wrong = (number != pages) | (self._word(start + 5) != kind) | (low % 2 != 0) | (low <= _HEADER)
         wrong |= (low > high) | (high > self._page_size)
-        self._refuse(pages, wrong, f"is no {'branch' if kind == _BRANCH else 'leaf'} of a {name}")
+        self._refuse(pages, wrong, f"is not a {'branch' if kind == _BRANCH else 'leaf'} of a {name}")
         counts = (low - _HEADER) // 2
         owner = np.repeat(np.arange(len(pages)), counts)
         index = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
         offset = self._word(start[owner] + _HEADER // 2 + index)
         wrong = (offset % 2 != 0) | (offset < high[owner]) | (offset > self._page_size - _NODE)
-        self._refuse(pages[owner], wrong, f"has an entry outside of itself, in a {name}")
+        self._refuse(pages[owner], wrong, f"has an entry outside of the page, in a {name}")
         at = start[owner] + offset // 2
         nodes = _Nodes(at * 2, self._double(at), self._word(at + 2), self._word(at + 3))
         inside = np.where(nodes.flags & _BIGDATA != 0, 8, nodes.low) if kind == _LEAF else 0
         wrong = offset + _NODE + nodes.key_size + inside > self._page_size
         if kind == _LEAF:
             wrong |= nodes.flags & ~(_BIGDATA | _SUBDATA) != 0
-        self._refuse(pages[owner], wrong, f"has an entry that leaves it, in a {name}")
+        self._refuse(pages[owner], wrong, f"has an entry that extends beyond the page, in a {name}")
         return nodes
 
     def _long_pages(self, nodes: _Nodes, name: str) -> tuple[Pages, Pages]:
-        """The first page of every long value of these leaves, and how many pages it needs: all are in the file."""
+        """Return the first page and number of pages of every long value of these leaves; all are within the file."""
         big = np.flatnonzero(nodes.flags & _BIGDATA)
         firsts = self._unaligned(nodes.at[big] + _NODE + nodes.key_size[big])
         needs = (nodes.low[big] + _HEADER - 1) // self._page_size + 1
@@ -213,14 +213,14 @@ class _Walk:
         return firsts, needs
 
     def _long_values(self, firsts: Pages, needs: Pages, name: str) -> int:
-        """Check where long values begin, and account for their pages; returns how many those are."""
+        """Check the first page of each long value and mark its pages as used; return the number of pages."""
         self._use(firsts, name)
         start = firsts * (self._page_size // 2)
         counts = self._double(start + 6)
-        # A value that was overwritten by a shorter one keeps its pages.
+        # A long value that is overwritten by a shorter one keeps its pages.
         wrong = (counts < needs) | (counts > self._num_written - firsts)
         wrong |= (self._wide(start) != firsts) | (self._word(start + 5) != _OVERFLOW)
-        self._refuse(firsts, wrong, f"is not the beginning of a long value of a {name}")
+        self._refuse(firsts, wrong, f"is not the first page of a long value of a {name}")
         rest = counts - 1
         total = int(rest.sum())
         self._use(np.repeat(firsts + 1, rest) + np.arange(total) - np.repeat(np.cumsum(rest) - rest, rest), name)
@@ -234,16 +234,16 @@ class _Walk:
             yield value, size
 
     def _account(self, freed: list[tuple[int, int]]) -> None:
-        """Every page is in use or free, and none is both."""
+        """Check that every page is either in use or free."""
         for at, size in freed:
             pages = np.frombuffer(self._bytes(at, size), np.int64)
             if not len(pages) or len(pages) <= pages[0] or pages[0] < 0:
-                raise self._damaged(f"has a free list at byte {at} that is none")
+                raise self._damaged(f"has an invalid free list at byte {at}")
             listed = pages[1 : pages[0] + 1]
             self._use(listed, "free list", written=False)
         if self._deep and (lost := int((self._uses == 0).sum())):
             first = int(np.flatnonzero(self._uses == 0)[0])
-            raise self._damaged(f"has {lost} pages that are neither in use nor free, the first of them {first}")
+            raise self._damaged(f"has {lost} pages that are neither in use nor free, the first is page {first}")
 
     def _use(self, pages: Pages, name: str, *, written: bool = True) -> None:
         if written:
@@ -255,7 +255,7 @@ class _Walk:
     def _within_file(self, pages: Pages, name: str) -> None:
         if (pages >= self._num_written).any():
             page = int(pages.max())
-            raise self._damaged(f"was cut off, or is damaged: its page {page} is missing, which a {name} needs")
+            raise self._damaged(f"is truncated or damaged: page {page} of a {name} is missing")
 
     def _word(self, at: Pages) -> Pages:
         return self._words[at].astype(np.int64)
@@ -276,7 +276,7 @@ class _Walk:
 
     def _refuse(self, pages: Pages, wrong: npt.NDArray[np.bool_], what: str) -> None:
         if wrong.any():
-            raise self._damaged(f"is damaged: its page {int(pages[np.flatnonzero(wrong)[0]])} {what}")
+            raise self._damaged(f"is damaged: page {int(pages[np.flatnonzero(wrong)[0]])} {what}")
 
     def _damaged(self, what: str) -> StoreError:
         return StoreError(f"{self._data} {what}. Restore it from a copy, or start a new run folder")

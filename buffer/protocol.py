@@ -1,7 +1,7 @@
 """Messages between `BufferClient` and `BufferService`; a body, if any, is an Arrow IPC stream.
 
-A client sends Hello first. One that has not, or asks what `ASKED_BY` does not give its role, is refused. Requests are
-idempotent: each names what it is about (an epoch and sequence number, a lease, a step).
+A client sends Hello first. The service refuses requests of other clients, and requests that `ALLOWED_ROLES` does not
+allow to the client's role. Requests are idempotent: each has a key (an epoch and sequence number, a lease, a step).
 """
 
 from __future__ import annotations
@@ -11,43 +11,43 @@ from typing import Annotated, ClassVar
 
 import msgspec
 
-from buffer.lengths import LengthFidelity
-from common.rpc.messages import RETRY as RETRY
-from common.rpc.messages import ROLES, Count, Message, Protocol, Role
-from common.rpc.messages import Done as Done
-from common.rpc.messages import Refused as Refused
+from leeway.buffer.lengths import LengthFidelity
+from leeway.common.rpc.messages import RETRY as RETRY
+from leeway.common.rpc.messages import ROLES, Count, Message, Protocol, Role
+from leeway.common.rpc.messages import Done as Done
+from leeway.common.rpc.messages import Refused as Refused
 
 Number = Annotated[int, msgspec.Meta(ge=-1, le=2**53)]
 Seconds = Annotated[float, msgspec.Meta(ge=-1e9, le=1e9)]
-"""A time span; neither NaN nor infinite."""
+"""A time span in seconds; neither NaN nor infinite."""
 
 
 # --- requests -------------------------------------------------------------------------------------
 
 
 class Hello(Message, frozen=True):
-    """First message of a client. Opens a new epoch of an actor, which fences its older ones."""
+    """First message of a client. Opens a new epoch for its name, which fences the older epochs."""
 
     role: Role
     name: str
     session: str
-    """Random per client process: the same Hello sent twice opens one epoch. All three are those of the `Asker`."""
+    """Random per client process: a repeated Hello opens one epoch. All fields equal those of `ClientIdentity`."""
 
 
 class LeaseRequest(Message, frozen=True):
-    """An actor asks for up to `max_groups` groups of K samples to generate."""
+    """Request of an actor for up to `max_groups` groups of K samples."""
 
     actor: str
     epoch: Count
     request_number: Count
-    """Counts up per epoch; the same number asked again returns the same leases."""
+    """Increases per epoch; a repeated number returns the same leases."""
     max_groups: Count
     lane: Annotated[str, msgspec.Meta(max_length=128)] = ""
-    """The pool of the actor; those of a lane are of one speed."""
+    """Pool of the actor; actors of one lane have equal speed."""
     token_s: Annotated[float, msgspec.Meta(ge=0.0, le=1e9)] = 0.0
-    """Seconds for a token of each sample that the actor has room for; 0: not known."""
+    """Seconds per token of each sample when the actor runs at capacity; 0: unknown."""
     wants_lengths: bool = False
-    """Predictions of lengths are to come with the leases."""
+    """The leases should include length predictions."""
 
 
 class Push(Message, frozen=True):
@@ -60,7 +60,7 @@ class Push(Message, frozen=True):
 
 
 class GiveUp(Message, frozen=True):
-    """Samples of a lease that will not come: generation or reward failed."""
+    """Failed samples of a lease: generation or reward failed."""
 
     actor: str
     epoch: Count
@@ -71,8 +71,8 @@ class GiveUp(Message, frozen=True):
 
 
 class HandOn(Message, frozen=True):
-    """Samples of a lease that the actor leaves unfinished; the body holds what it has of them, as trajectories with
-    finish_reason `schema.HANDED_ON`. Others start anew, or where they started before.
+    """Unfinished samples of a lease to requeue. The body holds their partial rollouts, as trajectories with
+    finish_reason `schema.REQUEUED`. Samples without one start from an earlier partial rollout, or from the prompt.
     """
 
     is_bulk: ClassVar[bool] = True
@@ -83,11 +83,11 @@ class HandOn(Message, frozen=True):
     attempt: Count
     sample_indices: list[Count]
     goes_on: bool = False
-    """The actor continues: what there is so far is only kept, in case it dies."""
+    """The actor continues generating; the partial rollouts are only saved, in case the actor crashes."""
 
 
 class Renew(Message, frozen=True):
-    """The actor still works on these leases."""
+    """Extension of the deadlines of these leases."""
 
     actor: str
     epoch: Count
@@ -95,42 +95,42 @@ class Renew(Message, frozen=True):
 
 
 class DrawRequest(Message, frozen=True):
-    """The learner asks for the groups of step `step`, which begins at `version`."""
+    """Request of the learner for the groups of step `step`, which begins at `version`."""
 
     step: Count
-    """Steps are counted from 1: step n makes n finished steps."""
+    """Steps are counted from 1: after step n, n steps are finished."""
     version: Count
     """Optimizer steps taken when this step begins."""
     incarnation: Number
     num_groups: Annotated[int, msgspec.Meta(ge=1, le=2**53)]
     wait_s: Seconds
-    """The service answers at the latest after this time, ready or not."""
+    """Timeout after which the service answers even if the step is not ready."""
     allowed_lag: Count | None = None
-    """From now on new groups are leased as if this were `max_lag`, where it is less; None: by `max_lag` itself."""
+    """Lag bound for the leasing of new groups, if smaller than `max_lag`; None: `max_lag`."""
 
 
 class WriteScores(Message, frozen=True):
     """Reference log-probabilities of trajectories; the body is an Arrow IPC stream of `schema.SCORES`."""
 
 
-class VisitsRequest(Message, frozen=True):
-    """Ask what is known of the lengths of answers, of the prompts that groups were seen of last."""
+class PosteriorsRequest(Message, frozen=True):
+    """Request for the length posteriors of the prompts whose groups completed most recently."""
 
 
 class Expect(Message, frozen=True):
-    """Predictions of the lengths of prompts without a group; the body has rows of `schema.EXPECTED`, for each prompt
-    from `first` on.
+    """Length predictions of prompts without a group; the body has a row of `schema.EXPECTED` for each prompt from
+    `first` on.
     """
 
     is_bulk: ClassVar[bool] = True
 
     first: Count
     variance: Annotated[float, msgspec.Meta(gt=0.0, le=1e9)]
-    """Of a prompt's own part, around the prediction."""
+    """Variance of the prompts' offsets around their predictions."""
 
 
 class StepFinished(Message, frozen=True):
-    """Step `step` is done and the learner is now at `version`: one more for each update that was applied."""
+    """Report that step `step` is done and the learner is at `version`, which increases by 1 per applied update."""
 
     step: Count
     version: Count
@@ -140,21 +140,21 @@ class StepFinished(Message, frozen=True):
 
 
 class Published(Message, frozen=True):
-    """This version can be pulled from the weight store."""
+    """Report that actors can pull this version from the weight store."""
 
     incarnation: Number
     version: Count
 
 
 class CheckpointDurable(Message, frozen=True):
-    """Uses up to and including `step` are final."""
+    """Report that a checkpoint at `step` is durable; uses up to and including this step are final."""
 
     step: Count
     incarnation: Number
 
 
 class BeginIncarnation(Message, frozen=True):
-    """A learner starts (or restarts from a checkpoint) at `version`, having finished `step` steps."""
+    """Start (or restart from a checkpoint) of a learner at `version`, after `step` finished steps."""
 
     session: str
     version: Count
@@ -162,28 +162,28 @@ class BeginIncarnation(Message, frozen=True):
 
 
 class Drain(Message, frozen=True):
-    """Grant no further leases until another learner begins."""
+    """Command to grant no further leases until another learner begins."""
 
 
 class StatusRequest(Message, frozen=True):
-    """Ask for the ledger and what is in flight."""
+    """Request for `Status`."""
 
 
 # --- replies --------------------------------------------------------------------------------------
 
 
 class Credit(msgspec.Struct, frozen=True):
-    """How much a client may have sent without an acknowledgement: it bounds the memory of both sides."""
+    """Limit of unacknowledged data per client; bounds the memory of both sides."""
 
     rows: int = 1024
     size_bytes: int = 16 * 2**20
 
 
 class Welcome(Message, frozen=True):
-    """Answers `Hello`."""
+    """Reply to Hello."""
 
     epoch: int
-    """Counts the processes of this name, from 1."""
+    """Number of this process among the processes of its name, from 1."""
     credit: Credit = Credit()
 
 
@@ -195,32 +195,32 @@ class Lease(msgspec.Struct, frozen=True):
     group_id: int
     prompt_id: int
     sample_indices: list[int]
-    """The samples still missing: all K of them at the first attempt."""
+    """The missing samples; at the first attempt all K."""
     min_version: int
-    """No request of this lease starts below this version."""
+    """Minimum policy version at which requests of this lease start."""
     timeout_s: float
     prefixes: list[int] = []
-    """Samples with partial rollouts."""
+    """Indices of samples with partial rollouts."""
     usual_tokens: float = 0.0
-    """Predicted geometric mean of the tokens of its prompt's completions; 0: not known, or not asked for."""
+    """Predicted geometric mean of the tokens of its prompt's completions; 0: unknown, or not requested."""
 
 
 class LeaseGrant(Message, frozen=True):
-    """Answer to LeaseRequest; without leases while admission is closed. The body has a row for each of the `prefixes`
+    """Reply to LeaseRequest; without leases while admission is closed. The body has a row for each of the `prefixes`
     of each lease, in order.
     """
 
     leases: list[Lease]
     newest: tuple[int, int]
     draining: bool
-    hand_on_at: Count = 0
-    """Tokens at which a sample is to be handed on, because it would be late and a faster lane exists; 0: never."""
+    requeue_at: Count = 0
+    """Tokens at which the actor requeues a sample, because it would be late and a faster lane exists; 0: never."""
     is_near_bound: bool = False
-    """Admission was closed a short time ago, so the actor should lease no more than it needs."""
+    """Admission was closed recently, so the actor should lease no more than it needs."""
 
 
 class RowResult(msgspec.Struct, frozen=True, gc=False):
-    """Reports what became of one pushed trajectory."""
+    """Outcome of one pushed trajectory."""
 
     seq: int
     outcome: str
@@ -229,82 +229,82 @@ class RowResult(msgspec.Struct, frozen=True, gc=False):
 
 
 class PushReply(Message, frozen=True):
-    """Answer to Push, sent after the transaction is on disk."""
+    """Reply to Push, sent after the transaction is on disk."""
 
     committed: list[tuple[int, int]]
-    """First and last sequence number of each run of trajectories that were committed."""
+    """First and last sequence number of each run of committed trajectories."""
     others: list[RowResult]
     credit: Credit | None = None
 
     @property
     def results(self) -> list[RowResult]:
-        """What became of each trajectory, by sequence number."""
+        """Outcomes of all trajectories, in order of sequence numbers."""
         runs = [RowResult(seq, "committed") for first, last in self.committed for seq in range(first, last + 1)]
         return sorted([*runs, *self.others], key=attrgetter("seq"))
 
 
 class RenewReply(Message, frozen=True):
-    """Answer to Renew: these leases are no longer the actor's."""
+    """Reply to Renew, with the leases that the actor no longer holds."""
 
     lost: list[int]
 
 
 class DrawReply(Message, frozen=True):
-    """Answer to DrawRequest. Where `ready`, the body holds the trajectories in the order of `group_ids`."""
+    """Reply to DrawRequest. If `ready`, the body holds the trajectories in the order of `group_ids`."""
 
     ready: bool
     step: int
     group_ids: list[int]
     record_ids: list[int]
-    """One per trajectory: the key under which scores are written back."""
+    """The key of each trajectory, under which scores are written back."""
     waiting_for: str = ""
-    """If not ready: what is missing and who owes it."""
+    """If not ready: the missing samples and the actors that hold their leases."""
     ledger: dict[str, int] = msgspec.field(default_factory=dict)
     """The counts of `Status.ledger` in the transaction of the draw."""
     fidelity: LengthFidelity = LengthFidelity()
 
 
-class VisitsReply(Message, frozen=True):
-    """Answer to VisitsRequest; the body is an Arrow IPC stream of `schema.VISITS`."""
+class PosteriorsReply(Message, frozen=True):
+    """Reply to PosteriorsRequest; the body is an Arrow IPC stream of `schema.POSTERIORS`."""
 
     num_seen: int
-    """Prompts with a group; the body has at most `planning.lengths.MOST_TOLD` of them."""
+    """Prompts with a group; the body has at most `leeway.planning.lengths.MAX_POSTERIORS` of them."""
     is_expecting: bool
-    """It has predictions of the others."""
+    """The service has predictions of the other prompts."""
 
 
 class IncarnationReply(Message, frozen=True):
-    """Answers `BeginIncarnation`."""
+    """Reply to BeginIncarnation."""
 
     incarnation: int
     resumed_at: dict[int, int]
-    """For every incarnation, the version that it started from."""
+    """Incarnation -> the version that it started from."""
 
 
 STAGES = {
-    "wait": "nothing: no message is there",
-    "receive": "take the messages of a turn, compare their checksums",
-    "validate": "read what is pushed as Arrow, lay its rows out for the disk",
-    "index": "check the values, settle every row, answer every request, put blocks and groups into the transaction",
+    "wait": "idle, without messages",
+    "receive": "receive the messages of a turn, compare their checksums",
+    "validate": "decode pushed Arrow bodies, encode their rows for the disk",
+    "index": "validate values, handle every row and request, put blocks and groups into the transaction",
     "commit": "write and sync",
-    "acknowledge": "send the answers",
+    "acknowledge": "send the replies",
 }
 """Stages of a turn of the service."""
 
 
-class Nonsense(msgspec.Struct, frozen=True):
-    """What one sender sent that no client of the run would."""
+class InvalidMessages(msgspec.Struct, frozen=True):
+    """Count and first example of one sender's messages that no client of the run sends."""
 
     count: int
-    """Messages that were refused, and messages and rows that were quarantined."""
+    """Refused messages, and quarantined messages and rows."""
     first: str
 
 
 class Status(Message, frozen=True):
-    """Answers `StatusRequest`."""
+    """Reply to StatusRequest."""
 
     ledger: dict[str, int]
-    """Counts by the names of `ledger.Ledger`, with 'gap' (0 or a bug)."""
+    """Counts by the names of `ledger.Ledger`, with 'gap' (0 unless a bug)."""
     quarantined_by_reason: dict[str, int]
     failed_by_reason: dict[str, int]
     num_ready_groups: int
@@ -315,20 +315,20 @@ class Status(Message, frozen=True):
     size_bytes: int
     draining: bool
     num_damaged: int = 0
-    """Blocks of records that the last scrub found damaged."""
+    """Damaged blocks of records found by the last scrub."""
     fidelity: LengthFidelity = LengthFidelity()
     fidelity_alarm: bool = False
-    nonsense: dict[str, Nonsense] = msgspec.field(default_factory=dict)
+    invalid_messages: dict[str, InvalidMessages] = msgspec.field(default_factory=dict)
     spent_s: dict[str, float] = msgspec.field(default_factory=dict)
-    """Seconds of the service since it started, by `STAGES`."""
+    """Seconds since the start of the service, by `STAGES`."""
 
 
 Request = (
-    Hello | LeaseRequest | Push | GiveUp | HandOn | Renew | DrawRequest | WriteScores | VisitsRequest
+    Hello | LeaseRequest | Push | GiveUp | HandOn | Renew | DrawRequest | WriteScores | PosteriorsRequest
     | Expect | StepFinished | Published | CheckpointDurable | BeginIncarnation | Drain | StatusRequest
 )  # fmt: skip
 Reply = (
-    Welcome | LeaseGrant | PushReply | RenewReply | DrawReply | VisitsReply | IncarnationReply
+    Welcome | LeaseGrant | PushReply | RenewReply | DrawReply | PosteriorsReply | IncarnationReply
     | Status | Done | Refused
 )  # fmt: skip
 
@@ -336,7 +336,7 @@ _ACTOR: frozenset[Role] = frozenset({"actor"})
 _LEARNER: frozenset[Role] = frozenset({"learner"})
 _RANKER: frozenset[Role] = frozenset({"ranker"})
 
-ASKED_BY: dict[type[Message], frozenset[Role]] = {
+ALLOWED_ROLES: dict[type[Message], frozenset[Role]] = {
     Hello: ROLES,
     StatusRequest: ROLES,
     Drain: frozenset({"launch"}),
@@ -348,21 +348,21 @@ ASKED_BY: dict[type[Message], frozenset[Role]] = {
     BeginIncarnation: _LEARNER,
     DrawRequest: _LEARNER,
     WriteScores: _LEARNER,
-    VisitsRequest: _RANKER,
+    PosteriorsRequest: _RANKER,
     Expect: _RANKER,
     StepFinished: _LEARNER,
     Published: _LEARNER,
     CheckpointDurable: _LEARNER,
 }
-"""Who may ask what."""
+"""Roles that may send each request."""
 
 PROTOCOL = Protocol(
     "buffer service",
     13,
     Request,
     Reply,
-    asked_by=ASKED_BY,
-    # Room for some ten thousand lease ids; each id of a longer list would cost its time before anyone else is served.
+    allowed_roles=ALLOWED_ROLES,
+    # Enough for about ten thousand lease ids; decoding a longer list would delay all other clients.
     max_header_bytes=256 * 2**10,
 )
 encode, decode = PROTOCOL.encode, PROTOCOL.decode

@@ -1,12 +1,12 @@
-"""The block on disk: trajectories of one group that were committed together, column by column.
+"""The block format on disk: trajectories of one group that were committed together, column by column.
 
-    schema version, number of rows | a header of each row
+    schema version, number of rows | header of each row
     | spans | reward parts | token_ids | logprobs | reference_logprobs | names | texts
 
-A group is drawn and evicted as a whole, so its samples lie together as far as they arrived together. Each has a record
-number in its header; a block lies under the least of them. A section holds the values of all rows, aligned, so that
-NumPy reads it in place; the headers say how long the part of each row is. An Arrow message per block would carry 2.4 kB
-of metadata and cost 25 microseconds.
+A group is drawn and evicted as a whole, so samples that arrive together are stored in one block. Each row has a record
+number in its header; the lowest is the key of the block. A section holds the values of all rows, aligned, so that NumPy
+reads it in place; the headers contain the length of each row's part. An Arrow message per block instead would add
+2.4 kB of metadata and take 25 microseconds.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 SCHEMA_VERSION = 10
-"""Of messages, and of what lies on disk."""
+"""Version of the message schema and of the format on disk."""
 INTEGERS = ("lease_id", "attempt", "group_id", "sample_index", "prompt_id", "prompt_length", "epoch", "seq")
 WALL_TIMES = ("started_s", "finished_s")
 TEXTS = ("run_id", "actor", "finish_reason", "columns")
@@ -44,10 +44,10 @@ _SECTIONS: tuple[tuple[str, int], ...] = (
     ("part_names", 1),
     *((name, 1) for name in TEXTS),
 )
-"""Name of each section and the bytes of one of its items."""
+"""Name of each section and the size of its items in bytes."""
 
 _PREFIX = struct.Struct("<II")
-"""Schema version, and how many rows follow."""
+"""Schema version and number of rows."""
 HEADER = np.dtype(
     [
         ("record", "<i8"),
@@ -58,32 +58,32 @@ HEADER = np.dtype(
         ("flags", "<u4"),
     ]
 )
-"""The reward is NaN if there is none; a stored reward is finite."""
+"""Header of a row. A missing reward is NaN; stored rewards are finite."""
 assert HEADER.itemsize % 8 == 0
 _HAS_REFERENCE = 1
 _ITEM_SIZES = np.array([size for _, size in _SECTIONS], np.int64)
 
 
 def flat_values(column: pa.Array) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64]]:
-    """A list column as its flat values and the bounds of each row in them (num_rows + 1)."""
+    """Return the flat values of a list column and the bounds of each row in them (num_rows + 1)."""
     if column.null_count:
-        # A null row may hide values, which `flatten` leaves out.
+        # A null row may hide values, which `flatten` omits.
         lengths = column.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
         return column.flatten().to_numpy(zero_copy_only=False), bounds_of(lengths).astype(np.int64)
     return column.flatten().to_numpy(zero_copy_only=False), list_bounds(column)
 
 
 def list_bounds(column: pa.Array) -> npt.NDArray[np.int64]:
-    """Where each row of a list column without nulls begins in its flat values, counted from 0 (num_rows + 1)."""
+    """Return the bounds of each row of a list column without nulls in its flat values, from 0 (num_rows + 1)."""
     offsets = column.offsets.to_numpy()
     return offsets.astype(np.int64) - offsets[0]
 
 
 class RowBytes:
-    """The rows of a validated record batch of `SCHEMA`, to be cut into blocks."""
+    """The encoded rows of a validated record batch of `SCHEMA`, to be split into blocks."""
 
     def __init__(self, batch: pa.RecordBatch) -> None:
-        """Lay out every section for all rows at once, which costs little more than for one."""
+        """Encode every section for all rows at once, which costs little more than for one row."""
         column = {name: batch.column(i) for i, name in enumerate(batch.schema.names)}
         flat, bounds = _sections(column)
         headers = np.zeros(batch.num_rows, HEADER)
@@ -93,7 +93,7 @@ class RowBytes:
         headers["flags"] = np.where(column["reference_logprobs"].is_valid().to_numpy(zero_copy_only=False), 1, 0)
         for (name, _), bound in zip(_SECTIONS, bounds, strict=True):
             headers[f"num_{name}"] = np.diff(bound)
-        # as bytes: NumPy copies records field by field
+        # View the records as bytes: NumPy copies records field by field.
         self._headers = headers.view(np.uint8).reshape(-1, HEADER.itemsize)
         self._sections = [
             (data, (bound * item).tolist())
@@ -102,7 +102,7 @@ class RowBytes:
         ]
 
     def block(self, rows: Sequence[int], records: Sequence[int]) -> list[bytes | memoryview]:
-        """Some rows, in this order, under these ascending record numbers; as pieces that follow one another."""
+        """Return a block of these rows under these ascending record numbers, as consecutive pieces."""
         first, end = rows[0], rows[-1] + 1
         if end - first == len(rows) and list(rows) == list(range(first, end)):
             headers = self._headers[first:end].copy()
@@ -115,7 +115,7 @@ class RowBytes:
 
 
 def decode(blocks: Sequence[bytes | memoryview]) -> dict[str, Any]:
-    """The rows of some blocks, one after the other: columns of `SCHEMA`, and "record"; what is read is copied once."""
+    """Return the rows of blocks, in order, as columns of `SCHEMA` plus "record"; the data is copied once."""
     num_rows = np.array([_PREFIX.unpack_from(block)[1] for block in blocks], np.int64)
     starts = _PREFIX.size + num_rows * HEADER.itemsize
     heads = [block[_PREFIX.size : start] for block, start in zip(blocks, starts.tolist(), strict=True)]
@@ -151,7 +151,7 @@ def decode(blocks: Sequence[bytes | memoryview]) -> dict[str, Any]:
 
 
 def records_in(block: bytes | memoryview) -> dict[int, int]:
-    """The record numbers of a block, ascending, and how many tokens the completion of each has."""
+    """Return the record numbers of a block, ascending, with the number of completion tokens of each."""
     headers = _headers_of(block)
     return dict(zip(headers["record"].tolist(), headers["num_logprobs"].tolist(), strict=True))
 
@@ -185,7 +185,7 @@ def _headers_of(block: bytes | memoryview) -> npt.NDArray[Any]:
 def list_array(
     counts: npt.NDArray[Any] | Sequence[int], values: pa.Array, *, missing: npt.NDArray[np.bool_] | None = None
 ) -> pa.Array:
-    """A list column of rows of these lengths; `missing` rows are null."""
+    """Return a list column with rows of these lengths; `missing` rows are null."""
     offsets = pa.array(bounds_of(counts))
     if missing is None or not missing.any():
         return pa.ListArray.from_arrays(offsets, values)
@@ -197,11 +197,11 @@ def text_array(data: bytes, sizes: npt.NDArray[Any]) -> pa.Array:
 
 
 def bounds_of(counts: npt.NDArray[Any] | Sequence[int]) -> npt.NDArray[np.int32]:
-    """Arrow's offsets of rows of these lengths (num_rows + 1); ValueError where they are no integers of 32 bits."""
+    """Return the Arrow offsets of rows of these lengths (num_rows + 1); ValueError if they exceed 32 bits."""
     bounds = np.zeros(len(counts) + 1, np.int64)
     np.cumsum(counts, out=bounds[1:])
     if bounds[-1] > np.iinfo(np.int32).max:
-        raise ValueError(f"a column of {len(counts)} samples has {bounds[-1]} items, and 2**31 - 1 are the most")
+        raise ValueError(f"a column of {len(counts)} samples has {bounds[-1]} items, above the limit of 2**31 - 1")
     return bounds.astype(np.int32)
 
 
@@ -239,7 +239,7 @@ def _text_bytes(column: pa.Array) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np
 
 
 def span_structs(table: npt.NDArray[np.int64]) -> pa.Array:
-    """Spans as Arrow structs, from a table with one row per span and one column per field of `SPAN`."""
+    """Return spans as Arrow structs; `table` has one row per span and one column per field of `SPAN`."""
     kinds = (np.int32, np.int64, np.int32, np.int32)
     values = [pa.array(np.ascontiguousarray(table[:, i], kind)) for i, kind in enumerate(kinds)]
     return pa.StructArray.from_arrays(values, fields=list(SPAN))

@@ -1,4 +1,4 @@
-"""A trajectory, one sample and what is known of it; its Arrow schema; and how trajectories become bytes and back.
+"""Trajectory, its Arrow schema, and the encoding and validated decoding of message bodies.
 
 A message body is an Arrow IPC stream of exactly one uncompressed record batch. An export has the same columns.
 """
@@ -17,15 +17,15 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from buffer import rows
-from buffer.errors import BadBody
-from buffer.rows import INTEGERS, PART, SCHEMA_VERSION, SPAN, WALL_TIMES, list_array
-from common.staleness import PolicyVersion
+from leeway.buffer import rows
+from leeway.buffer.errors import BadBody
+from leeway.buffer.rows import INTEGERS, PART, SCHEMA_VERSION, SPAN, WALL_TIMES, list_array
+from leeway.common.staleness import PolicyVersion
 
 COMPLETE = ("stop", "length")
-"""Why a sample ends: an end-of-sequence token, or the limit of tokens."""
-HANDED_ON: Literal["handed_on"] = "handed_on"
-"""Why a partial rollout ends."""
+"""Finish reasons of a complete sample: an end-of-sequence token, or the token limit."""
+REQUEUED: Literal["requeued"] = "requeued"
+"""Finish reason of a partial rollout."""
 
 _NULLABLE = ("reward", "reference_logprobs")
 _METADATA = {"schema_version": str(SCHEMA_VERSION)}
@@ -50,31 +50,31 @@ SCHEMA = pa.schema(
 )
 
 SCORES = pa.schema([_always("record_id", pa.int64()), _always("logprobs", pa.list_(pa.float32()))], _METADATA)
-"""Reference log-probabilities on their way back from the learner."""
+"""Reference log-probabilities that the learner sends back."""
 
-VISITS = pa.schema(
+POSTERIORS = pa.schema(
     [_always("prompt_id", pa.int64()), _always("mean", pa.float32()), _always("variance", pa.float32())], _METADATA
 )
-"""What is known of the lengths of prompts: `buffer.tables.Visit`."""
+"""Length posteriors of prompts: `leeway.buffer.tables.PromptPosterior`."""
 
 EXPECTED = pa.schema([_always("mean", pa.float32())], _METADATA)
-"""Predictions of the ranker, of prompts that follow each other."""
+"""Length predictions of the ranker for consecutive prompts."""
 
 _ARROW_MARK = b"\xff\xff\xff\xff"
 MAX_METADATA_BYTES = 64 * 2**10
-"""Ours has 4 kB. A schema of a million columns takes long to parse."""
+"""Largest accepted metadata, in bytes; ours has 4 kB. Parsing a schema of a million columns would take long."""
 
 MAX_REWARD_PARTS = 256
 _HEADER_TYPE, _HEADER, _CUSTOM_METADATA = 1, 2, 4
-"""Positions of the fields in the table Message."""
+"""Positions of the fields in the flatbuffer table Message."""
 _COMPRESSION = 3
-"""Position of the field in the table RecordBatch."""
+"""Position of the field in the flatbuffer table RecordBatch."""
 _RECORD_BATCH = 3
 
 
 @dataclass(frozen=True, slots=True)
 class VersionSpan:
-    """Completion tokens [start, end) were sampled by `version`."""
+    """The policy version that sampled completion tokens [start, end)."""
 
     version: PolicyVersion
     start: int
@@ -83,7 +83,7 @@ class VersionSpan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prefix:
-    """The first tokens of a completion, which an earlier lease made; the arrays are as those of a trajectory."""
+    """Partial rollout: the first tokens of a completion, from an earlier lease; arrays as in `Trajectory`."""
 
     token_ids: npt.NDArray[np.int32]
     logprobs: npt.NDArray[np.float32]
@@ -92,13 +92,13 @@ class Prefix:
 
     @property
     def newest(self) -> PolicyVersion:
-        """No later token is of an older version."""
+        """Version of the last token; no later token may be of an older version."""
         return self.spans[-1].version
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trajectory:
-    """One sample: a prompt, a completion, what the behaviour policy thought of it, and its reward."""
+    """One sample: a prompt, a completion, its log-probabilities under the behaviour policy, and its reward."""
 
     lease_id: int
     attempt: int
@@ -110,23 +110,23 @@ class Trajectory:
     logprobs: npt.NDArray[np.float32]
     """log mu of each completion token, at the sampling temperature, over the full vocabulary."""
     spans: tuple[VersionSpan, ...]
-    """Cover the completion tokens without gap, in order."""
+    """Spans in order; they cover the completion tokens without gaps."""
     reward: float | None
     """None: no reward function applied; the sample is filtered."""
     finish_reason: str
-    """One of `COMPLETE`; `HANDED_ON` on the way from one actor to the next."""
+    """One of `COMPLETE`, or `REQUEUED` for a partial rollout."""
     reward_parts: Mapping[str, float | None] = field(default_factory=dict)
     columns: Mapping[str, Any] = field(default_factory=dict)
-    """The task's columns of this prompt, as JSON."""
+    """The task's columns of this prompt; JSON-serializable."""
     reference_logprobs: npt.NDArray[np.float32] | None = None
-    """log pi_ref of each completion token; None until the learner has scored it."""
+    """log pi_ref of each completion token; None until the learner has scored the sample."""
     actor: str = ""
     epoch: int = 0
     seq: int = 0
-    """(actor, epoch, seq) is the key for de-duplication; set by the client."""
+    """(actor, epoch, seq) is the key for deduplication; set by the client."""
     started_s: float = 0.0
     finished_s: float = 0.0
-    """Wall time, seconds since the Unix epoch."""
+    """Wall-clock time in seconds since the Unix epoch."""
 
     @property
     def num_completion_tokens(self) -> int:
@@ -139,15 +139,15 @@ _json_encoder = msgspec.json.Encoder()
 
 
 def columns_size(trajectory: Trajectory) -> int:
-    """Bytes of the task's columns in a message; 0 where they cannot be encoded, which `to_batch` says."""
+    """Return the bytes of the task's columns in a message; 0 if they cannot be encoded, which `to_batch` reports."""
     try:
         return len(_json_encoder.encode(trajectory.columns))
-    except Exception:  # whatever a caller has put into them
+    except Exception:  # caller-supplied values may raise anything
         return 0
 
 
 class Sender(NamedTuple):
-    """What a client adds to its trajectories: the key for de-duplication."""
+    """The deduplication key that a client adds to its trajectories."""
 
     actor: str
     epoch: int
@@ -157,7 +157,7 @@ class Sender(NamedTuple):
 def to_batch(trajectories: Sequence[Trajectory], run_id: str, sender: Sender | None = None) -> pa.RecordBatch:
     """Return trajectories as one record batch of `SCHEMA`; a sender replaces their `actor`, `epoch` and `seq`.
 
-    TypeError if `columns` holds something that JSON cannot.
+    TypeError if `columns` holds a value that cannot be encoded as JSON.
     """
     many = list(trajectories)
     num = len(many)
@@ -184,7 +184,7 @@ def to_batch(trajectories: Sequence[Trajectory], run_id: str, sender: Sender | N
 
 
 def write_stream(batch: pa.RecordBatch) -> memoryview:
-    """One record batch as an IPC stream: a message body, written once into memory of the right size."""
+    """Return one record batch as an IPC stream, written once into a buffer of the final size."""
     body = pa.allocate_buffer(len(_empty_stream(batch.schema)) + pa.ipc.get_record_batch_size(batch))
     sink = pa.FixedSizeBufferWriter(body)
     with pa.ipc.new_stream(sink, batch.schema) as writer:
@@ -194,7 +194,7 @@ def write_stream(batch: pa.RecordBatch) -> memoryview:
 
 @lru_cache(maxsize=8)
 def _metadata_of(schema: pa.Schema) -> pa.Buffer:
-    """What the first message of our own streams holds: where it is the same, it need not be parsed."""
+    """Return the schema metadata of our own streams; an equal one need not be parsed."""
     return pa.ipc.MessageReader.open_stream(_empty_stream(schema)).read_next_message().metadata
 
 
@@ -221,13 +221,13 @@ def encode_expected(means: npt.NDArray[np.float32]) -> memoryview:
 def read_stream(
     body: bytes | memoryview, expected: pa.Schema = SCHEMA, *, max_rows: int | None = None
 ) -> pa.RecordBatch:
-    """Read a message body from outside into a fully validated record batch of the expected schema.
+    """Decode an untrusted message body into a fully validated record batch of the expected schema.
 
-    The order matters: a compressed body is refused before anything expands, the schema is compared before the columns
-    are touched, and offsets and UTF-8 are validated before use.
+    The order matters: a compressed body is refused before anything is decompressed, the schema is compared before the
+    columns are accessed, and offsets and UTF-8 are validated before use.
 
     Raises:
-        BadBody: it is not one uncompressed record batch of exactly this schema, or has too many rows.
+        BadBody: the body is not one uncompressed record batch of exactly this schema, or has too many rows.
     """
     if reason := start_fault(body):
         raise BadBody("schema", reason)
@@ -235,7 +235,7 @@ def read_stream(
         reader = pa.ipc.MessageReader.open_stream(pa.py_buffer(body))
         first = reader.read_next_message()
         if first.type != "schema":
-            # read_schema does not look at the type, and would read a table that nobody has verified.
+            # read_schema ignores the message type and would parse unverified metadata.
             raise BadBody("body", f"expected a schema, got a {first.type}")
         if not first.metadata.equals(_metadata_of(expected)):
             schema = pa.ipc.read_schema(first)
@@ -245,14 +245,14 @@ def read_stream(
         if message.type != "record batch":
             raise BadBody("body", f"expected a record batch, got a {message.type}")
         if message.metadata.size > MAX_METADATA_BYTES:
-            raise BadBody("body", f"its batch has {message.metadata.size} bytes of metadata")
+            raise BadBody("body", f"the metadata of its batch has {message.metadata.size} bytes")
         if is_compressed(message.metadata.to_pybytes()):
-            raise BadBody("compressed", "a compressed body may expand without bound; send it uncompressed")
+            raise BadBody("compressed", "a compressed body may expand without bound: send it uncompressed")
         _refuse_more(reader)
         batch = pa.ipc.read_record_batch(message, expected)
         if max_rows is not None and batch.num_rows > max_rows:
             raise BadBody("too many rows", f"{batch.num_rows} rows in one message; at most {max_rows}")
-        batch.validate()  # the bounds of its arrays, before anyone asks how long they are
+        batch.validate()  # checks the bounds of arrays, before their lengths are used
         _refuse_oversize_lists(batch)
         batch.validate(full=True)
     except (pa.ArrowException, EOFError, StopIteration, OSError, ValueError, IndexError) as error:
@@ -264,11 +264,11 @@ def read_stream(
 
 
 def start_fault(body: bytes | memoryview) -> str:
-    """Why a message body is refused by its first eight bytes; '' where it is not. Costs nothing, whatever its size."""
+    """Return why the first eight bytes of a message body are invalid; '' if they are valid. Takes constant time."""
     if bytes(body[:4]) != _ARROW_MARK:
-        return "it does not begin as an Arrow stream does"
+        return "it does not begin with the marker of an Arrow stream"
     size = int.from_bytes(body[4:8], "little")
-    return f"its schema takes {size} bytes, at most {MAX_METADATA_BYTES} are read" if size > MAX_METADATA_BYTES else ""
+    return f"its schema has {size} bytes; the limit is {MAX_METADATA_BYTES}" if size > MAX_METADATA_BYTES else ""
 
 
 def _batch_of(columns: Mapping[str, Any]) -> pa.RecordBatch:
@@ -280,7 +280,7 @@ def join_rows(
     records: Sequence[int],
     scores: Sequence[npt.NDArray[np.float32] | None] = (),
 ) -> pa.RecordBatch:
-    """Return records out of blocks, which hold each of them once, as one record batch, with their `scores` if any."""
+    """Return records from blocks, which contain each record once, as one record batch, with their `scores` if any."""
     columns = rows.decode(blocks)
     batch = _batch_of(columns)
     if (stored := columns["record"]).tolist() != list(records):
@@ -294,7 +294,7 @@ def all_rows(blocks: Sequence[bytes | memoryview]) -> pa.RecordBatch:
 
 
 def read_prefixes(body: bytes | memoryview) -> Iterator[Prefix]:
-    """Yield what a grant holds of samples, in their order; BadBody if it is not the body of a grant."""
+    """Yield the partial rollouts in the body of a grant, in order; BadBody if the body is invalid."""
     batch = read_stream(body)
     column = {name: batch.column(i) for i, name in enumerate(SCHEMA.names)}
     tokens, token_bounds = rows.flat_values(column["token_ids"])
@@ -314,7 +314,7 @@ def read_prefixes(body: bytes | memoryview) -> Iterator[Prefix]:
 
 
 def with_scores(batch: pa.RecordBatch, scores: Sequence[npt.NDArray[np.float32] | None]) -> pa.RecordBatch:
-    """Trajectories with reference log-probabilities; those of a row for which there is None stay as they are."""
+    """Return trajectories with these reference log-probabilities; rows with None keep theirs."""
     if all(score is None for score in scores):
         return batch
     index = SCHEMA.get_field_index("reference_logprobs")
@@ -351,16 +351,16 @@ def _version_of(schema: pa.Schema) -> str:
 
 
 def _refuse_more(reader: pa.ipc.MessageReader) -> None:
-    """A body is one record batch: a second one would be dropped in silence."""
+    """Raise BadBody if a message follows the record batch; it would be dropped silently."""
     try:
         reader.read_next_message()
     except StopIteration:
         return
-    raise BadBody("body", "something follows its record batch")
+    raise BadBody("body", "it has data after its record batch")
 
 
 def _refuse_oversize_lists(batch: pa.RecordBatch) -> None:
-    """Refuse more spans or reward parts than the message can need, before each of them costs its time."""
+    """Raise BadBody if the batch has more spans or reward parts than it can need, before they are processed."""
     if batch.schema is not SCHEMA and not batch.schema.equals(SCHEMA):
         return
     limits = {"spans": len(batch.column("token_ids").values), "reward_parts": MAX_REWARD_PARTS * batch.num_rows}
@@ -370,29 +370,29 @@ def _refuse_oversize_lists(batch: pa.RecordBatch) -> None:
 
 
 def _refuse_nulls(batch: pa.RecordBatch) -> None:
-    """Raise BadBody if a column that may not be null is; Arrow's own validation lets such nulls pass."""
+    """Raise BadBody if a non-nullable column has nulls; Arrow's own validation accepts them."""
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
         if name not in _NULLABLE and column.null_count:
-            raise BadBody("null", f"column '{name}' holds {column.null_count} nulls")
+            raise BadBody("null", f"column '{name}' has {column.null_count} nulls")
         if not pa.types.is_list(column.type):
             continue
-        # `values` has those that no row holds too, and costs nothing: without a null there is none in a row
+        # `values` is free to access but includes values outside of all rows. If it has no null, no row has one.
         if _first_null(name, column.values) and (found := _first_null(name, column.flatten())):
-            raise BadBody("null", f"a list of column '{found}' holds a null")
+            raise BadBody("null", f"a list of column '{found}' has a null")
 
 
 def _first_null(name: str, values: pa.Array) -> str:
-    """The name of what holds a null among the values of a list column, or a part of them that may not; '' without."""
+    """Return the name of a list column, or of its first non-nullable struct field, if it has a null; '' otherwise."""
     parts = enumerate(values.type) if pa.types.is_struct(values.type) else ()
     nulls = [f"{name}.{part.name}" for i, part in parts if not part.nullable and values.field(i).null_count]
     return name if values.null_count else next(iter(nulls), "")
 
 
 def is_compressed(metadata: bytes) -> bool:
-    """Return whether this record-batch message declares a compressed body; ValueError if it is none.
+    """Return whether a record-batch message declares a compressed body; ValueError if it is not a record batch.
 
-    pyarrow decompresses while it reads, so 33 KB from outside could become 1 GiB. The metadata, a small flatbuffer
-    (Apache Arrow format, Message.fbs), declares it beforehand; `metadata` is without its length prefix.
+    pyarrow decompresses while it reads, so a message of 33 KB could expand to 1 GiB. The metadata, a small flatbuffer
+    (Apache Arrow format, Message.fbs), declares the compression; `metadata` excludes its length prefix.
     """
     try:
         message = _flatbuffer_u32(metadata, 0)
@@ -401,7 +401,7 @@ def is_compressed(metadata: bytes) -> bool:
         if kind is None or header is None or metadata[kind] != _RECORD_BATCH:
             raise ValueError("the message is not a record batch")
         if _flatbuffer_field(metadata, message, _CUSTOM_METADATA) is not None:
-            return True  # as Arrow 0.17 declared it, which pyarrow still heeds; ours have none
+            return True  # Arrow 0.17 declared compression here, and pyarrow still honours it; our messages have none
         batch = header + _flatbuffer_u32(metadata, header)
         return _flatbuffer_field(metadata, batch, _COMPRESSION) is not None
     except (struct.error, IndexError) as error:
@@ -414,10 +414,10 @@ def _flatbuffer_u32(data: bytes, at: int) -> int:
 
 
 def _flatbuffer_field(data: bytes, table: int, position: int) -> int | None:
-    """Where the field of a flatbuffer table lies, or None where it has its default."""
+    """Return the offset of a field of a flatbuffer table, or None if the field has its default."""
     vtable = table - struct.unpack_from("<i", data, table)[0]
     if vtable < 0:
-        raise IndexError("a table before the start")
+        raise IndexError("a vtable lies before the start")
     size = struct.unpack_from("<H", data, vtable)[0]
     entry = 4 + 2 * position
     if entry + 2 > size:

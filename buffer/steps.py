@@ -1,10 +1,10 @@
-"""The learner's side of a store: which groups train at which step, and what becomes of them.
+"""Steps: which groups train at which step, and how their state changes afterwards.
 
-A draw is recorded, so that the same step asked again gets the same groups. The generator is seeded by run, step and
-incarnation. A restarted learner redoes the steps after its checkpoint from the recorded draws, as far as the age bound
-holds: tokens of abandoned versions count at most as the version it resumed from. Later steps are drawn anew. Uses
-become final, and the records evictable, with a durable checkpoint at or past the step. A group is held by each recorded
-draw that is not finished.
+A draw is recorded, so that a repeated request for a step gets the same groups. The random generator is seeded by run,
+step and incarnation. A restarted learner redoes the steps after its checkpoint with the recorded draws, as far as the
+age bound holds: tokens of abandoned versions count at most as the version it resumed from. Later steps are drawn again.
+Uses become final, and records evictable, with a durable checkpoint at or after the step. Each unfinished recorded draw
+holds its groups, so that no other step takes them.
 """
 
 from __future__ import annotations
@@ -15,23 +15,30 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 from msgspec.structs import replace
 
-from buffer.errors import BufferRefused, CorruptRecord
-from buffer.groups import Groups
-from buffer.index import ReadyGroup
-from buffer.leases import Leases
-from buffer.protocol import BeginIncarnation, CheckpointDurable, DrawRequest, IncarnationReply, Published, StepFinished
-from buffer.tables import MAX_TRAINED_AT, DrawRecord, Group, Incarnation, StoreState, Use
-from buffer.transaction import Transaction
-from common.run import RunFacts
+from leeway.buffer.errors import BufferRefused, CorruptRecord
+from leeway.buffer.groups import Groups
+from leeway.buffer.index import ReadyGroup
+from leeway.buffer.leases import Leases
+from leeway.buffer.protocol import (
+    BeginIncarnation,
+    CheckpointDurable,
+    DrawRequest,
+    IncarnationReply,
+    Published,
+    StepFinished,
+)
+from leeway.buffer.tables import MAX_TRAINED_AT, DrawRecord, Group, Incarnation, StoreState, Use
+from leeway.buffer.transaction import Transaction
+from leeway.common.run import RunFacts
 
 MAX_BEHIND = 1024
-"""Steps by which the service's view of the learner may be late."""
+"""Maximum number of steps by which the service's view of the learner may be behind."""
 MAX_NAMED = 4
-"""How many groups or actors a message names before it says 'and others'."""
+"""Maximum number of groups or actors that a message lists by name."""
 
 
 class Steps:
-    """Draws groups for steps by the sampler, and follows the learner."""
+    """Draws of groups for steps by the sampler, and the learner's version and step."""
 
     def __init__(self, facts: RunFacts, groups: Groups, leases: Leases) -> None:
         self._facts, self._contract = facts, facts.contract
@@ -40,10 +47,10 @@ class Steps:
         self._waits = self._contract.config.on_stale == "wait"
 
     def draw(self, tx: Transaction, request: DrawRequest) -> DrawRecord | None:
-        """Return the groups of a step; None: it must wait.
+        """Return the groups of a step; None: the step must wait.
 
         Raises:
-            BufferRefused: the learner was replaced, or the request contradicts what is known.
+            BufferRefused: the learner was replaced, or the request contradicts the recorded state.
         """
         state = tx.state
         self._check(tx, request)
@@ -60,13 +67,13 @@ class Steps:
         self.release_from(tx, request.step)
         self._drop_stale(tx, request.version)
         chosen = self._choose_sound(tx, request)
-        self._refuse_what_never_comes(tx, request)
+        self._refuse_if_exhausted(tx, request)
         if len(chosen) < request.num_groups or self._held_back_by(tx, chosen, request.version):
             return None
         return self._record(tx, request, chosen)
 
     def waiting_for(self, tx: Transaction, request: DrawRequest) -> str:
-        """What the step still lacks, and who owes it."""
+        """Return which groups the step is missing, and which actors hold their leases."""
         ready = len(self._groups.index.ready)
         text = f"step {request.step} has {min(ready, request.num_groups)} of {request.num_groups} groups"
         chosen = self._choose(tx, request) if self._waits else []
@@ -77,8 +84,8 @@ class Steps:
                 f"{_some([f'group {group_id}' for group_id in held], len(held))}"
             )
         if tx.state.num_set_aside:
-            text += f" ({tx.state.num_set_aside} of equal rewards were set aside for it)"
-        return f"{text}; {self._owed(tx)}"
+            text += f" ({tx.state.num_set_aside} groups of equal rewards were set aside for this step)"
+        return f"{text}; {self._open_groups(tx)}"
 
     def begin(self, tx: Transaction, message: BeginIncarnation) -> IncarnationReply:
         """Begin an incarnation, which ends draining. Idempotent per session; BufferRefused if a newer one began."""
@@ -87,7 +94,7 @@ class Steps:
         if message.session in sessions[:-1]:
             raise BufferRefused(f"this learner was replaced by incarnation {state.incarnation}; only one may train")
         if message.session not in sessions:
-            state.draining = False  # that was for the run that ended
+            state.draining = False  # draining applied to the previous learner
             tx.undo.append(self._groups.prompts.pace.undo())
             self._groups.prompts.pace.begun()
             self._abandon(tx, message)
@@ -95,14 +102,14 @@ class Steps:
         return IncarnationReply(state.incarnation, state.resumed_at)
 
     def published(self, tx: Transaction, message: Published) -> None:
-        """Weights can be pulled; news from an abandoned incarnation changes nothing."""
+        """Record that actors can pull a version; ignored if it is from an abandoned incarnation."""
         version = (message.incarnation, message.version)
         if message.incarnation == tx.state.incarnation >= 0:
-            self._believe(tx.state, message.version)
+            self._check_reachable(tx.state, message.version)
             tx.state.published = version if tx.state.published is None else max(tx.state.published, version)
 
     def finish(self, tx: Transaction, message: StepFinished) -> None:
-        """Step `step` is done: its samples are trained (or filtered, where it was skipped)."""
+        """Finish a step: its samples become trained, or filtered if the step was skipped. Idempotent."""
         state = tx.state
         self._check_incarnation(state, message.incarnation)
         draw = tx.draws.get(message.step) if message.step > 0 else None
@@ -110,7 +117,7 @@ class Steps:
             if message.step <= state.step:
                 return
             raise BufferRefused(f"step {message.step} cannot be finished: it was never drawn")
-        if message.step not in state.pending_draws:  # said before, or it is in the checkpoint
+        if message.step not in state.pending_draws:  # a duplicate, or the step is in the checkpoint
             return
         self._check_outcome(draw, message)
         self._finish(tx, draw, message.version)
@@ -122,7 +129,7 @@ class Steps:
         self._check_incarnation(tx.state, message.incarnation)
         unfinished = [step for step in tx.state.pending_draws if step <= message.step]
         if unfinished:
-            raise BufferRefused(f"a checkpoint at step {message.step} cannot be durable: {unfinished} are unfinished")
+            raise BufferRefused(f"a checkpoint at step {message.step} cannot be durable: unfinished steps {unfinished}")
         for step in [step for (step,) in tx.draws.all_keys() if step <= message.step]:
             for group_id in set(tx.draws.require(step).group_ids):
                 group = tx.groups.require(group_id)
@@ -132,9 +139,9 @@ class Steps:
         self._groups.evict(tx)
 
     def release_from(self, tx: Transaction, step: int) -> None:
-        """Forget the draw of this step, and all later ones that this incarnation has not drawn itself.
+        """Delete the draw of this step, and all later draws of earlier incarnations.
 
-        Groups held for later ones would keep admission closed while this step waits for new groups.
+        Otherwise groups held for later steps would keep admission closed while this step waits for new groups.
         """
         for (later,) in list(tx.draws.all_keys(step)):
             draw = tx.draws.require(later)
@@ -154,42 +161,42 @@ class Steps:
     # --- parts ------------------------------------------------------------------------------------
 
     def _check_incarnation(self, state: StoreState, incarnation: int) -> None:
-        """Raise BufferRefused unless it is the present learner."""
+        """Raise BufferRefused unless `incarnation` is the current one."""
         if state.incarnation < 0:
             raise BufferRefused("no learner has begun: send BeginIncarnation first")
         if incarnation != state.incarnation:
             raise BufferRefused(f"incarnation {incarnation} was replaced by {state.incarnation}; only one may train")
 
     def _all_usable(self, tx: Transaction, draw: DrawRecord, version: int) -> bool:
-        """Are all groups of a recorded draw within the age bound at this version?"""
+        """Return whether all groups of a recorded draw are within the age bound at this version."""
         groups = [tx.groups.require(group_id) for group_id in draw.group_ids]
         ages = [(group.oldest_effective(tx.state), group) for group in groups]
         return len(self._contract.select(ages, version)) == len(groups)
 
-    def _refuse_what_never_comes(self, tx: Transaction, request: DrawRequest) -> None:
-        """Of recorded samples no more are made; those of a step that is not over may be used again after it."""
+    def _refuse_if_exhausted(self, tx: Transaction, request: DrawRequest) -> None:
+        """Refuse a draw that recorded samples can never complete; groups of unfinished steps may still be reused."""
         num_ready = len(self._groups.index.ready)
         if self._groups.config.source is None or num_ready >= request.num_groups or tx.state.pending_draws:
             return
         ledger = tx.state.ledger
         raise BufferRefused(
-            f"step {request.step} has {num_ready} of {request.num_groups} groups, and buffer.source has no more for "
-            f"it: {ledger.filtered} are filtered, as by steps that were skipped, {ledger.uninformative} set aside, and "
-            f"{ledger.evicted_unused} evicted unused, as damaged ones are. Resume with learner.num_steps = "
+            f"step {request.step} has {num_ready} of {request.num_groups} groups, and buffer.source is exhausted: "
+            f"{ledger.filtered} samples are filtered (for example by skipped steps), {ledger.uninformative} set aside, "
+            f"{ledger.evicted_unused} evicted unused (for example damaged). Resume with learner.num_steps = "
             f"{request.step - 1} to end the run here"
         )
 
-    def _owed(self, tx: Transaction) -> str:
-        """Return which actors owe groups, and whether more may be leased."""
-        owed = []
+    def _open_groups(self, tx: Transaction) -> str:
+        """Return which actors hold leases of open groups, and whether more groups may be leased."""
+        incomplete = []
         still_open = self._groups.index.open
         for group_id in still_open[:MAX_NAMED]:
             group = tx.groups.require(group_id)
             owner = f"{group.actor} (lease {group.lease_id})" if group.lease_id else "no actor yet"
-            owed.append(f"group {group_id}, samples {group.missing()} from {owner}")
-        text = f"owed: {_some(owed, len(still_open))}; " if owed else ""
+            incomplete.append(f"group {group_id}, samples {group.missing()} from {owner}")
+        text = f"missing: {_some(incomplete, len(still_open))}; " if incomplete else ""
         closed = self._leases.closed_because(tx)
-        return text + (f"no new leases: {closed}" if closed else "new leases wait for an actor to ask")
+        return text + (f"no new leases: {closed}" if closed else "new leases wait for a request from an actor")
 
     def _check(self, tx: Transaction, request: DrawRequest) -> None:
         self._check_incarnation(tx.state, request.incarnation)
@@ -201,22 +208,22 @@ class Steps:
             )
         if request.num_groups != self._facts.groups_per_step:
             raise BufferRefused(
-                f"step {request.step} asks for {request.num_groups} groups, but admission counts on "
-                f"{self._facts.groups_per_step} per step: make [learner] groups_per_step agree with the run's facts"
+                f"step {request.step} requests {request.num_groups} groups, but admission assumes "
+                f"{self._facts.groups_per_step} per step: set [learner] groups_per_step to the value of the run"
             )
 
     def _check_version(self, state: StoreState, step: int, version: int) -> None:
-        """Refuse a version that the learner cannot be at by the time of the step."""
-        # A late copy of a request may still count on a step that was skipped since.
+        """Refuse a version that the learner cannot have reached at this step."""
+        # A delayed request may still assume a version from a step that has been skipped since.
         ahead = min(len(state.pending_draws), max(0, step - 1 - state.step))
         if not state.version <= version <= self._contract.latest_version(state.version, ahead):
             raise BufferRefused(
-                f"step {step} cannot train at version {version}: the learner finished steps up to "
-                f"version {state.version} and {len(state.pending_draws)} more are drawn"
+                f"step {step} cannot train at version {version}: the learner finished steps up to version "
+                f"{state.version}, and {len(state.pending_draws)} further steps are drawn"
             )
 
     def _adopt(self, tx: Transaction, draw: DrawRecord, request: DrawRequest) -> bool:
-        """Make a recorded draw one of this incarnation at this version, if it can still be trained on."""
+        """Assign a recorded draw to this incarnation and version; return whether it can still be trained on."""
         if not self._all_usable(tx, draw, request.version):
             return False
         if draw.incarnation != request.incarnation and self._is_unfit(tx, draw):
@@ -235,16 +242,16 @@ class Steps:
         return max(lengths, default=0) > self._facts.longest_drawn or self._is_damaged(tx, draw.record_ids)
 
     def _choose_sound(self, tx: Transaction, request: DrawRequest) -> list[int]:
-        """Return the sampler's choice; what is too long or damaged leaves, and it chooses again.
+        """Return the sampler's choice; remove too long or damaged samples, and choose again until there are none.
 
-        Groups of equal rewards leave first, also those whose other samples were too long.
+        Groups of equal rewards are set aside before each choice, including those that became so by the removal.
         """
         while True:
             self._groups.set_aside_uninformative(tx)
             chosen = self._choose(tx, request)
             groups = [tx.groups.require(group_id) for group_id in sorted(set(chosen))]
-            left_out = [self._groups.leave_out_long(tx, group, self._facts.longest_drawn) for group in groups]
-            if any(left_out):
+            filtered = [self._groups.filter_too_long(tx, group, self._facts.longest_drawn) for group in groups]
+            if any(filtered):
                 continue
             damaged = [each for each in groups if self._is_damaged(tx, [each.records[i] for i in each.usable()])]
             if not damaged:
@@ -253,7 +260,7 @@ class Steps:
                 self._groups.drop_ready(tx, group, "evicted_unused")
 
     def _choose(self, tx: Transaction, request: DrawRequest) -> list[int]:
-        """What the sampler takes for the step; fewer groups than asked for where not enough are ready."""
+        """Return the sampler's choice for the step; fewer groups than requested if not enough are ready."""
         num = request.num_groups
         if len(self._groups.index.ready) < num:
             return []
@@ -276,12 +283,12 @@ class Steps:
         return draw
 
     def _drop_stale(self, tx: Transaction, version: int) -> None:
-        """Drop the ready groups that are past the bound at this version; they come first."""
+        """Drop the ready groups that exceed the age bound at this version."""
         for group_id in list(self._contract.evict(self._groups.index.ready, version)):
             self._groups.drop_ready(tx, tx.groups.require(group_id), "dropped_stale")
 
     def _held_back_by(self, tx: Transaction, chosen: Sequence[int], version: int) -> list[int]:
-        """Return open groups that this step must wait for (on_stale = "wait")."""
+        """Return the open groups that this step must wait for (on_stale = "wait")."""
         if not self._waits:
             return []
         drawn = set(chosen)
@@ -299,7 +306,7 @@ class Steps:
             yield ReadyGroup(tx.groups.require(group_id).oldest_effective(tx.state), group_id)
 
     def _left(self, groups: Iterable[ReadyGroup], version: int) -> list[int]:
-        """How many steps after the one at `version` could still use each of the groups; [] without a bound."""
+        """Return for how many steps after the one at `version` each group stays usable; [] without an age bound."""
         left = (self._contract.steps_left(group.oldest, version) for group in groups)
         return [num_steps for num_steps in left if num_steps is not None]
 
@@ -310,14 +317,14 @@ class Steps:
             return True
         return False
 
-    def _believe(self, state: StoreState, version: int) -> None:
-        """Refuse a version that is further ahead than any news can be late."""
+    def _check_reachable(self, state: StoreState, version: int) -> None:
+        """Refuse a version that is more than `MAX_BEHIND` steps ahead of the last known one."""
         newest = self._contract.latest_version(state.version, len(state.pending_draws) + MAX_BEHIND)
         if version > newest:
-            raise BufferRefused(f"the learner cannot be at version {version}: it was at {state.version} a moment ago")
+            raise BufferRefused(f"the learner cannot be at version {version}: its last version was {state.version}")
 
     def _abandon(self, tx: Transaction, message: BeginIncarnation) -> None:
-        """Open the incarnation. Tokens of abandoned versions now count as older than they were."""
+        """Begin the incarnation; from now on tokens of abandoned versions count as older than before."""
         state = tx.state
         index = self._groups.index
         changed = [each.group_id for each in index.ready if each.oldest > message.version]
@@ -327,14 +334,14 @@ class Steps:
         state.incarnations.append(Incarnation(message.session, message.version, message.step))
         for group_id in changed:
             index.update(tx, tx.groups.require(group_id))
-        for group_id in index.open:  # which the index does not hold by age
+        for group_id in index.open:  # the index does not order open groups by age
             group = tx.groups.require(group_id)
             if group.min_version > message.version:
                 group.min_version = message.version
                 tx.groups.put(group, group_id)
 
     def _resume(self, tx: Transaction, message: BeginIncarnation) -> None:
-        """Settle the recorded draws: those in the checkpoint are done, later ones are to be redone."""
+        """Finish the recorded draws of steps in the checkpoint, and hold later ones, which are to be redone."""
         state = tx.state
         state.version, state.step = message.version, message.step
         for (step,) in list(tx.draws.all_keys()):
@@ -353,16 +360,16 @@ class Steps:
                 state.pending_draws[step] = len(set(draw.group_ids))
 
     def _version_after(self, draw: DrawRecord, message: BeginIncarnation) -> int:
-        """Return where a step of the checkpoint led whose StepFinished never arrived.
+        """Return the version after a step of the checkpoint whose StepFinished never arrived.
 
-        The checkpoint's version tells it of the last one; earlier ones count as not skipped.
+        For the last step the checkpoint's version shows whether it was skipped; earlier steps count as not skipped.
         """
         if draw.step == message.step and draw.version == message.version:
             return draw.version
         return max(draw.version + 1, min(message.version, self._contract.latest_version(draw.version, 1)))
 
     def _check_outcome(self, draw: DrawRecord, message: StepFinished) -> None:
-        """Refuse a version that the step cannot lead to: each of its updates made one, or was skipped."""
+        """Refuse a version that the step cannot lead to; each of its updates adds one version or is skipped."""
         least, most = draw.version + 1, self._contract.latest_version(draw.version, 1)
         if message.skipped:
             least = most = draw.version
@@ -374,14 +381,14 @@ class Steps:
             )
 
     def _finish(self, tx: Transaction, draw: DrawRecord, version: int) -> None:
-        """The step led to this version; without any update it was skipped."""
+        """Finish a step that led to this version; if the version is unchanged, the step was skipped."""
         state, skipped = tx.state, version == draw.version
         is_redone = draw.is_trained
         drawn = set(draw.record_ids)
         for group_id, times in Counter(draw.group_ids).items():
             group = tx.groups.require(group_id)
             used = [index for index, record in enumerate(group.records) if record in drawn]
-            self._settle(tx, group, used, skipped=skipped)
+            self._move_used(tx, group, used, skipped=skipped)
             if not skipped and not is_redone:
                 state.fidelity.trained.add([group.completion_lengths[index] for index in used for _ in range(times)])
             if draw.finished_by < 0:
@@ -398,15 +405,15 @@ class Steps:
         tx.draws.put(draw, draw.step)
         state.pending_draws.pop(draw.step, None)
 
-    def _settle(self, tx: Transaction, group: Group, used: list[int], *, skipped: bool) -> None:
+    def _move_used(self, tx: Transaction, group: Group, used: list[int], *, skipped: bool) -> None:
         target = "filtered" if skipped else "trained"
         for source in ("drawn",) if skipped else ("drawn", "filtered"):
-            settled = [index for index in used if group.sample_states[index] == source]
-            for index in settled:
+            moved = [index for index in used if group.sample_states[index] == source]
+            for index in moved:
                 group.sample_states[index] = target
-            tx.state.ledger.move(len(settled), source, target)
+            tx.state.ledger.move(len(moved), source, target)
             if not skipped and group.is_uninformative:
-                tx.state.ledger.trained_uninformative += len(settled)
+                tx.state.ledger.trained_uninformative += len(moved)
 
 
 def _some(names: list[str], num: int) -> str:

@@ -1,7 +1,7 @@
-"""The LMDB environment of one folder: opened, checked, owned, written and read.
+"""Store: opens, checks, locks, writes and reads the LMDB environment of one folder.
 
-A truncated file ends in SIGBUS, so its length is checked before it is read. Commits go without writemap, and by default
-are synchronous: what was acknowledged survives a power cut.
+Reading a truncated file would raise SIGBUS, so its length is checked first. Commits do not use writemap, and by default
+are synchronous: acknowledged data survives a power loss.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import lmdb
 import msgspec
 
-from buffer import pages
-from buffer.errors import CorruptRecord, StoreBusy, StoreError, StoreFull
-from buffer.rows import SCHEMA_VERSION
-from buffer.tables import Identity
-from buffer.transaction import TABLES, Table, Transaction
-from common.files import FULL, NoLocks, sync, try_lock
-from common.run import RunFacts
+from leeway.buffer import pages
+from leeway.buffer.errors import CorruptRecord, StoreBusy, StoreError, StoreFull
+from leeway.buffer.rows import SCHEMA_VERSION
+from leeway.buffer.tables import Identity
+from leeway.buffer.transaction import TABLES, Table, Transaction
+from leeway.common.files import FULL, NoLocks, sync, try_lock
+from leeway.common.run import RunFacts
 
 log = logging.getLogger(__name__)
 
@@ -33,40 +33,40 @@ Durability = Literal["commit", "interval", "os"]
 
 DATA = "data.mdb"
 PORT = "port"
-"""The file with a service's port; it exists once a store was served."""
+"""File with the port of the service; exists once the store has been served."""
 RESTORE = "restore it from a copy, or start a new run folder"
 _OWNER = "owner.lock"
-_NO_ROOM_BYTES = 2**20
+_MIN_FREE_BYTES = 2**20
 _MAX_READERS = 1024
 _OWN_RETRY_S = 1.0
-"""A process that checks whether a folder is served holds its lock for a moment."""
+"""Seconds to retry the lock; a process that checks whether a folder is served holds the lock briefly."""
 _FIRST_MAP_SIZE = 2**30
 _encoder = msgspec.msgpack.Encoder()
 _identity_decoder = msgspec.msgpack.Decoder(Identity)
 
 
 class Reader(NamedTuple):
-    """A read transaction that some process holds open."""
+    """An open read transaction of some process."""
 
     pid: int
     thread: str
     transaction: int
-    """Number of the commit that it sees: pages freed since then cannot be used again."""
+    """Number of the commit that it reads; pages freed since then cannot be reused."""
 
 
 def buffer_folder(path: Path) -> Path:
-    """Return the buffer's folder, from the folder of its run or its own; StoreError if there is none."""
+    """Return the buffer's folder, given that folder or the run's; StoreError if there is none."""
     for folder in (path, path / "buffer"):
         if (folder / DATA).exists():
             return folder
     raise StoreError(
-        f"there is no buffer in {path}: neither {DATA} nor buffer/{DATA} is there. Give the folder of a run, "
-        "as in runs/NAME"
+        f"no buffer found in {path}: neither {DATA} nor buffer/{DATA} exists. Pass the folder of a run, "
+        "such as runs/NAME"
     )
 
 
 class Store:
-    """One folder, one owner that writes, any number of readers that never block it."""
+    """The store in one folder, with one writer, and any number of readers that never block the writer."""
 
     def __init__(
         self,
@@ -76,13 +76,13 @@ class Store:
         durability: Durability = "commit",
         first_map_size: int = _FIRST_MAP_SIZE,
     ) -> None:
-        """Open the store, or create it.
+        """Open or create the store.
 
         Args:
-            folder: of the store.
-            facts: of the run, compared with those of an old store. None opens any store to `read` only.
-            durability: "commit" syncs every commit; the others leave it to `sync`, or to the system.
-            first_map_size: bytes of a new store's map.
+            folder: folder of the store.
+            facts: facts of the run, compared with those of an existing store. None opens any store read-only.
+            durability: "commit" syncs every commit; with "interval" `sync` does, with "os" the operating system.
+            first_map_size: size of the memory map of a new store, in bytes.
 
         Raises:
             StoreError: another process owns the folder, it belongs to another run or schema, or it is damaged.
@@ -92,7 +92,7 @@ class Store:
         self._durability = durability
         self._lock: int | None = None
         if self._read_only and not (folder / DATA).exists():
-            raise StoreError(f"there is no buffer in {folder}: {DATA} is missing. It lies in the folder of a run")
+            raise StoreError(f"no buffer found in {folder}: {DATA} is missing. Pass the buffer folder of a run")
         if not self._read_only:
             self._lock = own(folder)
         try:
@@ -103,21 +103,21 @@ class Store:
             raise
 
     def _open(self, first_map_size: int) -> Identity | None:
-        """Open the file and its tables, and return whose store it is; None: that is not written yet.
+        """Open the file and its tables, and return the store's identity; None if it is not written yet.
 
-        Of another schema version the identity is all that is looked at.
+        If the schema version differs, only the identity is read.
         """
         data = self.folder / DATA
         size = data.stat().st_size if data.exists() else 0
         if size == 0 and (self.folder / PORT).exists():
             raise StoreError(
-                f"{data} is empty, but was served before: it was cut off. Restore it, or start a new run folder"
+                f"{data} is empty, but was served before: it was truncated. Restore it, or start a new run folder"
             )
         if size and not (self._read_only and is_served(self.folder)):
             try:
                 pages.check(data)
             except StoreError:
-                if not (self._read_only and is_served(self.folder)):  # else a service began to write meanwhile
+                if not (self._read_only and is_served(self.folder)):  # otherwise a service began to write meanwhile
                     raise
         try:
             self._env = self._environment(max(first_map_size, size))
@@ -132,7 +132,7 @@ class Store:
         except lmdb.Error as error:
             raise StoreError(f"{data} cannot be opened ({error}). Restore it, or start a new run folder") from error
         if size == 0:
-            # LMDB syncs the file, but not its name: a power cut could take that away.
+            # LMDB syncs the file but not its directory entry, which a power loss could remove.
             sync(self.folder)
             sync(self.folder.parent)
         return identity
@@ -141,7 +141,7 @@ class Store:
         return self._mapped(lambda: self._env.open_db(name.encode(), create=not self._read_only))
 
     def _identity(self, meta: lmdb._Database) -> Identity | None:
-        stored = self._look(lambda txn: Table[bytes]("meta", txn, meta, caches=False).get("identity"))
+        stored = self._read(lambda txn: Table[bytes]("meta", txn, meta, caches=False).get("identity"))
         identity = None if stored is None else _identity_decoder.decode(stored)
         if identity is not None and identity.schema_version != SCHEMA_VERSION:
             raise StoreError(
@@ -171,44 +171,44 @@ class Store:
                 raise
             if is_served(self.folder):
                 raise StoreError(
-                    f"the buffer in {self.folder} is being written, and to read it meanwhile its lock file must be "
-                    "written too: ask for write permission on the folder, or wait until the run is over"
+                    f"the buffer in {self.folder} is being written, and reading it meanwhile requires writing its lock "
+                    "file: obtain write permission on the folder, or wait until the run has ended"
                 ) from None
-            return opened(lock=False)  # a folder or medium that takes no lock file, and nobody writes there
+            return opened(lock=False)  # no lock file can be created in the folder, and no service writes there
 
     def _facts_of(self, identity: Identity | None) -> RunFacts:
         if identity is None:
-            raise StoreError(f"the buffer in {self.folder} is empty: its service ended before it had begun")
+            raise StoreError(f"the buffer in {self.folder} is empty: its service exited before it wrote anything")
         return RunFacts.model_validate_json(identity.facts)
 
-    def _adopt(self, theirs: Identity | None, facts: RunFacts) -> RunFacts:
-        mine = Identity(facts.run_id, SCHEMA_VERSION, facts.model_dump_json())
-        if theirs is not None:
-            self._refuse_another(theirs, mine)
-        if theirs != mine:
-            self.write(lambda tx: tx.meta.put(_encoder.encode(mine), "identity"))
+    def _adopt(self, stored: Identity | None, facts: RunFacts) -> RunFacts:
+        current = Identity(facts.run_id, SCHEMA_VERSION, facts.model_dump_json())
+        if stored is not None:
+            self._check_identity(stored, current)
+        if stored != current:
+            self.write(lambda tx: tx.meta.put(_encoder.encode(current), "identity"))
         return facts
 
-    def _refuse_another(self, theirs: Identity, mine: Identity) -> None:
-        if theirs.run_id != mine.run_id:
+    def _check_identity(self, stored: Identity, current: Identity) -> None:
+        if stored.run_id != current.run_id:
             raise StoreError(
-                f"the buffer in {self.folder} belongs to run '{theirs.run_id}', this service is for '{mine.run_id}'. "
-                "Use another run folder, or that run's name"
+                f"the buffer in {self.folder} belongs to run '{stored.run_id}', but this service is for run "
+                f"'{current.run_id}'. Use another run folder, or that run's name"
             )
-        if _lasting(theirs.facts) != _lasting(mine.facts):
+        if _immutable(stored.facts) != _immutable(current.facts):
             raise StoreError(
-                f"the buffer in {self.folder} was made with {_difference(theirs.facts, mine.facts)}. Start it with the "
-                "configuration of that run, or use a new run folder"
+                f"the buffer in {self.folder} was created with {_difference(stored.facts, current.facts)}. Start it "
+                "with the configuration of that run, or use a new run folder"
             )
 
     def write(self, change: Callable[[Transaction], T]) -> T:
-        """Run `change` in one transaction and commit it; grow the map and run it anew if it is full.
+        """Run `change` in one transaction and commit it; if the map is full, grow it and run `change` again.
 
-        `change` may run several times, so it changes only what a second run overwrites.
+        `change` may run several times, so it may only change state that a second run overwrites.
 
         Raises:
-            StoreFull: the disk is full; nothing was committed, and it may be tried again.
-            StoreError: the disk failed; nothing was committed, and the store must be opened anew.
+            StoreFull: the disk is full; nothing was committed, and the write may be retried.
+            StoreError: the disk failed; nothing was committed, and the store must be reopened.
         """
         while True:
             try:
@@ -220,7 +220,7 @@ class Store:
             except lmdb.Error as error:
                 if self._is_full(error):
                     raise StoreFull(
-                        f"no space is left for the buffer in {self.folder} ({error}). Free some: it goes on by itself"
+                        f"no space is left for the buffer in {self.folder} ({error}). Free space: it resumes by itself"
                     ) from error
                 raise StoreError(
                     f"writing to the buffer in {self.folder} failed ({error}); nothing of this turn was acknowledged. "
@@ -236,45 +236,45 @@ class Store:
                 result = change(tx)
                 tx.flush()
         except BaseException:
-            for take_back in reversed(undo):
-                take_back()
+            for restore in reversed(undo):
+                restore()
             raise
         return result
 
     def _is_full(self, error: lmdb.Error) -> bool:
-        """Had the disk, or its quota, no room? LMDB calls a write that was cut short an input/output error."""
+        """Return whether the disk or its quota is full. LMDB reports a short write as an input/output error."""
         if isinstance(error, lmdb.DiskError) or any(os.strerror(number) in str(error) for number in FULL):
             return True
-        return os.strerror(errno.EIO) in str(error) and not self._has_room()
+        return os.strerror(errno.EIO) in str(error) and not self._has_space()
 
-    def _has_room(self) -> bool:
+    def _has_space(self) -> bool:
         disk = os.statvfs(self.folder)
-        if disk.f_bavail * disk.f_frsize < _NO_ROOM_BYTES:
+        if disk.f_bavail * disk.f_frsize < _MIN_FREE_BYTES:
             return False
         try:
-            with tempfile.TemporaryFile(dir=self.folder) as probe:  # a quota shows in no figure of the disk
-                os.posix_fallocate(probe.fileno(), 0, _NO_ROOM_BYTES)
+            with tempfile.TemporaryFile(dir=self.folder) as probe:  # statvfs does not show quotas
+                os.posix_fallocate(probe.fileno(), 0, _MIN_FREE_BYTES)
         except OSError as error:
             return error.errno not in FULL
         return True
 
-    def read(self, look: Callable[[Transaction], T]) -> T:
-        """Run `look` in a read-only transaction; CorruptRecord if what it looks at is damaged."""
-        return self._look(lambda txn: look(Transaction(txn, self._dbs, caches=False)))
+    def read(self, query: Callable[[Transaction], T]) -> T:
+        """Run `query` in a read-only transaction; CorruptRecord if a value that it reads is damaged."""
+        return self._read(lambda txn: query(Transaction(txn, self._dbs, caches=False)))
 
-    def _look(self, look: Callable[[lmdb.Transaction], T]) -> T:
+    def _read(self, query: Callable[[lmdb.Transaction], T]) -> T:
         try:
             with self._mapped(lambda: self._env.begin(buffers=True)) as txn:
-                return look(txn)
+                return query(txn)
         except lmdb.ReadersFullError as error:
             raise StoreBusy(
-                f"the buffer in {self.folder} has {_MAX_READERS} readers already; end some of them"
+                f"the buffer in {self.folder} already has the maximum of {_MAX_READERS} readers: end some of them"
             ) from error
         except lmdb.Error as error:
             raise CorruptRecord(f"the buffer in {self.folder} is damaged ({error}): {RESTORE}") from error
 
     def _mapped(self, begin: Callable[[], T]) -> T:
-        """Begin to read, once more where the writer has grown the file beyond our map."""
+        """Return `begin()`; retry once if the writer has grown the file beyond this process's map."""
         try:
             return begin()
         except lmdb.MapResizedError:
@@ -282,20 +282,20 @@ class Store:
             return begin()
 
     def sync(self) -> None:
-        """Force everything that was committed to disk; StoreError if the disk failed."""
+        """Sync all commits to disk; StoreError if the disk fails."""
         try:
             self._env.sync(True)
         except lmdb.Error as error:
             raise StoreError(f"the buffer in {self.folder} could not be synced ({error}). Check the disk") from error
 
     def readers(self) -> list[Reader]:
-        """Who reads now; readers whose process is gone are removed."""
+        """Return the current readers, after removing those of dead processes."""
         self._env.reader_check()
         rows = [line.split() for line in self._env.readers().splitlines()[1:]]
         return [Reader(int(row[0]), row[1], int(row[2])) for row in rows if len(row) == 3 and row[2].isdigit()]
 
     def structure_faults(self) -> list[str] | None:
-        """What is wrong with the pages of the file; None: a service writes them, so they cannot be checked."""
+        """Return the structural faults of the file; None if it cannot be checked because a service is writing it."""
         faults: list[str] = []
         if not is_served(self.folder):
             try:
@@ -319,21 +319,21 @@ class Store:
 
 
 def own(folder: Path) -> int:
-    """Lock the folder, made if missing, until the returned descriptor is closed or the process ends.
+    """Lock the folder until the returned descriptor is closed or the process ends; create the folder if missing.
 
-    StoreError if another process owns it, or it cannot be used.
+    StoreError if another process owns the folder, or it cannot be used.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = os.open(folder / _OWNER, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
-        raise StoreError(f"the buffer's folder {folder} cannot be used: {error}. Check its path and rights") from error
+        raise StoreError(f"cannot use the buffer folder {folder}: {error}. Check its path and permissions") from error
     if not try_lock(lock, limit_s=_OWN_RETRY_S):
         owner = os.pread(lock, 32, 0).decode("ascii", "replace").strip()
         os.close(lock)
         raise StoreError(
-            f"the buffer in {folder} is in use by process {owner or 'unknown'}: one service owns a folder. "
-            "Stop that one, or use another run folder"
+            f"the buffer in {folder} is in use by process {owner or 'unknown'}, and only one service may own a folder. "
+            "Stop that process, or use another run folder"
         )
     os.ftruncate(lock, 0)
     os.pwrite(lock, str(os.getpid()).encode(), 0)
@@ -347,20 +347,20 @@ def is_served(folder: Path) -> bool:
         return False
     try:
         return not try_lock(lock, shared=True)
-    except NoLocks:  # no process can own one there
+    except NoLocks:  # the file system has no locks, so no process can own the folder
         return False
     finally:
         os.close(lock)
 
 
-def _difference(theirs: str, mine: str) -> str:
-    """The first fields in which two facts of a run differ and may not, as a sentence."""
-    old, new = _lasting(theirs), _lasting(mine)
+def _difference(stored: str, current: str) -> str:
+    """Return the first immutable facts that differ, with both values."""
+    old, new = _immutable(stored), _immutable(current)
     names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
-    return ", ".join(f"{name} = {old.get(name)} where this service has {new.get(name)}" for name in names[:4])
+    return ", ".join(f"{name} = {old.get(name)} (this service has {new.get(name)})" for name in names[:4])
 
 
-def _lasting(facts: str) -> dict[str, Any]:
-    """Return the facts that may not change; what is longer than the longest sample is filtered when drawn."""
+def _immutable(facts: str) -> dict[str, Any]:
+    """Return the facts that must not change. Length limits may, because too long samples are filtered when drawn."""
     known = msgspec.json.decode(facts)
     return {name: value for name, value in known.items() if name not in ("max_tokens", "token_budget")}

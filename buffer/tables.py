@@ -1,4 +1,4 @@
-"""What the store's tables hold, as msgpack structs."""
+"""Rows of the store's tables, as msgpack structs."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Literal, NamedTuple
 import msgspec
 from msgspec.structs import replace
 
-from buffer.ledger import COMMITTED_STATES, Ledger
-from buffer.lengths import Fidelity, LengthFidelity
-from buffer.protocol import Lease
-from common.staleness import PolicyVersion, effective_version
+from leeway.buffer.ledger import COMMITTED_STATES, Ledger
+from leeway.buffer.lengths import Fidelity, LengthFidelity
+from leeway.buffer.protocol import Lease
+from leeway.common.staleness import PolicyVersion, effective_version
 
 NO_RECORD = -1
 MAX_TRAINED_AT = 8
-"""Steps that a group remembers."""
+"""Maximum number of steps recorded per group."""
 
 
 class Identity(msgspec.Struct, frozen=True):
-    """Which run and schema a store belongs to."""
+    """The run and schema that a store belongs to."""
 
     run_id: str
     schema_version: int
@@ -35,13 +35,13 @@ class Incarnation(msgspec.Struct, frozen=True):
     version: int
     step: int
     newest: int = 0
-    """The newest version that it can have published; 0 for the present one."""
+    """The newest version that it can have published; 0 for the current one."""
 
 
-class Shape(msgspec.Struct):
-    """What lengths of all prompts have in common, as sums that forget; `planning.lengths` keeps it.
+class LengthStats(msgspec.Struct):
+    """Length statistics of all prompts, as exponentially decayed sums; `leeway.planning.lengths` maintains them.
 
-    Noise and spread begin as four groups of 0.2: 16 in 20 samples are within a factor of 2 of the median.
+    Noise and spread start as four groups of 0.2: 16 in 20 samples are within a factor of 2 of the median.
     """
 
     num_groups: float = 0.0
@@ -51,24 +51,24 @@ class Shape(msgspec.Struct):
     spread_sum: float = 0.8
     spread_weight: float = 4.0
     again_product: float = 0.0
-    """Of what a visit showed and what the visit before had left; equals `again_square` while nothing fades."""
+    """Decayed sum of observed offset times previous posterior mean; equals `again_square` if offsets do not fade."""
     again_square: float = 0.0
     again_versions: float = 0.0
-    """Versions between the two, weighed as these."""
-    num_foretold: float = 0.0
+    """Decayed sum of versions between the two groups, weighted as `again_square`."""
+    num_predicted: float = 0.0
     """Groups with a prediction."""
     num_covered: float = 0.0
-    """Those whose longest completion was no longer than predicted."""
+    """Groups whose longest completion was no longer than predicted."""
     num_late: float = 0.0
-    """Those that the slowest lane was predicted to be late with."""
+    """Groups predicted to be late on the slowest lane."""
     total_square: float = 0.0
-    """Of the means of groups, from the level."""
+    """Squared deviations of group means from the level."""
     error_square: float = 0.0
-    """Of the means of groups, from their predictions."""
+    """Squared deviations of group means from their predictions."""
 
 
-class Visit(msgspec.Struct, frozen=True, array_like=True):
-    """Lengths of a prompt after a group of it: at that version its own part is N(mean, variance)."""
+class PromptPosterior(msgspec.Struct, frozen=True, array_like=True):
+    """Length posterior of a prompt after a group at `version`: its offset from the level is N(mean, variance)."""
 
     mean: float
     variance: float
@@ -76,7 +76,7 @@ class Visit(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Tries(msgspec.Struct, frozen=True, array_like=True):
-    """Samples of a prompt by their success, as they counted at a version."""
+    """Decayed counts of a prompt's successful and failed samples at a version."""
 
     passed: float
     failed: float
@@ -84,26 +84,26 @@ class Tries(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def rate(self) -> float:
-        """Mean of the posterior of the rate of success, with one success and one failure as prior."""
+        """Posterior mean of the success rate, with one success and one failure as the prior."""
         return (1.0 + self.passed) / (2.0 + self.passed + self.failed)
 
 
 class Waiting(NamedTuple):
-    """A prompt that waits in the window of a prompt law."""
+    """A prompt in the window of a prompt law that is not yet leased."""
 
     order: int
-    """Its place in the order of the law."""
+    """Position of the prompt in the order of the law."""
     prompt_id: int
     longest: float
-    """Predicted tokens of the longest of its samples."""
+    """Predicted tokens of its longest sample."""
 
 
 class StoreState(msgspec.Struct):
-    """Everything of the service that is not a row of its own."""
+    """State of the service that is not in other tables."""
 
     ledger: Ledger = msgspec.field(default_factory=Ledger)
     version: int = 0
-    """Optimizer steps that the learner is known to have taken."""
+    """Number of optimizer steps reported by the learner."""
     step: int = 0
     """The last finished step of the learner."""
     published: tuple[int, int] | None = None
@@ -112,11 +112,11 @@ class StoreState(msgspec.Struct):
     pending_draws: dict[int, int] = {}
     """Step drawn but not finished in this incarnation -> its number of groups."""
     num_set_aside: int = 0
-    """Groups of equal rewards that were set aside since the last draw."""
+    """Groups of equal rewards set aside since the last draw."""
     fidelity: Fidelity = msgspec.field(default_factory=Fidelity)
-    lengths: Shape = msgspec.field(default_factory=Shape)
+    lengths: LengthStats = msgspec.field(default_factory=LengthStats)
     cursor: int = 0
-    """Prompts that the law has chosen so far."""
+    """Number of prompts chosen by the prompt law so far."""
     next_lease: int = 1
     next_group: int = 1
     next_record: int = 1
@@ -125,7 +125,7 @@ class StoreState(msgspec.Struct):
     draining: bool = False
     """No lease is granted until the next learner begins."""
     retired: dict[str, int] = {}
-    """Ledger counts of groups whose row was removed."""
+    """Ledger counts of groups whose rows were deleted."""
 
     @property
     def incarnation(self) -> int:
@@ -133,7 +133,7 @@ class StoreState(msgspec.Struct):
 
     @property
     def resumed_at(self) -> dict[int, int]:
-        """For every incarnation, the version that it started from."""
+        """Incarnation -> the version that it started from."""
         return {number: start.version for number, start in enumerate(self.incarnations)}
 
     @property
@@ -142,27 +142,27 @@ class StoreState(msgspec.Struct):
 
     @property
     def length_fidelity(self) -> LengthFidelity:
-        """How far lengths trained are from lengths generated, and these from what was foretold."""
-        known = self.lengths
-        if not known.num_foretold:
+        """Differences of trained from generated lengths, and of generated from predicted lengths."""
+        stats = self.lengths
+        if not stats.num_predicted:
             return self.fidelity.now
         return replace(
             self.fidelity.now,
-            covered=known.num_covered / known.num_foretold,
-            foretold=1.0 - known.error_square / known.total_square if known.total_square else 0.0,
-            late=known.num_late / known.num_foretold,
+            covered=stats.num_covered / stats.num_predicted,
+            predicted=1.0 - stats.error_square / stats.total_square if stats.total_square else 0.0,
+            late=stats.num_late / stats.num_predicted,
         )
 
     def newest_possible(self, updates_per_step: int) -> int:
-        """Return the newest version that the present incarnation can have published.
+        """Return the newest version that the current incarnation can have published.
 
-        An actor may know of it before the service does.
+        Actors may use this version before the service receives its publication.
         """
         published = self.newest[1] if self.newest[0] == self.incarnation else 0
         return max(published, self.version + len(self.pending_draws) * updates_per_step)
 
     def effective(self, version: tuple[int, int]) -> int:
-        """The version that weights count with after learner restarts."""
+        """Return the version that counts for these weights after learner restarts."""
         if version[0] >= self.incarnation:
             return version[1]
         return effective_version(PolicyVersion(*version), self.resumed_at)
@@ -173,19 +173,19 @@ class Use(NamedTuple):
 
     step: int
     version: int
-    """Optimizer steps taken when its last update trained."""
+    """Optimizer steps taken before its last update."""
     incarnation: int
 
 
 class Partial(NamedTuple):
-    """What is stored of a sample that is not complete: its first tokens, in the table of that name."""
+    """Summary of a partial rollout, which is stored in the table `partials`."""
 
     oldest: tuple[int, int]
     num_tokens: int
 
 
 class Group(msgspec.Struct):
-    """K samples of one prompt. At most one lease of it is open."""
+    """K samples of one prompt, with at most one open lease."""
 
     group_id: int
     prompt_id: int
@@ -195,44 +195,44 @@ class Group(msgspec.Struct):
     rewards: list[float | None]
     """Per sample; None if it is not committed or has no reward."""
     lengths: list[int]
-    """Per sample: all its tokens; 0: not committed."""
+    """Per sample: number of tokens, prompt included; 0: not committed."""
     completion_lengths: list[int]
-    """Per sample: the tokens of its completion; 0: not committed."""
+    """Per sample: number of completion tokens; 0: not committed."""
     cut: list[int] = []
-    """The samples that were cut at their longest."""
+    """Indices of samples that reached the token limit."""
     phase: Literal["open", "ready", "drawn", "closed"] = "open"
     failures: int = 0
-    """How often in a row groups of this prompt were filtered."""
-    foretold: int = 0
+    """Number of groups of this prompt that were filtered in a row."""
+    predicted: int = 0
     """Predicted tokens of its longest completion; 0: not predicted."""
     attempt: int = 0
     lease_id: int = 0
     actor: str = ""
     epoch: int = 0
     min_version: int = 0
-    """No sample in flight counts with a version below this one."""
+    """Lower bound of the effective versions of samples in flight."""
     oldest: tuple[int, int] | None = None
     """(incarnation, version) of the oldest committed token."""
     partials: dict[int, Partial] = {}
-    """Missing sample -> what is there of it."""
+    """Missing sample -> its partial rollout."""
     resting: list[int] = []
-    """Missing samples that the lease has handed on: they wait for its end."""
+    """Missing samples that the current lease has requeued; they wait until it ends."""
     losses: int = 0
-    """Leases that expired or were fenced."""
+    """Number of leases that expired or were fenced."""
     issued: int = 0
     failed: int = 0
-    handed_on: int = 0
+    requeued: int = 0
     uses: int = 0
-    """Steps that used the group; one that is redone counts once."""
+    """Number of steps that used the group; a redone step counts once."""
     pending: int = 0
-    """Draws, not finished in this incarnation, that name it; while any does, its phase is 'drawn'."""
+    """Number of draws with this group that are not finished in this incarnation; above 0, its phase is 'drawn'."""
     trained_at: list[Use] = []
-    """The last `MAX_TRAINED_AT` steps that trained on it, oldest first; a redone one is in it once."""
+    """The last `MAX_TRAINED_AT` steps that trained on it, oldest first; a redone step is listed once."""
     held: int = 0
-    """Recorded draws that name the group; while any does, its records stay."""
+    """Number of recorded draws with this group; above 0, its records are kept."""
 
     @classmethod
-    def new(cls, group_id: int, prompt_id: int, size: int, failures: int = 0, foretold: int = 0) -> Group:
+    def new(cls, group_id: int, prompt_id: int, size: int, failures: int = 0, predicted: int = 0) -> Group:
         return cls(
             group_id,
             prompt_id,
@@ -242,7 +242,7 @@ class Group(msgspec.Struct):
             lengths=[0] * size,
             completion_lengths=[0] * size,
             failures=failures,
-            foretold=foretold,
+            predicted=predicted,
         )
 
     @property
@@ -253,7 +253,7 @@ class Group(msgspec.Struct):
         return [index for index, state in enumerate(self.sample_states) if state == "missing"]
 
     def in_flight(self) -> list[int]:
-        """The samples that an actor makes now."""
+        """Return the samples that an actor is generating."""
         if not self.lease_id:
             return []
         resting = set(self.resting)
@@ -266,7 +266,7 @@ class Group(msgspec.Struct):
         return [index for index, each in enumerate(self.sample_states) if each == state]
 
     def usable(self) -> list[int]:
-        """The samples that a step may use: stored, with a reward, and not filtered."""
+        """Return the samples that a step may use: stored, with a reward, and not filtered."""
         return [i for i, state in enumerate(self.sample_states) if state in ("waiting", "drawn", "trained")]
 
     @property
@@ -285,58 +285,58 @@ class Group(msgspec.Struct):
 
     @property
     def is_uninformative(self) -> bool:
-        """Have the samples that a step may use all the same reward? One alone has nothing to be compared with."""
+        """True if all usable samples have the same reward; False for a single sample, which has no comparison."""
         usable = self.usable()
         return len(usable) > 1 and len({self.rewards[index] for index in usable}) == 1
 
     def oldest_effective(self, state: StoreState) -> int:
-        """The version that the group's age is counted from: that of its oldest token, in flight or committed."""
+        """Return the effective version of the group's oldest token, in flight or committed; it defines the age."""
         bounds = [] if self.oldest is None else [state.effective(self.oldest)]
         if self.phase == "open":
             bounds += [self.min_version, *(state.effective(each.oldest) for each in self.partials.values())]
         return min(bounds, default=0)
 
     def tallies(self) -> Mapping[str, int]:
-        """What `offline.inspect.recount` counts of this group, but for samples in flight."""
+        """Return the counts of this group for `offline.inspect.recount`, except samples in flight."""
         counts = {state: self.sample_states.count(state) for state in COMMITTED_STATES}
-        return {"issued": self.issued, "failed": self.failed, "handed_on": self.handed_on, **counts}
+        return {"issued": self.issued, "failed": self.failed, "requeued": self.requeued, **counts}
 
 
 class DrawRecord(msgspec.Struct):
-    """The groups that a step trains."""
+    """The recorded draw of a step: the groups that it trains on."""
 
     step: int
     version: int
     incarnation: int
     group_ids: list[int]
     record_ids: list[int]
-    """In the order of `group_ids`, which may name a group several times."""
+    """Records in the order of `group_ids`, which may contain a group several times."""
     finished_by: int = -1
     """The incarnation that finished the step; -1: none yet."""
     is_trained: bool = False
-    """A finished step has trained on it, and was not skipped."""
+    """A finished step trained on it and was not skipped."""
 
 
 class Actor(msgspec.Struct):
-    """What the store keeps of a client, by its name."""
+    """State of a client, by its name."""
 
     name: str
     role: str
     session: str
     epoch: int = 1
     low_water: int = 0
-    """Every sequence number of this epoch below it was seen."""
+    """All sequence numbers of this epoch below it were received or are too late."""
     forgotten_below: int = 0
-    """Numbers below it that were not seen are forgotten: later ones have overtaken them by far."""
+    """Numbers below it that were not received count as late: they are more than `MAX_OVERTAKEN` behind."""
     num_seen_above: int = 0
-    """Its rows in the table `seen`."""
+    """Number of its rows in the table `seen`."""
     last_request: int = -1
     last_leases: list[Lease] = []
     replaced: list[str] = []
 
 
 class ReturnedPrompt(msgspec.Struct, frozen=True):
-    """A prompt whose group was dropped or filtered: it is leased again before new ones."""
+    """A prompt whose group was dropped or filtered; it is leased again before new prompts."""
 
     prompt_id: int
     failures: int

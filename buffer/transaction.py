@@ -1,6 +1,6 @@
-"""Tables within one LMDB transaction, and the checksum that every value carries.
+"""Tables within one LMDB transaction, with a checksum on every value.
 
-Every value is sealed with a checksum seeded by its key: a damaged value, or one of another key, is never returned.
+The checksum of a value is seeded by its key, so a damaged value, or the value of another key, is never returned.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import lmdb
 import msgspec
 import xxhash
 
-from buffer.errors import CorruptRecord
-from buffer.rows import records_in
-from buffer.tables import Actor, DrawRecord, Group, ReturnedPrompt, StoreState, Tries, Visit, Waiting
+from leeway.buffer.errors import CorruptRecord
+from leeway.buffer.rows import records_in
+from leeway.buffer.tables import Actor, DrawRecord, Group, PromptPosterior, ReturnedPrompt, StoreState, Tries, Waiting
 
 V = TypeVar("V")
 
@@ -25,7 +25,7 @@ TABLES: dict[str, Any] = {
     "groups": Group,
     "returned_prompts": ReturnedPrompt,
     "window": Waiting,
-    "lengths": Visit,
+    "lengths": PromptPosterior,
     "tries": Tries,
     "draws": DrawRecord,
     "actors": Actor,
@@ -43,7 +43,7 @@ _state_decoder = msgspec.msgpack.Decoder(StoreState)
 
 
 def _pack(parts: tuple[int | str, ...]) -> bytes:
-    """A key that sorts by its parts: integers big-endian, texts closed by a zero byte."""
+    """Return a key that sorts by its parts: integers are big-endian, texts end with a zero byte."""
     if isinstance(parts[0], int):
         return _INTEGERS[len(parts)].pack(*parts)
     return b"".join(
@@ -58,19 +58,19 @@ def _digest(key: bytes, payload: bytes | memoryview) -> int:
 class Table(Generic[V]):
     """One table within a transaction; a value that fails its checksum raises CorruptRecord.
 
-    Structs are decoded once: within a write transaction `get` returns the same object again, and what was `put` is
-    written when it ends. A struct that was changed must be put.
+    Structs are decoded once: within a write transaction, repeated calls of `get` return the same object, and `put`
+    defers writing to the end of the transaction. Call `put` after changing a struct.
     """
 
     def __init__(self, name: str, txn: lmdb.Transaction, db: lmdb._Database, *, caches: bool) -> None:
-        """Open the table in a transaction that was begun with buffers=True; `caches` keeps decoded rows."""
+        """Open the table in a transaction that was begun with buffers=True; `caches` enables the row cache."""
         self._name = name
         self._txn = txn
         self._db = db
         self._decoder = _DECODERS.get(name)
         self._caches = caches and self._decoder is not None
         self._verified: set[bytes] | None = set() if caches else None
-        """Keys whose values matched their checksums in this transaction."""
+        """Keys whose values have been verified in this transaction."""
         self._rows: dict[bytes, V] = {}
         self._unwritten: dict[bytes, V] = {}
 
@@ -87,14 +87,14 @@ class Table(Generic[V]):
         return opened
 
     def view(self, *key: int | str) -> memoryview:
-        """The bytes of a value that must be there, where they lie: valid until the next write or the end."""
+        """Return a value without copying, valid until the next write or the end; CorruptRecord if it is missing."""
         payload = self._payload(_pack(key))
         if payload is None:
-            raise self._lacks(key)
+            raise self._missing(key)
         return payload
 
     def view_at_or_below(self, key: int) -> memoryview | None:
-        """As `view`, of the greatest key up to this one; None where all are above it."""
+        """Return the value of the greatest key up to `key`, like `view`; None if all keys are greater."""
         cursor, packed = self._txn.cursor(db=self._db), _pack((key,))
         if not (cursor.set_range(packed) and bytes(cursor.key()) == packed) and not cursor.prev():
             return None
@@ -103,7 +103,7 @@ class Table(Generic[V]):
     def require(self, *key: int | str) -> V:
         value = self.get(*key)
         if value is None:
-            raise self._lacks(key)
+            raise self._missing(key)
         return value
 
     def put(self, value: V, *key: int | str) -> None:
@@ -114,14 +114,14 @@ class Table(Generic[V]):
             self._write(packed, value)
 
     def append(self, pieces: Sequence[bytes | memoryview], *key: int | str) -> None:
-        """Write bytes, given in pieces, under a key above all others, which fills pages better and is quicker."""
+        """Write concatenated pieces under a key greater than all others; appending is faster and fills pages better."""
         packed = _pack(key)
         value = bytearray().join([bytes(_SEAL.size), *pieces])
         _SEAL.pack_into(value, 0, _digest(packed, memoryview(value)[_SEAL.size :]))
         self._txn.put(packed, value, append=True, db=self._db)
 
     def delete(self, *key: int | str) -> bool:
-        """Remove a key; False where it was not there."""
+        """Delete a key; return whether it existed."""
         packed = _pack(key)
         unwritten = self._unwritten.pop(packed, None) is not None
         self._rows.pop(packed, None)
@@ -138,24 +138,24 @@ class Table(Generic[V]):
 
     @property
     def size_bytes(self) -> int:
-        """Of the pages of the file that the table's rows fill."""
+        """Bytes of the pages in the file that the table uses."""
         stat = self._txn.stat(self._db)
         return int(stat["psize"] * (stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"]))
 
     def all_keys(self, first: int = 0) -> Iterator[tuple[int, ...]]:
-        """Integer keys, ascending from `first`. The table must not change while they are read."""
+        """Yield integer keys, ascending from `first`. The table must not change during the iteration."""
         for packed, _ in self._scan(first, values=False):
             yield self._unpack(packed)
 
     def all_items(self) -> Iterator[tuple[tuple[int, ...], V]]:
-        """Integer keys and their values, ascending. The table must not change while they are read."""
+        """Yield integer keys and their values, ascending. The table must not change during the iteration."""
         for packed, value in self._scan(values=True):
             key = bytes(packed)
             cached = self._rows.get(key)
             yield self._unpack(key), self._open(self._checked(key, value)) if cached is None else cached
 
     def damaged(self) -> Iterator[str]:
-        """One sentence for every value that does not match its checksum."""
+        """Yield a message for each value that does not match its checksum."""
         for packed, value in self._scan(values=True):
             try:
                 self._checked(bytes(packed), value)
@@ -169,7 +169,7 @@ class Table(Generic[V]):
             found = cursor.delete()
 
     def count_texts(self) -> Counter[str]:
-        """How many keys have each text as their first part. Reads all of them."""
+        """Return the number of keys by the text that is their first part. Reads all keys."""
         keys = (bytes(packed) for packed, _ in self._scan(values=False))
         return Counter(key.partition(b"\0")[0].decode("utf-8", "replace") for key in keys)
 
@@ -192,8 +192,8 @@ class Table(Generic[V]):
     def _unpack(self, packed: bytes | memoryview) -> tuple[int, ...]:
         if len(packed) % 8:
             raise CorruptRecord(
-                f"the store's table '{self._name}' has a key of {len(packed)} bytes ({bytes(packed).hex()}), "
-                "where keys are made of 8-byte integers: the file is damaged, or was written by another program"
+                f"the store's table '{self._name}' has a key of {len(packed)} bytes ({bytes(packed).hex()}) instead of "
+                "8-byte integers: the file is damaged, or was written by another program"
             )
         return struct.unpack(f">{len(packed) // 8}Q", packed)
 
@@ -228,26 +228,26 @@ class Table(Generic[V]):
         assert isinstance(payload, bytes)
         self._txn.put(packed, _SEAL.pack(_digest(packed, payload)) + payload, db=self._db)
 
-    def _lacks(self, key: tuple[int | str, ...]) -> CorruptRecord:
-        return CorruptRecord(f"the store's table '{self._name}' lacks {key}, which another table names")
+    def _missing(self, key: tuple[int | str, ...]) -> CorruptRecord:
+        return CorruptRecord(f"the store's table '{self._name}' has no key {key}, which another table references")
 
 
 class Transaction:
-    """All tables and the state record, changed together or not at all."""
+    """All tables and the state record, changed atomically."""
 
     meta: Table[bytes]
     groups: Table[Group]
     returned_prompts: Table[ReturnedPrompt]
     window: Table[Waiting]
-    """By its place in the order of the law."""
-    lengths: Table[Visit]
+    """Position in the order of the prompt law -> the prompt."""
+    lengths: Table[PromptPosterior]
     tries: Table[Tries]
     draws: Table[DrawRecord]
     actors: Table[Actor]
     seen: Table[bytes]
-    """(actor, epoch, seq) at or above the actor's low-water mark."""
+    """Received (actor, epoch, seq) at or above the actor's low-water mark."""
     records: Table[bytes]
-    """Least record of a block -> the block (`buffer.rows`)."""
+    """Lowest record of a block -> the block (`leeway.buffer.rows`)."""
     scores: Table[bytes]
     partials: Table[bytes]
     """(group, sample index) -> a block of one row."""
@@ -257,12 +257,12 @@ class Transaction:
         for name, table in zip(TABLES, self._tables, strict=True):
             setattr(self, name, table)
         self.undo: list[Callable[[], None]] = []
-        """What takes back changes of memory, last first, if the transaction fails."""
+        """Functions that undo changes of in-memory state if the transaction fails; they run in reverse order."""
         self._read = self.meta.get("state")
         self.state: StoreState = StoreState() if self._read is None else _state_decoder.decode(self._read)
 
     def flush(self) -> None:
-        """Write what is kept in memory; belongs right before the commit."""
+        """Write the cached rows and the state; call this right before the commit."""
         for table in self._tables:
             table.flush()
         encoded = _encoder.encode(self.state)
@@ -270,7 +270,7 @@ class Transaction:
             self.meta.put(encoded, "state")
 
     def find_block(self, record: int) -> tuple[memoryview, dict[int, int]] | None:
-        """Return the block that holds a record, and its `records_in`; None: there is none. Valid as a view is.
+        """Return the block with a record, and its `records_in`; None if there is none. Valid as long as a view.
 
         CorruptRecord if the block is damaged.
         """
@@ -279,26 +279,26 @@ class Transaction:
         return None if block is None or record not in inside else (block, inside)
 
     def blocks_of(self, records: Iterable[int]) -> list[memoryview]:
-        """Return the blocks that hold these records, each once; valid until the next write or the end.
+        """Return the blocks with these records, each once; valid until the next write or the end.
 
-        CorruptRecord if a record is not there, or its block is damaged.
+        CorruptRecord if a record is missing, or its block is damaged.
         """
         found: list[memoryview] = []
         held: set[int] = set()
         for record in records:
             if record not in held:
                 if (holder := self.find_block(record)) is None:
-                    raise CorruptRecord(f"the store has no record {record}, which another table names")
+                    raise CorruptRecord(f"the store has no record {record}, which another table references")
                 found.append(holder[0])
                 held.update(holder[1])
         return found
 
     def damaged(self) -> Iterator[str]:
-        """One sentence for every value of any table that does not match its checksum. Reads everything."""
+        """Yield a message for each value of any table that does not match its checksum. Reads all values."""
         for table in self._tables:
             yield from table.damaged()
 
     @property
     def live_bytes(self) -> int:
-        """Bytes of the file that hold rows; what is beyond them is free to be used again."""
+        """Bytes of the file that hold rows; the rest of the file is reusable."""
         return sum(table.size_bytes for table in self._tables)

@@ -1,6 +1,6 @@
-"""What the service does between turns (it syncs, watches readers of the store, and scrubs), and what it notes of them.
+"""Work of the service between turns: syncing, watching readers and scrubbing. Also its bookkeeping of turns.
 
-Noted are the time of each stage, whether all messages were read, and which client is behind a connection.
+The bookkeeping covers the time of each stage, whether all messages were read, and the client of each connection.
 """
 
 from __future__ import annotations
@@ -11,53 +11,53 @@ import time
 from collections.abc import Callable
 from math import inf
 
-from buffer.config import BufferConfig
-from buffer.errors import CorruptRecord, StoreBusy
-from buffer.protocol import STAGES, Nonsense
-from buffer.store import Reader, Store
-from buffer.transaction import Transaction
+from leeway.buffer.config import BufferConfig
+from leeway.buffer.errors import CorruptRecord, StoreBusy
+from leeway.buffer.protocol import STAGES, InvalidMessages
+from leeway.buffer.store import Reader, Store
+from leeway.buffer.transaction import Transaction
 
 log = logging.getLogger(__name__)
 
 SYNC_EVERY_S = 0.1
-"""With durability 'interval': what a power cut may cost."""
+"""Seconds between syncs with durability 'interval'; bounds the data that a power loss can destroy."""
 SCRUB_PAUSE_S = 600.0
-"""Between two passes over all records, which read 20 MiB/s at most."""
+"""Seconds between two passes over all records; a pass reads at most 20 MiB/s."""
 _WATCH_EVERY_S = 0.25
 _PINNED_AFTER_S = 0.1
-"""A reader that resumes in order ends its transaction sooner."""
+"""Seconds after which an open transaction may block pushes; well-behaved readers end theirs sooner."""
 _WATCH_EVERY_BYTES = 4 * 2**20
-"""Growth of the file after which readers are looked at."""
+"""Growth of the file after which the readers are checked."""
 _WARN_AFTER_S = 5.0
 _SLACK_BYTES = 16 * 2**20
 _SCRUB_EVERY_S = 0.2
 _SCRUB_BYTES = 4 * 2**20
-_STILL_S = 1.0
-"""A longer standstill, of a disk or the machine, must not cost leases."""
+_STALL_S = 1.0
+"""Seconds after which a pause of the disk or the machine counts as a stall; a stall must not expire leases."""
 _UNREAD_S = 60.0
 MAX_SENDERS = 64
-"""More senders are counted together."""
+"""Maximum number of senders counted individually; further ones are counted together."""
 OTHERS = "others"
 _MAX_CONNECTIONS = 4096
 _MAX_FIRST = 200
 
 
-class Stages:
-    """Measures where the service's time goes."""
+class Timers:
+    """Seconds that the service has spent in each stage."""
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys(STAGES, 0.0)
         self._since = time.perf_counter()
 
     def end(self, stage: str) -> None:
-        """What has passed since the last stage ended was this one; the next begins."""
+        """Add the time since the end of the previous stage to `stage`."""
         now = time.perf_counter()
         self.seconds[stage] += now - self._since
         self._since = now
 
 
 class Upkeep:
-    """Keeps a store durable, small and sound while it is served."""
+    """Periodic tasks of a served store: syncing, limiting the growth of its file, and checking for damage."""
 
     def __init__(self, config: BufferConfig, store: Store, clock: Callable[[], float]) -> None:
         self._store = store
@@ -72,7 +72,7 @@ class Upkeep:
         return _WATCH_EVERY_S if self._sync_every_s is None else min(_WATCH_EVERY_S, self._sync_every_s)
 
     def run(self) -> None:
-        """Do what is due; StoreError if the disk failed."""
+        """Run the tasks that are due; StoreError if the disk fails."""
         now = self._clock()
         if self._sync_every_s is not None and now - self._synced_at >= self._sync_every_s:
             self._store.sync()
@@ -85,38 +85,38 @@ class Upkeep:
 
 
 class ReaderWatch:
-    """Notices a read transaction that stays open.
+    """Detection of read transactions that stay open.
 
-    LMDB cannot reuse a page that may still be read, so the file grows as long as one reader stays. The watch names its
-    process, and lets pushes wait before the file is twice as large as what it holds.
+    LMDB cannot reuse a page that a reader may still read, so the file grows while a read transaction is open. The watch
+    logs the reader's process, and blocks pushes before the file is twice as large as its contents.
     """
 
     def __init__(self, store: Store, clock: Callable[[], float]) -> None:
         self._store = store
         self._clock = clock
-        self._looked_at = -1.0
-        self._looked_at_size = 0
+        self._checked_at = -1.0
+        self._checked_size = 0
         self._seen: dict[Reader, tuple[float, int]] = {}
-        """Reader -> when it was first seen, and the size of the file then."""
+        """Reader -> time when it was first seen, and size of the file at that time."""
         self._warned: set[Reader] = set()
         self._limit_bytes = 0
-        """How large the file may become while it is read."""
+        """Size of the file above which an open reader blocks pushes."""
         self.pushes_wait_for = ""
-        """Why no trajectory may be taken in; '' if one may."""
+        """Reason why pushes are blocked; '' if they are not."""
 
     def run(self) -> None:
-        """Look at the reader table a few times a second, and at the size of the file in every turn while it matters."""
+        """Check the reader table a few times per second and, while there are readers, the file size in every turn."""
         now = self._clock()
         size = self._store.size_bytes
-        if now - self._looked_at >= _WATCH_EVERY_S or size - self._looked_at_size >= _WATCH_EVERY_BYTES:
-            self._looked_at, self._looked_at_size = now, size
-            self._look(now)
+        if now - self._checked_at >= _WATCH_EVERY_S or size - self._checked_size >= _WATCH_EVERY_BYTES:
+            self._checked_at, self._checked_size = now, size
+            self._check_readers(now)
         waits_for = self._why_wait(now) if self._seen else ""
         if waits_for and not self.pushes_wait_for:
             log.warning("pushes wait: %s", waits_for)
         self.pushes_wait_for = waits_for
 
-    def _look(self, now: float) -> None:
+    def _check_readers(self, now: float) -> None:
         size = self._store.size_bytes
         readers = [reader for reader in self._store.readers() if reader.pid != os.getpid()]
         self._seen = {reader: self._seen.get(reader, (now, size)) for reader in readers}
@@ -125,7 +125,7 @@ class ReaderWatch:
             if now - since >= _WARN_AFTER_S and reader not in self._warned:
                 self._warned.add(reader)
                 log.warning(
-                    "process %d has been reading the buffer for %.0f s without a pause", reader.pid, now - since
+                    "process %d has kept a read transaction of the buffer open for %.0f s", reader.pid, now - since
                 )
         if readers:
             live = self._store.read(lambda tx: tx.live_bytes)
@@ -138,14 +138,14 @@ class ReaderWatch:
         if now - since < _PINNED_AFTER_S or size <= max(self._limit_bytes, size_then):
             return ""
         return (
-            f"process {oldest.pid} has been reading the store for {now - since:.0f} s, so pages cannot be used again "
-            f"and the file has grown to {size // 2**20} MiB, at most {self._limit_bytes // 2**20} are sensible. "
+            f"process {oldest.pid} has been reading the store for {now - since:.0f} s, so pages cannot be reused "
+            f"and the file has grown to {size // 2**20} MiB, above the limit of {self._limit_bytes // 2**20} MiB. "
             "End that process"
         )
 
 
 class Scrub:
-    """Reads every record again and again, slowly, so that damage is found while there are copies elsewhere."""
+    """Repeated slow read of all records, so that damage is found while other copies still exist."""
 
     def __init__(self, store: Store, clock: Callable[[], float]) -> None:
         self._store = store
@@ -177,59 +177,59 @@ class Scrub:
             except CorruptRecord as error:
                 self._found.add(record)
                 self.num_damaged = max(self.num_damaged, len(self._found))
-                log.error("scrubbing found the block of record %d damaged: %s", record, error)  # noqa: TRY400 - the text says all
+                log.error("scrubbing found the block of record %d damaged: %s", record, error)  # noqa: TRY400 - a traceback adds nothing
         return None
 
 
-class Hearing:
-    """Tells whether all messages that were sent in time were read: a lease that was renewed is not over.
+class LastSeen:
+    """Tracker of unread messages: a lease must not expire while a renewal that was sent in time is unread.
 
-    The service may have stood still, or have more to read than it takes at once. The wait is bounded.
+    The service may have stalled, or may have more messages than one turn reads. The wait is bounded.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._listened_at = clock()
+        self._polled_at = clock()
         self._settles_at = -inf
-        """After a standstill: until then messages that were sent before come in."""
+        """Time after a stall until which earlier messages may still arrive."""
         self._unread_since: float | None = None
 
-    def listened(self, since_s: float, wait_s: float) -> None:
-        """It waited for messages from `since_s` on, for `wait_s` at most, and does so no longer."""
+    def polled(self, since_s: float, wait_s: float) -> None:
+        """Record that a poll for messages, which started at `since_s` with timeout `wait_s`, has returned."""
         now = self._clock()
-        stood_still_s = max(since_s - self._listened_at, now - since_s - max(0.0, wait_s))
-        # once in ten seconds: a service that is slow at every turn goes on losing leases, by what it has read
-        if stood_still_s > _STILL_S and now > self._settles_at + 10 * _STILL_S:
-            self._settles_at = now + _STILL_S
-        self._listened_at = now
+        stalled_s = max(since_s - self._polled_at, now - since_s - max(0.0, wait_s))
+        # At most every ten seconds: if every turn is slow, leases must still expire by the messages read so far.
+        if stalled_s > _STALL_S and now > self._settles_at + 10 * _STALL_S:
+            self._settles_at = now + _STALL_S
+        self._polled_at = now
 
     def read(self, *, is_all: bool) -> None:
-        """It took what was there, or as much as it takes at once."""
+        """Record that a turn read all waiting messages, or only as many as one turn may read."""
         if is_all:
             self._unread_since = None
         elif self._unread_since is None:
-            self._unread_since = self._listened_at
+            self._unread_since = self._polled_at
 
     def settles_in_s(self, now: float) -> float:
-        """Seconds until what was sent while it stood still has come in."""
+        """Return the seconds until all messages sent during a stall have arrived."""
         return max(0.0, self._settles_at - now)
 
     def is_complete(self, now: float) -> bool:
         is_read = self._unread_since is None or now - self._unread_since > _UNREAD_S
-        return is_read and now >= self._settles_at and now - self._listened_at <= _STILL_S
+        return is_read and now >= self._settles_at and now - self._polled_at <= _STALL_S
 
 
 class Senders:
-    """Names connections, and counts invalid messages by sender, in memory alone.
+    """Clients by connection, and counts of invalid messages per sender, in memory only.
 
-    A sender is a greeted client, by its name, or a stranger, by its address.
+    A sender is a known client, identified by name, or an unknown one, identified by address.
     """
 
     def __init__(self) -> None:
         self._names: dict[bytes, str] = {}
-        self._nonsense: dict[str, Nonsense] = {}
+        self._invalid_messages: dict[str, InvalidMessages] = {}
 
-    def heard(self, connection: bytes, name: str) -> None:
+    def register(self, connection: bytes, name: str) -> None:
         if self._names.get(connection) != name:
             self._names[connection] = _plain(name)
             while len(self._names) > _MAX_CONNECTIONS:
@@ -238,16 +238,16 @@ class Senders:
     def name(self, connection: bytes, peer: str) -> str:
         return self._names.get(connection, peer)
 
-    def blame(self, sender: str, what: str, count: int = 1) -> None:
-        if sender not in self._nonsense and len(self._nonsense) >= MAX_SENDERS:
+    def record_invalid(self, sender: str, what: str, count: int = 1) -> None:
+        if sender not in self._invalid_messages and len(self._invalid_messages) >= MAX_SENDERS:
             sender = OTHERS
-        known = self._nonsense.get(sender, Nonsense(0, _plain(what[:_MAX_FIRST])))
-        self._nonsense[sender] = Nonsense(known.count + count, known.first)
+        known = self._invalid_messages.get(sender, InvalidMessages(0, _plain(what[:_MAX_FIRST])))
+        self._invalid_messages[sender] = InvalidMessages(known.count + count, known.first)
 
-    def told(self) -> dict[str, Nonsense]:
-        return dict(self._nonsense)
+    def snapshot(self) -> dict[str, InvalidMessages]:
+        return dict(self._invalid_messages)
 
 
 def _plain(text: str) -> str:
-    """Replace what would end a line or move a terminal's cursor."""
+    """Replace non-printable characters, which could end a line or move a terminal's cursor."""
     return "".join(each if each.isprintable() else "?" for each in text)

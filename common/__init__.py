@@ -1,1 +1,1 @@
-"""The floor of the house."""
+"""Modules that every other package may import."""

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all."""
+"""Atomic and durable file writes, memory maps and file locks."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 """Error numbers of a full disk or quota."""
 _LOCK_PAUSE_S = 0.05
 
-leftovers: dict[Path, str] = {}  # what this process could not remove, with a sentence for each
+leftovers: dict[Path, str] = {}  # paths that this process could not remove, each with an error message
 
 
 class NoLocks(OSError):
-    """A file system has no locks; the text says which, and what to do."""
+    """A file system does not support locks; the message names its folder and the fix."""
 
 
 def sync(path: Path) -> None:
-    """Have a file's content, or a folder's names, on disk before this returns."""
+    """Sync the content of a file, or the entries of a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -35,14 +35,14 @@ def sync(path: Path) -> None:
 
 
 def replace_durably(temporary: Path, path: Path) -> None:
-    """Sync a temporary file or folder (its list of names) beside `path` and give it that name, durably."""
+    """Sync a temporary file or folder (its entries) beside `path` and rename it to `path`, durably."""
     sync(temporary)
     temporary.replace(path)
     sync(path.parent)
 
 
 def write_durably(path: Path, data: bytes) -> None:
-    """Write a file that is whole or absent after any crash; OSError if the disk is full or not writable."""
+    """Write a file that is complete or absent after any crash; OSError if the disk is full or not writable."""
     with _whole_file(path, 0o666) as descriptor:
         _write_all(descriptor, data)
         os.fsync(descriptor)
@@ -50,10 +50,10 @@ def write_durably(path: Path, data: bytes) -> None:
 
 
 def write_whole(path: Path, buffers: Iterable[bytes | memoryview], size_bytes: int = 0) -> None:
-    """Write a file that no process ever sees in part.
+    """Write a file atomically: other processes never read a partial file.
 
-    Not synced: for what carries a checksum and can be made again. With the size of all ext4 writes three times as fast,
-    and a full disk shows before the first byte. OSError if it is full or not writable; nothing is left behind.
+    Not synced: use it for data that have a checksum and can be written again. With the total `size_bytes`, ext4 writes
+    three times as fast and a full disk raises at once. OSError if it is full or not writable; leaves no temporary file.
     """
     with _whole_file(path, 0o666) as descriptor:
         if size_bytes:
@@ -64,15 +64,15 @@ def write_whole(path: Path, buffers: Iterable[bytes | memoryview], size_bytes: i
 
 @contextlib.contextmanager
 def private_file(path: Path) -> Iterator[BinaryIO]:
-    """Open a file that only its owner can read, and that gets its name at the end of the block; as `write_whole`."""
+    """Open a file with mode 0600 that gets its final name at the end of the block; atomic as `write_whole`."""
     with _whole_file(path, 0o600) as descriptor, os.fdopen(descriptor, "wb", closefd=False) as file:
         yield file
 
 
 @contextlib.contextmanager
 def _whole_file(path: Path, mode: int) -> Iterator[int]:
-    if path.exists() and not path.is_file():  # a device would be replaced by a file
-        raise OSError(errno.EINVAL, "it is no ordinary file", str(path))
+    if path.exists() and not path.is_file():  # do not replace a device
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
     temporary = temporary_beside(path)
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
     try:
@@ -93,7 +93,7 @@ def _write_all(descriptor: int, buffer: bytes | memoryview) -> None:
 
 
 def discard(path: Path) -> None:
-    """Remove a file, or a folder as far as can be; log once for each path that something stays."""
+    """Remove a file, or as much of a folder as possible; log once per path if something remains."""
     shutil.rmtree(path, ignore_errors=True)
     try:
         path.unlink() if path.is_file() else shutil.rmtree(path)
@@ -101,22 +101,22 @@ def discard(path: Path) -> None:
         return
     except OSError as error:
         if path not in leftovers:
-            leftovers[path] = f"{path} cannot be removed and takes space ({error}): remove it by hand"
+            leftovers[path] = f"{path} cannot be removed and takes up disk space ({error}): remove it manually"
             logging.getLogger(__name__).warning("%s", leftovers[path])
 
 
 def mapped(path: Path) -> memoryview:
-    """Return the bytes of a file, read-only, as a memory map that lasts as long as any view; OSError on failure."""
+    """Return a read-only memory map of a file, freed with its last view; OSError on failure."""
     with path.open("rb") as file:
-        if not os.fstat(file.fileno()).st_size:  # such a file cannot be mapped
+        if not os.fstat(file.fileno()).st_size:  # an empty file cannot be mapped
             return memoryview(b"")
         return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
 
 
 def try_lock(file: int | BinaryIO, *, shared: bool = False, limit_s: float = 0.0) -> bool:
-    """Lock a file or folder until it is closed, or this process ends; False if others hold it until the limit.
+    """Lock a file or folder until it is closed or this process exits; False if it is still locked after `limit_s`.
 
-    NoLocks if its file system has none.
+    NoLocks if its file system does not support locks.
     """
     deadline = time.monotonic() + limit_s
     while True:
@@ -131,8 +131,8 @@ def try_lock(file: int | BinaryIO, *, shared: bool = False, limit_s: float = 0.0
                 raise
             path = os.readlink(f"/proc/self/fd/{file if isinstance(file, int) else file.fileno()}")
             raise NoLocks(
-                f"the file system of {Path(path).parent} has no locks ({error.strerror}), which keep two commands from "
-                "writing the same files: use another folder (for runs, --run.dir FOLDER), or mount it with locks"
+                f"the file system of {Path(path).parent} does not support locks ({error.strerror}), which prevent two "
+                "commands from writing the same files: use another folder (--run.dir FOLDER for runs), or enable locks"
             ) from None
         else:
             return True

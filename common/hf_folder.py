@@ -1,9 +1,9 @@
 """Hugging Face checkpoint folders, read and written without torch or safetensors.
 
-config.json                        what the model is
-generation_config.json             which tokens end a sequence, unless config.json names them
+config.json                        model type and hyperparameters
+generation_config.json             end-of-sequence tokens; take precedence over those in config.json
 model.safetensors                  the weights; or several such files, and
-model.safetensors.index.json       which tensor is in which of them
+model.safetensors.index.json       an index that maps tensors to them
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from common.files import mapped
+from leeway.common.errors import LeewayError
+from leeway.common.files import mapped
 
 CONFIG_NAME = "config.json"
 INDEX_NAME = "model.safetensors.index.json"
@@ -27,43 +28,43 @@ SINGLE_NAME = "model.safetensors"
 EMBEDDING_SUFFIX = "embed_tokens.weight"
 HEAD = "lm_head.weight"
 UNTIED_MARK = "leeway_untied"
-"""Key in the config.json of an untied copy: its source ties the head to the embedding."""
+"""Key in the config.json of an untied copy, whose source ties the head to the embedding."""
 
-_TIED_UNLESS_SAID = "gemma"
-"""Transformers ties the head of these families unless config.json says otherwise."""
+_TIED_BY_DEFAULT = "gemma"
+"""Prefix of model types whose head Transformers ties unless config.json sets tie_word_embeddings = false."""
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".gguf", ".pt", ".pth", ".h5", ".msgpack", ".index.json")
 _LARGEST_COPY_BYTES = 64 * 2**20
-"""Files beside the weights (tokenizer, config) are copied on export up to this size."""
+"""Maximum size of files beside the weights (tokenizer, config) that an export copies."""
 _NAMES_ONLY = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
-"""Keys of a config.json that do not change what the weights mean."""
+"""Keys of a config.json that do not affect the meaning of the weights."""
 _ITEM_BYTES = {
     **dict.fromkeys(("F64", "I64", "U64"), 8),
     **dict.fromkeys(("F32", "I32", "U32"), 4),
     **dict.fromkeys(("BF16", "F16", "I16", "U16"), 2),
     **dict.fromkeys(("I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2"), 1),
 }
-"""Bytes of a value, by its code in a header; sizes of others are not checked."""
+"""Bytes per value by dtype code in a header; the sizes of other dtypes are not checked."""
 _LENGTH = struct.Struct("<Q")
 _MAX_HEADER_BYTES = 100 * 2**20
 
 
-class ModelFolderError(ValueError):
-    """A model folder lacks something that serving or training needs, or a file of it is damaged."""
+class ModelFolderError(LeewayError, ValueError):
+    """A model folder lacks a file or value needed for serving or training, or one of its files is damaged."""
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What the rest of a run needs to know of a checkpoint."""
+    """Properties of a checkpoint that the rest of a run uses."""
 
     vocab_size: int
     num_layers: int
     tied: bool
-    """The output head shares the embedding's weights."""
+    """Whether the output head shares the weights of the embedding."""
     model_type: str
     eos_token_ids: tuple[int, ...]
     max_position: int
     unread_keys: tuple[str, ...] = ()
-    """Keys of its config.json that the learner does not know."""
+    """Keys of its config.json that the learner does not read."""
 
 
 # --- config.json --------------------------------------------------------------------------------------
@@ -74,42 +75,42 @@ def write_config(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def model_identity(folder: Path) -> str:
-    """Return model type and a digest of the config.json; ModelFolderError if there is none."""
+    """Return the model type and a digest of config.json; ModelFolderError if the file is missing."""
     config = read_object(folder / CONFIG_NAME)
-    telling = {key: value for key, value in config.items() if key not in _NAMES_ONLY}
-    digest = hashlib.sha256(json.dumps(telling, sort_keys=True).encode()).hexdigest()
+    relevant = {key: value for key, value in config.items() if key not in _NAMES_ONLY}
+    digest = hashlib.sha256(json.dumps(relevant, sort_keys=True).encode()).hexdigest()
     return f"{config.get('model_type', 'model')}-{digest[:12]}"
 
 
 def check_model_folder(path: Path) -> ModelFacts:
-    """Read the facts of a checkpoint folder; ModelFolderError says what is missing or damaged, and what to try."""
+    """Read the properties of a checkpoint folder; ModelFolderError if anything is missing or damaged."""
     if not path.is_dir():
         raise ModelFolderError(f"model {path}: no such folder; give the path of a Hugging Face checkpoint on disk")
     config = read_object(path / CONFIG_NAME)
     if not tensors_by_file(path):
         raise ModelFolderError(
-            f"model {path}: holds no *.safetensors file; convert it with "
+            f"model {path}: contains no *.safetensors file; convert it with "
             "AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"
         )
-    generation = path / "generation_config.json"
-    said = read_object(generation) if generation.exists() else {}
-    eos_token_ids = next(filter(None, map(_eos_token_ids, (said, config, config.get("text_config")))), ())
+    generation_path = path / "generation_config.json"
+    generation = read_object(generation_path) if generation_path.exists() else {}
+    eos_token_ids = next(filter(None, map(_eos_token_ids, (generation, config, config.get("text_config")))), ())
     vocab_size = _integer(path, config, "vocab_size")
-    are_known = [0 <= each < vocab_size for each in eos_token_ids if type(each) is int]
-    if eos_token_ids and (len(are_known) < len(eos_token_ids) or not any(are_known)):
+    in_vocabulary = [0 <= each < vocab_size for each in eos_token_ids if type(each) is int]
+    if eos_token_ids and (len(in_vocabulary) < len(eos_token_ids) or not any(in_vocabulary)):
         raise ModelFolderError(
-            f"model {path}: eos_token_id = {', '.join(map(str, eos_token_ids))} is no token of a vocabulary of "
-            f"{vocab_size}; correct it, or vocab_size"
+            f"model {path}: eos_token_id = {', '.join(map(str, eos_token_ids))} is not in the vocabulary of "
+            f"{vocab_size} tokens; correct it or vocab_size"
         )
     if not eos_token_ids:
         raise ModelFolderError(
-            f"model {path}: neither {CONFIG_NAME} nor generation_config.json names an eos_token_id, "
+            f"model {path}: neither {CONFIG_NAME} nor generation_config.json sets eos_token_id, "
             "so no completion could end; add it"
         )
     return ModelFacts(
         vocab_size=vocab_size,
         num_layers=_integer(path, config, "num_hidden_layers"),
-        tied=bool(config.get("tie_word_embeddings", _model_type(config).startswith(_TIED_UNLESS_SAID))),
+        tied=bool(config.get("tie_word_embeddings", _model_type(config).startswith(_TIED_BY_DEFAULT))),
         model_type=_model_type(config),
         eos_token_ids=eos_token_ids,
         max_position=_integer(path, config, "max_position_embeddings"),
@@ -129,7 +130,7 @@ def _integer(path: Path, config: Mapping[str, Any], key: str) -> int:
     value = config.get(key)
     if not isinstance(value, int) or value < 1:
         raise ModelFolderError(
-            f"model {path}: {CONFIG_NAME} names no {key} above 0 (found {value!r}); is it of a causal language model?"
+            f"model {path}: {CONFIG_NAME} has no {key} above 0 (found {value!r}); use a causal language model"
         )
     return value
 
@@ -139,14 +140,14 @@ def read_object(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise ModelFolderError(
-            f"model {path.parent}: holds no {path.name}; is it a Hugging Face checkpoint?"
+            f"model {path.parent}: contains no {path.name}; use a Hugging Face checkpoint"
         ) from error
     except OSError as error:
-        raise ModelFolderError(f"{path} cannot be read: {error.strerror}") from error
+        raise ModelFolderError(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
-        raise ModelFolderError(f"{path}: not valid JSON: {error}; fetch the file again") from error
+        raise ModelFolderError(f"{path} is not valid JSON: {error}; download the file again") from error
     if not isinstance(content, dict):
-        raise ModelFolderError(f"{path}: holds a {type(content).__name__} where an object is expected")
+        raise ModelFolderError(f"{path}: expected a JSON object, got {type(content).__name__}")
     return content
 
 
@@ -154,17 +155,17 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 class StoredTensor(NamedTuple):
-    """What the header of a safetensors file says of one tensor."""
+    """Entry of one tensor in the header of a safetensors file."""
 
     code: str
     shape: tuple[int, ...]
     start: int
-    """Of its bytes, from the start of the data."""
+    """Byte offset from the start of the data."""
     end: int
 
 
 def pack_header(tensors: Mapping[str, StoredTensor]) -> bytes:
-    """The first bytes of a safetensors file: 8 bytes of length, then JSON, padded to a multiple of 8."""
+    """Return the header of a safetensors file: 8 bytes of length, then JSON padded to a multiple of 8."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     for name, tensor in tensors.items():
         header[name] = {"dtype": tensor.code, "shape": tensor.shape, "data_offsets": [tensor.start, tensor.end]}
@@ -174,11 +175,11 @@ def pack_header(tensors: Mapping[str, StoredTensor]) -> bytes:
 
 
 def parse_header(data: memoryview) -> tuple[int, dict[str, StoredTensor]]:
-    """Return where the data start, and what the header says of each tensor; ValueError if the file is none, or cut."""
+    """Return the offset of the data and the entry of each tensor; ValueError if the file is invalid or cut."""
     try:
         (length,) = _LENGTH.unpack_from(data)
         if length > min(_MAX_HEADER_BYTES, len(data) - _LENGTH.size):
-            raise ValueError(f"its header of {length} bytes is longer than the file")  # noqa: TRY301 -- one sentence for all
+            raise ValueError(f"its header of {length} bytes is longer than the file")  # noqa: TRY301 -- handled below
         start = _LENGTH.size + length
         header = json.loads(bytes(data[_LENGTH.size : start]))
         header.pop("__metadata__", None)
@@ -193,10 +194,10 @@ def _stored(name: str, entry: Mapping[str, Any], data_bytes: int) -> StoredTenso
     shape = tuple(int(extent) for extent in entry["shape"])
     start, end = (int(offset) for offset in entry["data_offsets"])
     if min(shape, default=0) < 0 or not 0 <= start <= end <= data_bytes:
-        raise ValueError(f"tensor '{name}' lies outside of it")
+        raise ValueError(f"tensor '{name}' is outside the file")
     code = str(entry["dtype"])
     if code in _ITEM_BYTES and end - start != _ITEM_BYTES[code] * math.prod(shape):
-        raise ValueError(f"tensor '{name}' has another size than its shape")
+        raise ValueError(f"the size of tensor '{name}' does not match its shape")
     return StoredTensor(code, shape, start, end)
 
 
@@ -204,19 +205,19 @@ def _check_no_gaps(tensors: Iterable[StoredTensor], data_bytes: int) -> None:
     at = 0
     for tensor in sorted(tensors, key=lambda tensor: (tensor.start, tensor.end)):
         if tensor.start != at:
-            raise ValueError(f"its tensors do not follow on each other at byte {at}")
+            raise ValueError(f"its tensors are not contiguous at byte {at}")
         at = tensor.end
     if at != data_bytes:
         raise ValueError(f"its tensors end at byte {at} of {data_bytes}")
 
 
 def stored_tensors(path: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of a safetensors file, from its header; ModelFolderError if it is missing or damaged."""
+    """Return the tensors in the header of a safetensors file; ModelFolderError if it is missing or damaged."""
     try:
         return parse_header(mapped(path))[1]
     except FileNotFoundError as error:
         raise ModelFolderError(
-            f"{path} is missing, and the checkpoint says it is part of it. Fetch the file again"
+            f"{path} is missing, but the checkpoint's index lists it. Download the file again"
         ) from error
     except (OSError, ValueError) as error:
         raise damaged(path, error) from error
@@ -224,16 +225,15 @@ def stored_tensors(path: Path) -> dict[str, StoredTensor]:
 
 def damaged(path: Path, error: Exception) -> ModelFolderError:
     return ModelFolderError(
-        f"{path} ({path.stat().st_size} bytes) cannot be read as safetensors: {error}. It is cut short, damaged or "
-        "only a pointer to it; fetch the file again"
+        f"cannot read {path} ({path.stat().st_size} bytes) as safetensors: {error}. It is cut, damaged or only a "
+        "pointer file; download the file again"
     )
 
 
 def tensors_by_file(folder: Path) -> dict[Path, dict[str, StoredTensor]]:
-    """Return the tensors of every *.safetensors file in a folder, or of those that its index names.
+    """Return the tensors of every *.safetensors file in a folder, or of those that its index lists.
 
-    Some models come in two layouts, of which Transformers reads the one with the index. ModelFolderError if a file is
-    damaged.
+    Some models contain two layouts; Transformers reads the one with the index. ModelFolderError if a file is damaged.
     """
     paths = set(folder.glob("*.safetensors"))
     if (folder / INDEX_NAME).exists():
@@ -246,7 +246,7 @@ def tensors_in(folder: Path) -> dict[str, StoredTensor]:
 
 
 def tensor_in(path: Path, name: str) -> tuple[StoredTensor, memoryview]:
-    """What the header says of a tensor, and its bytes, from a memory map."""
+    """Return the header entry and the memory-mapped bytes of a tensor."""
     data = mapped(path)
     start, tensors = parse_header(data)
     found = tensors[name]
@@ -258,7 +258,7 @@ def file_of_each_tensor(folder: Path) -> dict[str, str]:
 
     Raises:
         FileNotFoundError: the folder has no safetensors checkpoint.
-        ModelFolderError: the index, or the only file, is damaged.
+        ModelFolderError: the index or the only file is damaged.
     """
     index = folder / INDEX_NAME
     if index.exists():
@@ -266,12 +266,12 @@ def file_of_each_tensor(folder: Path) -> dict[str, str]:
             weight_map = json.loads(index.read_text())["weight_map"].items()
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ModelFolderError(
-                f"{index} is no index of a checkpoint: {type(error).__name__}: {error}. Fetch the file again"
+                f"{index} is not a valid checkpoint index: {type(error).__name__}: {error}. Download the file again"
             ) from error
         return {str(name): str(file) for name, file in weight_map}
     if not (folder / SINGLE_NAME).exists():
         raise FileNotFoundError(
-            f"no {SINGLE_NAME} and no {INDEX_NAME} in {folder}; model_path must be a folder that "
+            f"neither {SINGLE_NAME} nor {INDEX_NAME} is in {folder}; model_path must be a folder that "
             "save_pretrained wrote with safetensors"
         )
     return dict.fromkeys(stored_tensors(folder / SINGLE_NAME), SINGLE_NAME)
@@ -285,9 +285,9 @@ def shard_name(number: int, num_shards: int) -> str:
 
 
 def complete_folder(folder: Path, model_path: Path, num_shards: int, dtype: str) -> None:
-    """Write index, config and tokenizer files of an exported folder once every shard is written.
+    """Write index, config and tokenizer files of an exported folder once all shards are written.
 
-    All but the weights is copied from the checkpoint that training started from.
+    Files other than weights are copied from the checkpoint from which training started.
     """
     for file in sorted(model_path.iterdir()):
         if file.is_file() and not file.name.endswith(_WEIGHT_SUFFIXES) and file.stat().st_size <= _LARGEST_COPY_BYTES:

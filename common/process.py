@@ -1,5 +1,5 @@
-"""Threads for calls that may block forever, imports without the garbage collector, memory that a process keeps, and the
-CPUs and memory of its control groups.
+"""Process utilities: a shared wall clock, threads for calls that may block forever, disabling of the garbage collector,
+retention of freed memory, and the CPU and memory limits of control groups.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ R = TypeVar("R")
 
 _PROC = Path("/proc/self")
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-"""Of mallopt(3): free bytes above which memory is given back; size from which a block is mapped on its own."""
+"""Options of mallopt(3): free bytes above which memory is returned; size from which a block gets its own mapping."""
 
 
-_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # the first counts while a laptop sleeps
+_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # the first one also advances during suspend
 _EPOCH_S = float(os.environ.setdefault("LEEWAY_EPOCH_S", repr(time.time() - time.clock_gettime(_CLOCK))))
 
 
 def wall_time() -> float:
-    """Return seconds since the Unix epoch by a steady clock, which the processes that this one starts share."""
+    """Return seconds since the Unix epoch by a monotonic clock, shared with all child processes."""
     return _EPOCH_S + time.clock_gettime(_CLOCK)
 
 
 class ThreadsExhausted(RuntimeError):
-    """Every thread allowed is inside a call that has not returned."""
+    """All allowed threads are in calls that have not returned."""
 
 
 class DaemonThreads:
-    """Runs each call in a thread of its own, which never keeps a process from ending.
+    """Runs each call in its own daemon thread, which never blocks the exit of the process.
 
-    `ThreadPoolExecutor` joins its threads at exit. A call that was given up keeps its thread until it returns; others
-    start meanwhile, up to the limit.
+    `ThreadPoolExecutor` joins its threads at exit. An abandoned call keeps its thread until it returns; meanwhile other
+    calls can start, up to the limit.
     """
 
     def __init__(self, name: str, max_threads: int) -> None:
@@ -61,7 +61,7 @@ class DaemonThreads:
         with self._lock:
             if self._num_running >= self.max_threads:
                 raise ThreadsExhausted(f"{self.max_threads} calls of {self.name} are still running")
-            thread.start()  # which may fail; it ends only once the lock is free
+            thread.start()  # may fail, so count it afterwards; it cannot finish before the lock is released
             self._num_running += 1
         return future
 
@@ -74,9 +74,9 @@ class DaemonThreads:
             return
         try:
             result = call()
-        except BaseException as error:  # belongs to the caller that waits for the future
+        except BaseException as error:  # passed to the caller through the future
             self._end()
-            # SystemExit of a user's function must not end the event loop; StopIteration fits into no future of it
+            # SystemExit must not stop the event loop, and an asyncio future rejects StopIteration
             is_carried = isinstance(error, Exception) and not isinstance(error, StopIteration)
             future.set_exception(error if is_carried else RuntimeError(f"raised {type(error).__name__}: {error}"))
         else:
@@ -89,7 +89,7 @@ class DaemonThreads:
 
 
 def address_of(host: str, limit_s: float = 10.0) -> str:
-    """Return the numeric address of a host; OSError or UnicodeError if its name is not known, or not in time."""
+    """Return the numeric address of a host; OSError or UnicodeError if its name does not resolve, or not in time."""
     host = "0.0.0.0" if host == "*" else host.strip("[]")
     return str(DaemonThreads("resolve", 1).submit(socket.getaddrinfo, host, None).result(limit_s)[0][4][0])
 
@@ -98,48 +98,48 @@ def threads_of(cpus: float) -> int:
     return max(1, int(cpus))
 
 
-def group_figures(controller: str, *choices: tuple[str, ...]) -> Iterator[tuple[Path, list[int]]]:
-    """Yield the numbers in files of each control group of this process, up to the mounted root: all their limits hold.
+def cgroup_values(controller: str, *choices: tuple[str, ...]) -> Iterator[tuple[Path, list[int]]]:
+    """Yield the values in files of each control group of this process, up to the mounted root: all limits apply.
 
-    `choices` are the names of the files in each version of control groups.
+    `choices` are the file names in each version of control groups.
     """
-    with contextlib.suppress(OSError, ValueError):  # a kernel without them
+    with contextlib.suppress(OSError, ValueError):  # a kernel without control groups
         groups = [line.split(":", 2)[1:] for line in (_PROC / "cgroup").read_text().splitlines()]
         mounts = [line.split() for line in (_PROC / "mountinfo").read_text().splitlines() if " - cgroup" in line]
         for (_, _, _, root, point, *_, kind, _, options), (names, path) in product(mounts, groups):
             is_version_2 = kind == "cgroup2" and not names
             if not is_version_2 and not {controller} <= {*names.split(",")} & {*options.split(",")}:
                 continue
-            # a group outside what is mounted, as in a container, shows as the mounted root
+            # a group outside the mount, as in a container, appears as the mounted root
             is_inside = Path(path).is_relative_to(root) and ".." not in path
             own = Path(point, Path(path).relative_to(root) if is_inside else "")
             for folder, files in product([each for each in (own, *own.parents) if each.is_relative_to(point)], choices):
-                with contextlib.suppress(OSError, ValueError):  # of the other version, or "max", which is no limit
+                with contextlib.suppress(OSError, ValueError):  # the other version, or "max": no limit
                     yield folder, [int(word) for name in files for word in (folder / name).read_text().split()]
 
 
 def usable_cpus() -> int:
-    """Return how many CPUs this process may use: of the machine, its affinity and its control groups."""
-    quotas = group_figures("cpu", ("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us"))
+    """Return the number of CPUs this process may use, by machine, affinity and control groups."""
+    quotas = cgroup_values("cpu", ("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us"))
     allowed = [-(-quota // period) for _, (quota, period) in quotas if quota > 0]
     return min(os.cpu_count() or 1, len(os.sched_getaffinity(0)), *allowed)
 
 
 def memory_left() -> int:
-    """Return the bytes that its control groups leave this process; without a limit more than there are."""
+    """Return the bytes of memory left to this process by its control groups; 2**62 without a limit."""
     left = 2**62
     choices = [("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")]
-    for folder, (limit, taken) in group_figures("memory", *choices):
+    for folder, (limit, taken) in cgroup_values("memory", *choices):
         stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-        # files in the page cache make room
+        # page cache can be reclaimed
         cached = sum(int(stat.get(f"total_{kind}", stat.get(kind, 0))) for kind in ("active_file", "inactive_file"))
         left = min(left, limit - taken + cached)
     return max(0, left)
 
 
 @contextlib.contextmanager
-def uncollected() -> Iterator[None]:
-    """The collector is off within the block; vLLM alone is imported in three quarters of the time."""
+def gc_disabled() -> Iterator[None]:
+    """Disable the garbage collector within the block; cuts the import time of vLLM alone to three quarters."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -150,9 +150,9 @@ def uncollected() -> Iterator[None]:
 
 
 def keep_freed_memory(*, largest: int = 2**30, most: int = 2**31 - 1) -> None:
-    """Keep freed memory for its next use, if libc knows how (glibc, not musl).
+    """Keep freed memory for reuse instead of returning it to the system, if libc supports it (glibc, not musl).
 
-    Blocks up to `largest` bytes are kept, and up to `most`, an int of C, at the end of the heap.
+    Keeps blocks of up to `largest` bytes, and up to `most` bytes (a C int) at the end of the heap.
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):

@@ -1,18 +1,18 @@
-"""The folder that engines load: that of the model, or an untied copy of it, kept for all runs, if its head is tied.
+"""The folder that engines load: the model's, or, if its head is tied, an untied copy shared by all runs.
 
-A head tied to the embedding does not survive an update in flight: vLLM's reload on CPU keeps the old head, and only
-logs it. vLLM caches compiled code by the path of a model, so the copy has one path for all runs:
+A head tied to the embedding does not survive an in-flight update: vLLM's reload on CPU keeps the old head, and only
+logs this. vLLM caches compiled code by the path of a model, so the copy has the same path in all runs:
 
     ~/.cache/leeway/serving_models/     or XDG_CACHE_HOME/leeway/serving_models
-      making.lock                       held by the process that makes one
-      llama-0123456789abcdef/           of the model at one path, with one embedding
-        config.json                     says that the head is not tied
-        lm_head.safetensors             the embedding once more
-        model.safetensors.index.json    which file holds which tensor
-        ...                             all else: links to the files of the model
+      making.lock                       held by the process that creates a copy
+      llama-0123456789abcdef/           copy of the model at one path, with one embedding
+        config.json                     declares that the head is not tied
+        lm_head.safetensors             a second copy of the embedding
+        model.safetensors.index.json    maps tensors to files
+        ...                             links to all other files of the model
 
-Every host makes its own; each takes as much as a head, and none is removed. If none can be kept there, the folder of
-the run has one.
+Every host creates its own copies. Each takes the disk space of a head, and none is removed. If none can be created
+there, the copy is created in the run folder.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from typing import Any
 
 import xxhash
 
-from common.files import discard, replace_durably, sync, try_lock
-from common.hf_folder import (
+from leeway.common.files import discard, replace_durably, sync, try_lock
+from leeway.common.hf_folder import (
     CONFIG_NAME,
     EMBEDDING_SUFFIX,
     HEAD,
@@ -49,28 +49,28 @@ from common.hf_folder import (
 )
 
 MAKING_LIMIT_S = 120.0
-"""Timeout for another process that makes a copy, which takes seconds."""
+"""Timeout for another process that creates a copy, which takes seconds."""
 _BODY_NAME = "model_body.safetensors"
-"""What model.safetensors is called in a copy: readers prefer that name to the index."""
+"""Name of model.safetensors in a copy, because readers prefer the original name to the index."""
 _HEAD_NAME = "lm_head.safetensors"
 
 _log = logging.getLogger(__name__)
 
 
 def serving_models() -> Path:
-    """Return where the copies of this user lie; RuntimeError if this user has no home."""
+    """Return the folder of this user's copies; RuntimeError if the user has no home directory."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser().absolute() / "leeway" / "serving_models"
 
 
 def prepare_serving_model(model_path: Path, spare: Path) -> Path:
     """Return the folder that actors serve: `model_path` itself, or an untied copy if its head is tied.
 
-    A copy is compared with the model, and made anew if it is damaged. If none can be kept in `serving_models`, one is
-    made in `spare`.
+    An existing copy is compared with the model, and replaced if it is damaged. If none can be created in
+    `serving_models`, one is created in `spare`.
 
     Raises:
-        ModelFolderError: the checkpoint is incomplete, has no embedding, or is tied and holds another head.
-        OSError: the copy cannot be made in `spare` either.
+        ModelFolderError: the checkpoint is incomplete, has no embedding, or is tied but holds a different head.
+        OSError: the copy cannot be created in `spare` either.
     """
     if not check_model_folder(model_path).tied:
         return model_path
@@ -79,14 +79,14 @@ def prepare_serving_model(model_path: Path, spare: Path) -> Path:
         return _copy_in(serving_models(), model)
     except (OSError, RuntimeError) as error:
         _log.warning(
-            f"an untied copy of {model_path} cannot be kept for later runs ({error}): this run has its own in {spare}, "
-            "and its engines find nothing that others have compiled; set XDG_CACHE_HOME to a folder that can be written"
+            f"cannot cache an untied copy of {model_path} for later runs ({error}): this run uses its own in {spare}, "
+            "and its engines cannot reuse code compiled in other runs; set XDG_CACHE_HOME to a writable folder"
         )
     return _copy_in(spare, model, may_copy=True)
 
 
 def _copy_in(copies: Path, model: _TiedModel, *, may_copy: bool = False) -> Path:
-    """Find or make it; where links cannot be made the files are copied, if they may be: a copy does not follow them."""
+    """Find or create a copy. `may_copy`: copy files if links fail; such a copy does not track changes of the model."""
     copy = copies / model.identity
     if model.is_copied_in(copy):
         return copy
@@ -94,8 +94,8 @@ def _copy_in(copies: Path, model: _TiedModel, *, may_copy: bool = False) -> Path
     with (copies / "making.lock").open("ab") as lock:
         if not try_lock(lock, limit_s=MAKING_LIMIT_S):
             raise TimeoutError(f"another process has held {lock.name} for {MAKING_LIMIT_S:g} s")
-        for killed in copies.glob(".*.unfinished"):
-            discard(killed)
+        for unfinished in copies.glob(".*.unfinished"):
+            discard(unfinished)
         if not model.is_copied_in(copy):
             model.copy_to(copy, may_copy)
     return copy
@@ -111,38 +111,38 @@ class _TiedModel:
 
     @classmethod
     def read(cls, folder: Path) -> _TiedModel:
-        """Read what a copy is made of; ModelFolderError where the model holds another head than its embedding."""
+        """Read the contents of a copy; ModelFolderError if the model has a head that differs from its embedding."""
         files = tensors_by_file(folder)
-        where = {name: path for path, tensors in files.items() for name in tensors}
-        embeddings = [name for name in where if name.endswith((EMBEDDING_SUFFIX, "wte.weight"))]
+        files_by_name = {name: path for path, tensors in files.items() for name in tensors}
+        embeddings = [name for name in files_by_name if name.endswith((EMBEDDING_SUFFIX, "wte.weight"))]
         if len(embeddings) != 1:
             raise ModelFolderError(f"expected one input embedding (…{EMBEDDING_SUFFIX}), found {embeddings or 'none'}")
         (embedding,) = embeddings
-        stored, content = tensor_in(where[embedding], embedding)
+        stored, content = tensor_in(files_by_name[embedding], embedding)
         digest = xxhash.xxh3_128_hexdigest(content)
-        if HEAD in where:
-            head, head_content = tensor_in(where[HEAD], HEAD)
+        if HEAD in files_by_name:
+            head, head_content = tensor_in(files_by_name[HEAD], HEAD)
             is_same = (head.code, head.shape) == (stored.code, stored.shape)
             if not is_same or xxhash.xxh3_128_hexdigest(head_content) != digest:
                 raise ModelFolderError(
-                    f"{folder / CONFIG_NAME} ties the head to the embedding, but {where[HEAD]} holds another {HEAD} "
-                    f"than {embedding}: engines would serve it, and the learner trains the embedding alone. Set "
-                    "tie_word_embeddings = false if the head is meant, or take the tensor out of the checkpoint"
+                    f"{folder / CONFIG_NAME} ties the head to the embedding, but {HEAD} in {files_by_name[HEAD]} "
+                    f"differs from {embedding}: engines would serve this head, but the learner trains the embedding "
+                    "alone. Set tie_word_embeddings = false to use the head, or remove it from the checkpoint"
                 )
         return cls(folder, read_object(folder / CONFIG_NAME), files, embedding, digest)
 
     @property
     def identity(self) -> str:
-        """Type and digest: another path, config, layout of the files or embedding gives another one."""
+        """Model type and digest; depends on the path, config, layout of the files, and embedding."""
         headers = {path.name: tensors for path, tensors in self.files.items()}
-        telling = json.dumps([self._linked, self.config, headers, self.digest], sort_keys=True, default=str)
-        return f"{self.config.get('model_type', 'model')}-{hashlib.sha256(telling.encode()).hexdigest()[:16]}"
+        content = json.dumps([self._linked, self.config, headers, self.digest], sort_keys=True, default=str)
+        return f"{self.config.get('model_type', 'model')}-{hashlib.sha256(content.encode()).hexdigest()[:16]}"
 
     @property
     def _linked(self) -> list[Path]:
-        """What a copy has links to; not to weights that no index names."""
-        seen = [path for path in sorted(self.folder.iterdir()) if path.suffix != ".safetensors" or path in self.files]
-        return [path for path in seen if path.name not in (CONFIG_NAME, INDEX_NAME) and not path.name.startswith(".")]
+        """Files that a copy links to; excludes weights that no index lists."""
+        used = [path for path in sorted(self.folder.iterdir()) if path.suffix != ".safetensors" or path in self.files]
+        return [path for path in used if path.name not in (CONFIG_NAME, INDEX_NAME) and not path.name.startswith(".")]
 
     @property
     def _untied(self) -> dict[str, Any]:
@@ -152,16 +152,16 @@ class _TiedModel:
         try:
             if read_object(copy / CONFIG_NAME) != self._untied:
                 return False
-            wanted = {name for tensors in self.files.values() for name in tensors} | {HEAD}
+            expected = {name for tensors in self.files.values() for name in tensors} | {HEAD}
             index = read_object(copy / INDEX_NAME)["weight_map"]
-            if not wanted == index.keys() == tensors_in(copy).keys():
+            if not expected == index.keys() == tensors_in(copy).keys():
                 return False
             return xxhash.xxh3_128_hexdigest(tensor_in(copy / index[HEAD], HEAD)[1]) == self.digest
-        except (OSError, ModelFolderError, KeyError, ValueError, TypeError, AttributeError):  # damaged, or not there
+        except (OSError, ModelFolderError, KeyError, ValueError, TypeError, AttributeError):  # damaged or missing
             return False
 
     def copy_to(self, copy: Path, may_copy: bool) -> None:
-        """Make it; the folder appears whole or not at all, also after a power cut. Its parent's lock is held."""
+        """Create a copy atomically, also in case of a power cut. Requires the lock of its parent folder."""
         unfinished = copy.with_name(f".{copy.name}.unfinished")
         unfinished.mkdir()
         try:
@@ -170,7 +170,7 @@ class _TiedModel:
             if HEAD not in {name for tensors in self.files.values() for name in tensors}:
                 where = next(path for path, tensors in self.files.items() if self.embedding in tensors)
                 stored, content = tensor_in(where, self.embedding)
-                with (unfinished / _HEAD_NAME).open("xb") as head:  # never through a link into the model
+                with (unfinished / _HEAD_NAME).open("xb") as head:  # "x": never write through a link into the model
                     head.write(pack_header({HEAD: stored._replace(start=0, end=stored.end - stored.start)}))
                     head.write(content)
                 sync(unfinished / _HEAD_NAME)
@@ -178,7 +178,7 @@ class _TiedModel:
             write_config(unfinished, self._untied)
             for name in (INDEX_NAME, CONFIG_NAME):
                 sync(unfinished / name)
-            shutil.rmtree(copy, ignore_errors=True)  # a damaged one
+            shutil.rmtree(copy, ignore_errors=True)  # a damaged copy
             replace_durably(unfinished, copy)
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)

@@ -1,20 +1,20 @@
-"""The staleness contract: one object that actors, buffer and learner share.
+"""The staleness contract: one object shared by actors, buffer and learner.
 
-A version counts optimizer steps, here called updates: a step trains one draw in one or several of
-them. For a token sampled at version u and trained at version v its lag is v - u. The rules of lag, and who asks:
+A version counts optimizer steps, here called updates: a step trains one draw in one or more updates. A token sampled at
+version u and trained at version v has lag v - u. The rules about lag, and their callers:
 
-    StalenessContract (G groups to a step, M updates to a step)
-        bound           what lag the knobs imply
-        admit           may another group start?                                buffer.leases
-        min_version     which version may start a request of a lease?           buffer.leases
-        select          which groups may the step that begins at version v use? buffer.steps
-        evict           which are past the bound there?                         buffer.steps, buffer.leases
-        held_back       which open groups must the step wait for first?         buffer.steps
-        may_start       may an actor start a request on the weights it serves?  actors.weights
-        check_trained   the last look at what is about to be trained            learner.coordinator
+    StalenessContract (G groups per step, M updates per step)
+        bound           maximum lag of a trained token
+        admit           whether another group may start                             buffer.leases
+        min_version     oldest version that may start a request of a lease          buffer.leases
+        select          groups that the step beginning at version v may use         buffer.steps
+        evict           groups past the bound at version v                          buffer.steps, buffer.leases
+        held_back       open groups that the step must wait for                     buffer.steps
+        may_start       whether an actor may start a request on its served weights  actors.weights
+        check_trained   final check before tokens are trained                       learner.coordinator
 
-They are made of `capacity`, `latest_version`, `usable` and `steps_left`. The caller knows what is outstanding; no rule
-about lag is anywhere else. docs/staleness.md has the proof. This module imports no torch.
+They use `capacity`, `latest_version`, `usable` and `steps_left`. The caller counts the outstanding groups; no other
+module has rules about lag. docs/staleness.md has the proof. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from typing import Literal, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
-from common.user_input import Knob
+from leeway.common.user_input import Knob
 
-_BOUND = "the buffer admitted prompts under it, and holds samples and recorded draws to it"
+_BOUND = "the buffer admitted prompts under it, and applies it to stored samples and recorded draws"
 Unbounded = Literal["unbounded"]
 UNBOUNDED_STEPS = 4
-"""Steps whose groups may be outstanding if `max_lag` is unbounded."""
+"""Number of steps whose groups may be outstanding if `max_lag` is unbounded."""
 
 T = TypeVar("T")
 
 
 class StaleTokens(ValueError):
-    """Tokens past the bound were about to be trained on: a rule before the learner was broken."""
+    """Tokens past the bound reached the learner, because an earlier rule was violated."""
 
 
 class PolicyVersion(NamedTuple):
-    """A published policy: ordered first by learner incarnation, then by optimizer steps taken."""
+    """A published policy, ordered by learner incarnation, then by number of optimizer steps."""
 
     incarnation: int
     version: int
@@ -49,62 +49,62 @@ class PolicyVersion(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Return the name in folders, manifests and engines, for example "0.17"."""
+        """Return the name used in folders, manifests and engines, for example "0.17"."""
         return f"{self.incarnation}.{self.version}"
 
     @classmethod
     def parse(cls, text: str) -> PolicyVersion:
-        """Read a `key`; ValueError if the text has another form."""
+        """Parse a `key`; ValueError if the text has another form."""
         incarnation, dot, version = text.partition(".")
         if not dot or not incarnation.isdigit() or not version.isdigit():
-            raise ValueError(f"'{text}' is not a policy version: expected INCARNATION.VERSION, as in 0.17")
+            raise ValueError(f"'{text}' is not a policy version: expected INCARNATION.VERSION, for example 0.17")
         return cls(int(incarnation), int(version))
 
 
 def effective_version(sampled: PolicyVersion, resumed_at: Mapping[int, int]) -> int:
-    """Return the version u that a token counts with after learner restarts.
+    """Return the version u from which the lag of a token is computed after learner restarts.
 
-    A restart abandons every version after its checkpoint, so a token of an earlier incarnation counts at most as the
-    version that each later incarnation resumed from, by `resumed_at`.
+    A restart abandons every version after its checkpoint. So u of a token from an earlier incarnation is at most the
+    version from which each later incarnation resumed, given by `resumed_at`.
     """
     later = (start for incarnation, start in resumed_at.items() if incarnation > sampled.incarnation)
     return min(sampled.version, min(later, default=sampled.version))
 
 
 class StalenessConfig(BaseModel):
-    """The knobs of staleness, counted in policy versions; what they come to for a learner, `StalenessContract` says."""
+    """Config keys of staleness, in policy versions; `StalenessContract` applies them."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     max_lag: int | Unbounded = Knob(
         4,
-        "No token with a greater lag enters a step. 0 is synchronous training; 'unbounded' is for replay.",
+        "Maximum lag of a trained token, in versions; 0 is synchronous, 'unbounded' is for replay.",
         basic=True,
         fixed=_BOUND,
     )
     max_actor_lag: int | None = Knob(
         None,
-        "An actor further behind the newest published version pulls before it starts another request. "
-        "Unset: 1, or 0 where max_lag leaves no room for it or nothing could overlap with it.",
+        "Versions that an actor may be behind the published weights when it starts a request. Unset: 1, or 0 if "
+        "1 exceeds max_lag or prevents overlap.",
         fixed=_BOUND,
         ge=0,
     )
-    publish_every: int = Knob(1, "Optimizer steps between two publications of weights.", basic=True, fixed=_BOUND, ge=1)
+    publish_every: int = Knob(1, "Optimizer steps between publications of weights.", basic=True, fixed=_BOUND, ge=1)
     on_stale: Literal["drop", "wait"] = Knob(
         "drop",
-        "A group about to pass the bound is dropped and its prompt leased again, or the step waits for it.",
+        "A group about to exceed max_lag: 'drop' it and lease its prompt again, or 'wait' for it.",
         basic=True,
         fixed=_BOUND,
     )
 
     def actor_lag_for(self, updates_per_step: int) -> int:
-        """`max_actor_lag`, or its default where it is unset and a step is so many updates."""
+        """Return `max_actor_lag`, or its default for `updates_per_step` if it is unset."""
         if self.max_actor_lag is not None:
             return self.max_actor_lag
         if self.max_lag == "unbounded":
             return 1
-        room = self.max_lag - (self.publish_every - 1) + 1  # in versions, of which a step takes updates_per_step
-        # an actor one version behind must not cost the only step that can be in flight beside the one in progress
+        room = self.max_lag - (self.publish_every - 1) + 1  # in versions; a step takes updates_per_step of them
+        # an actor lag of 1 must not use up the only step that can be in flight besides the one in progress
         costs_the_overlap = room // updates_per_step >= 2 > (room - 1) // updates_per_step
         return 0 if room <= updates_per_step or costs_the_overlap else 1
 
@@ -116,38 +116,38 @@ class StalenessConfig(BaseModel):
             raise ValueError(f"max_lag = {self.max_lag} is negative; use 0 for synchronous training")
         if self.publish_every - 1 > self.max_lag:
             raise ValueError(
-                f"max_lag = {self.max_lag} can never be met with publish_every = {self.publish_every}: weights are "
-                f"up to {self.publish_every - 1} versions old when they are published. "
-                f"Raise max_lag to {self.publish_every - 1} or more, or publish more often"
+                f"max_lag = {self.max_lag} can never be met with publish_every = {self.publish_every}: the newest "
+                f"published weights are up to {self.publish_every - 1} versions old. "
+                f"Raise max_lag to {self.publish_every - 1} or more, or lower publish_every"
             )
         actor_lag = self.actor_lag_for(1)
         need = actor_lag + self.publish_every - 1
         if need > self.max_lag:
             raise ValueError(
                 f"max_lag = {self.max_lag} contradicts max_actor_lag = {actor_lag} with publish_every = "
-                f"{self.publish_every}: a fresh sample may already be {need} versions old. "
+                f"{self.publish_every}: a fresh sample can already be {need} versions old. "
                 f"Raise max_lag to {need}, or lower max_actor_lag"
             )
         return self
 
 
 class StalenessContract:
-    """The rules of admission and use of groups by which no trained token passes `max_lag`.
+    """Rules of admission and use of groups, which guarantee that no trained token exceeds `max_lag`.
 
-    Why the bound is rarely hit: let G groups enter each step, let a step be M updates, and let
+    Why groups rarely reach the bound: let G groups enter each step, let a step have M updates, and let
     S = floor((max_lag - max_actor_lag - (publish_every - 1) + 1) / M) - 1. A group is admitted only while
     fewer than (S + 1) * G groups are outstanding (in flight, waiting, or drawn for an unfinished step).
-    Drawn oldest first, its step begins at most S steps, so S * M versions, after its admission and ends with an
-    update M - 1 versions later; its tokens were sampled at most max_actor_lag + publish_every - 1 versions
-    behind the learner's. So its lag is at most max_lag. Only a group overtaken by later ones can become
-    older, and `evict` and `held_back` catch exactly that. The proof is in docs/staleness.md.
+    If groups are drawn oldest first, the step of this group begins at most S steps, i.e. S * M versions, after its
+    admission, and its last update begins M - 1 versions later. Its tokens were sampled at most
+    max_actor_lag + publish_every - 1 versions behind the learner. So its lag is at most max_lag. Only a group overtaken
+    by later ones can become older; `evict` and `held_back` handle this case. The proof is in docs/staleness.md.
     """
 
     def __init__(self, config: StalenessConfig, groups_per_step: int, updates_per_step: int = 1) -> None:
-        """Count with G groups and M optimizer steps (minibatches times epochs) per step.
+        """Create the contract for G groups and M optimizer steps (minibatches times epochs) per step.
 
         Raises:
-            ValueError: no group, however fresh, could be used within the bound.
+            ValueError: even the freshest group would exceed the bound.
         """
         for name, value in (("groups_per_step", groups_per_step), ("updates_per_step", updates_per_step)):
             if value < 1:
@@ -156,13 +156,13 @@ class StalenessContract:
         self.groups_per_step = groups_per_step
         self.updates_per_step = updates_per_step
         self.actor_lag = config.actor_lag_for(updates_per_step)
-        """A: how many versions behind the newest published one a request of a lease may start."""
+        """A: maximum versions behind the newest published one at which a request of a lease may start."""
         if config.max_lag != "unbounded" and config.max_lag < self.least:
             fresh = self.least - (updates_per_step - 1)
             raise ValueError(
                 f"weight_sync.max_lag = {config.max_lag} can never be met with {updates_per_step} updates per step "
-                f"(learner.num_minibatches * learner.num_epochs): the last of them trains {updates_per_step - 1} "
-                f"versions after the first, on samples that may be {fresh} versions old by then. "
+                f"(learner.num_minibatches * learner.num_epochs): the last update begins {updates_per_step - 1} "
+                f"versions after the first, whose samples can already be {fresh} versions old. "
                 f"Raise weight_sync.max_lag to {self.least} or more, or lower learner.num_minibatches or "
                 "learner.num_epochs"
             )
@@ -174,16 +174,16 @@ class StalenessContract:
 
     @property
     def least(self) -> int:
-        """The least bound with these knobs and updates: by then the last update of a step has trained fresh samples."""
+        """Smallest valid bound: the maximum lag of fresh samples in the last update of a step."""
         return self.actor_lag + self.config.publish_every - 1 + self.updates_per_step - 1
 
     def admitted_lag(self, allowed: int | None) -> int | None:
-        """The bound that admission counts with: `max_lag`, or what the learner allows, but never less than `least`."""
+        """Return the bound that admission applies: `max_lag`, or `allowed` if smaller, but at least `least`."""
         bound = self.bound()
         return bound if bound is None or allowed is None else min(bound, max(self.least, allowed))
 
     def capacity(self, allowed: int | None = None) -> int:
-        """How many groups may be outstanding at once: in flight, waiting, or drawn for an unfinished step."""
+        """Return the maximum number of outstanding groups: in flight, waiting, or drawn for an unfinished step."""
         bound = self.admitted_lag(allowed)
         if bound is None:
             return UNBOUNDED_STEPS * self.groups_per_step
@@ -191,42 +191,42 @@ class StalenessContract:
         return room // self.updates_per_step * self.groups_per_step
 
     def admit(self, outstanding: int, *, version: int, published: int, allowed: int | None = None) -> str:
-        """Return why no other group may start; '' if one may.
+        """Return why another group may not start; '' if it may.
 
-        Two checks. The room counts on weights that are published when they are due. The other counts how far
-        publication really is behind: the group would be used by the step after all outstanding ones, with tokens
-        as old as `min_version`, and must be usable there. With max_lag = 0 it holds admission back
-        between a finished step and its publication.
+        There are two checks. The capacity assumes that weights are published when due. The second check accounts for
+        late publication: the step after all outstanding ones would use the group, with tokens as old as `min_version`,
+        and the group must be usable there. With max_lag = 0 this blocks admission between the end of a step and its
+        publication.
 
         Args:
             outstanding: groups in flight, waiting, or drawn for an unfinished step.
-            version: the learner's, by its finished steps.
-            published: the newest published version; what it counts with if it was abandoned.
-            allowed: the lag that the learner allows new groups (`learner.lag_control`); None: `max_lag`.
+            version: version of the learner after its finished steps.
+            published: the newest published version; the `effective_version` if it was abandoned.
+            allowed: the lag that the learner allows for new groups (`leeway.learner.lag_control`); None: `max_lag`.
         """
         bound = self.admitted_lag(allowed)
         if outstanding >= self.capacity(allowed):
-            limit = "the staleness bound" if bound == self.bound() else f"a lag of {bound}, which lag control asks for,"
-            return f"{outstanding} groups are outstanding, which is all that {limit} allows"
+            limit = "the staleness bound" if bound == self.bound() else f"the lag of {bound} set by lag control"
+            return f"{outstanding} groups are outstanding, the maximum for {limit}"
         begins_at = self.latest_version(version, outstanding // self.groups_per_step)
         if not self._is_within(bound, self.min_version(published), begins_at):
             return f"the learner is at version {version}, the newest published is {published}"
         return ""
 
     def min_version(self, published: int) -> int:
-        """The oldest version that may start a request of a lease granted while `published` is the newest."""
+        """Return the oldest version that may start a request of a lease granted while `published` is the newest."""
         return max(0, published - self.actor_lag)
 
     # --- use --------------------------------------------------------------------------------------
 
     def select(self, groups: Iterable[tuple[int, T]], version: int) -> list[T]:
-        """Those groups, each with the version of its oldest token, that the step which begins at `version` may use."""
+        """Return the groups, given with their oldest token's version, that the step beginning at `version` may use."""
         return [group for oldest, group in groups if self.usable(oldest, version)]
 
     def evict(self, oldest_first: Iterable[tuple[int, T]], version: int) -> Iterator[T]:
-        """Yield those groups, in order of age, that neither the step which begins at `version` nor a later one may use.
+        """Yield the groups, in order of age, that no step beginning at `version` or later may use.
 
-        They are read no further than to the first usable one.
+        Stops at the first usable group.
         """
         for oldest, group in oldest_first:
             if self.usable(oldest, version):
@@ -234,19 +234,19 @@ class StalenessContract:
             yield group
 
     def held_back(self, chosen: Iterable[int], left: Iterable[int], still_open: Iterable[int]) -> list[int]:
-        """Which open groups must a step wait for (on_stale = "wait")? As `held_back`; none under "drop"."""
+        """Return the open groups that a step must wait for, as the function `held_back`; none if on_stale = "drop"."""
         if self.config.on_stale != "wait":
             return []
         return held_back(chosen, left, still_open, self.groups_per_step)
 
     def latest_version(self, version: int, num_steps: int) -> int:
-        """The newest version that the learner can be at `num_steps` steps after `version`; skipped updates add none."""
+        """Return the newest version possible `num_steps` steps after `version`; skipped updates add no version."""
         return version + num_steps * self.updates_per_step
 
     def usable(self, oldest: int, version: int) -> bool:
-        """Return whether a group whose oldest token has version `oldest` may enter the step that begins at `version`.
+        """Return whether a group whose oldest token has version `oldest` may enter the step beginning at `version`.
 
-        It must hold for the last update of the step.
+        The bound must hold at the last update of the step.
         """
         return self._is_within(self.bound(), oldest, version)
 
@@ -254,9 +254,9 @@ class StalenessContract:
         return bound is None or version + self.updates_per_step - 1 - oldest <= bound
 
     def steps_left(self, oldest: int, version: int) -> int | None:
-        """Return how many steps after the one that begins at `version` could still use the group, if none is skipped.
+        """Return how many steps after the one beginning at `version` could still use the group, if none is skipped.
 
-        Negative if not even that step may use it; None without a bound.
+        Negative if that step may not use it either; None without a bound.
         """
         bound = self.bound()
         if bound is None:
@@ -264,12 +264,12 @@ class StalenessContract:
         latest_start = oldest + bound - (self.updates_per_step - 1)
         return (latest_start - version) // self.updates_per_step
 
-    # --- actors, and the learner's last look ------------------------------------------------------
+    # --- actors, and the final check of the learner ----------------------------------------------
 
     def is_behind(self, served: PolicyVersion, newest: PolicyVersion) -> bool:
-        """Return whether an actor that serves one version is too far behind the newest published one that it knows.
+        """Return whether an actor serving `served` is too far behind the newest published version it has received.
 
-        An abandoned incarnation is behind whatever its versions are.
+        An abandoned incarnation is always behind.
         """
         if served >= newest:
             return False
@@ -279,10 +279,10 @@ class StalenessContract:
         """Return whether a request of a lease may start on the weights that an actor serves.
 
         Args:
-            served: what the engine samples with now.
-            newest: the newest published version known; at least the one that came with the lease.
-            min_version: of the lease. Above `newest` it is of an incarnation that was abandoned since, so then the
-                newest weights are enough.
+            served: the version that the engine samples with now.
+            newest: the newest published version received; at least the one sent with the lease.
+            min_version: minimum version of the lease. If it is above `newest`, its incarnation was abandoned since, and
+                the newest weights are sufficient.
         """
         return served.version >= min(min_version, newest.version) and not self.is_behind(served, newest)
 
@@ -291,23 +291,23 @@ class StalenessContract:
         bound = self.bound()
         if bound is not None and lag > bound:
             raise StaleTokens(
-                f"the update at version {version} was given tokens with a lag of {lag} versions, and max_lag = "
-                f"{bound}: the buffer's draw should have dropped them. Nothing was trained on them. Check that "
+                f"the update at version {version} received tokens with a lag of {lag} versions, but max_lag = "
+                f"{bound}: the buffer should not have drawn them. They were not trained. Check that "
                 "the buffer service and the learner run with the same [weight_sync], then restart the learner"
             )
 
 
 def held_back(chosen: Iterable[int], left: Iterable[int], still_open: Iterable[int], groups_per_step: int) -> list[int]:
-    """Return the open groups that a step must wait for, so that none is left behind (on_stale = "wait").
+    """Return the open groups that a step must wait for, so that no group passes the bound (on_stale = "wait").
 
-    After this step the others are used at best G per step: the i-th of them 1 + i // G steps later. If one of them is
-    due before that, an open group that is due no later than it must be in this very step instead of one that is due
-    after it. What no step may use any more is not waited for.
+    After this step, at most G of the remaining groups are used per step: the i-th of them 1 + i // G steps later. If
+    one is due before that, every open group due no later than it must enter this step, in place of a chosen group due
+    later. Groups that no step may use any more are ignored.
 
     Args:
         chosen: `steps_left` of the complete groups that the step would use.
-        left: the same of the complete groups that it would not use.
-        still_open: the same of the groups that are not complete; the result are places in it.
+        left: `steps_left` of the complete groups that it would not use.
+        still_open: `steps_left` of the incomplete groups; the result contains indices into it.
         groups_per_step: G.
     """
     still_open = list(still_open)

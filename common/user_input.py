@@ -1,7 +1,7 @@
-"""What a user brings: the keys of a config, files of their own, named there as `FILE.py:NAME`, and mistyped names.
+"""User input: fields of config keys, objects of user files given as `FILE.py:NAME`, and suggestions for typos.
 
-A file may import what lies beside it: its folder is put at the end of `sys.path`, so that no file of its author hides
-a library. It is imported once in a process.
+A user file may import modules beside it: its folder is appended to `sys.path`, at the end, so that its files cannot
+shadow a library. Each file is imported once per process.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ from typing import Annotated, Any
 
 from pydantic import Field, StringConstraints
 
+from leeway.common.errors import LeewayError
+
 _PATTERN = r"^[\s\S]+\.py:[^\W\d]\w*$"
 Reference = Annotated[str, StringConstraints(pattern=_PATTERN)]
-"""A key's value of the form FILE.py:NAME."""
+"""Value of a config key in the form FILE.py:NAME."""
 _REFERENCE = re.compile(_PATTERN)
 
 
@@ -32,17 +34,17 @@ def Knob(default: Any = ..., text: str = "", *, basic: bool = False, fixed: str 
     """Return the pydantic field of a config key.
 
     Args:
-        default: its value if it is unset; `...` if it is required.
-        text: what it does, as in docs/config.md.
-        basic: whether most users set it.
-        fixed: why a resumed run must not change it; "" if it may, unlike its section. Unset: as its section.
-        limits: of the value, as `pydantic.Field` takes them.
+        default: default value; `...` if the key is required.
+        text: description, as shown in docs/config.md.
+        basic: whether most users set the key.
+        fixed: why a resumed run must not change it; "" if it may although its section may not; None: as its section.
+        limits: constraints on the value, passed to `pydantic.Field`.
     """
     return Field(default, description=text, json_schema_extra={"basic": basic, "fixed": fixed}, **limits)
 
 
-class UserFileError(ValueError):
-    """What the config names cannot be had from the user's file; the text says why."""
+class UserFileError(LeewayError, ValueError):
+    """An object named in the config cannot be loaded from the user's file; the message gives the reason."""
 
 
 def is_reference(value: object) -> bool:
@@ -50,56 +52,56 @@ def is_reference(value: object) -> bool:
 
 
 def split(reference: str) -> tuple[Path, str]:
-    """Return the file and the name of `FILE.py:NAME`; UserFileError if there is no such file."""
+    """Split `FILE.py:NAME` into path and name; UserFileError if the file does not exist."""
     file, _, name = reference.rpartition(":")
     path = Path(file).expanduser()
     try:
         is_file = path.is_file()
-    except OSError as error:  # a folder that may not be entered, a name that is too long
-        raise UserFileError(f"'{reference}' cannot be read: {error.strerror}") from error
+    except OSError as error:  # for example a folder without permission, or a name that is too long
+        raise UserFileError(f"cannot read '{reference}': {error.strerror}") from error
     if not is_file:
-        raise UserFileError(f"'{reference}': there is no file {path.absolute()} on host {socket.gethostname()}")
+        raise UserFileError(f"'{reference}': no file {path.absolute()} on host {socket.gethostname()}")
     return path, name
 
 
 def load_object(reference: str) -> object:
-    """Return what the file of `FILE.py:NAME` calls NAME, once it has been imported.
+    """Import the file of `FILE.py:NAME` and return its object NAME.
 
-    UserFileError if there is no such file, importing it fails, or it defines no such name.
+    UserFileError if the file does not exist, its import fails, or it does not define the name.
     """
     path, name = split(reference)
     module = imported(path)
     if not hasattr(module, name):
         own = sorted(each for each in vars(module) if not each.startswith("_"))
-        raise UserFileError(f"'{reference}': the file defines no '{name}', but {', '.join(own) or 'nothing'}")
+        raise UserFileError(f"'{reference}': the file does not define '{name}', but {', '.join(own) or 'no name'}")
     return getattr(module, name)
 
 
 def imported(path: Path) -> ModuleType:
-    """Return the module of a file, which runs unless this process has imported it; UserFileError if it raises."""
+    """Import a file, once per process, and return its module; UserFileError if it raises."""
     name = "user_" + blake2b(str(path.resolve()).encode(), digest_size=6).hexdigest()
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise UserFileError(f"Python cannot import {path}; it must end in .py")
+        raise UserFileError(f"cannot import {path}: the file name must end in .py")
     folder = str(path.resolve().parent)
     if folder not in sys.path:
         sys.path.append(folder)
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # before it runs: dataclasses look a module up by its name
+    sys.modules[name] = module  # before execution, because dataclasses look up their module by name
     this, exit_now = os.getpid(), os._exit
-    os._exit = sys.exit  # type: ignore[assignment]  # it would end this process without a word
+    os._exit = sys.exit  # type: ignore[assignment]  # it would exit this process without an error
     try:
         spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:  # the file is the user's: it may raise anything
+    except (Exception, SystemExit) as error:  # user code may raise anything
         del sys.modules[name]
         how = f"failed: {type(error).__name__}: {error}"
         if isinstance(error, SystemExit):
             status = error.code if isinstance(error.code, int) else int(error.code is not None)
             if os.getpid() != this:
-                exit_now(status)  # a process that the file has forked ends as it should
-            how = f"ended its process with status {status}{f': {error}' if isinstance(error.code, str) else ''}"
+                exit_now(status)  # a process that the file forked exits as intended
+            how = f"exited the process with status {status}{f': {error}' if isinstance(error.code, str) else ''}"
         raise UserFileError(f"importing {path} {how}; on host {socket.gethostname()}") from error
     finally:
         os._exit = exit_now
@@ -107,8 +109,8 @@ def imported(path: Path) -> ModuleType:
 
 
 @contextlib.contextmanager
-def blamed(setting: str) -> Iterator[None]:
-    """Raise as UserFileError what the user's code named by `KEY = 'FILE.py:NAME'` raises, with the line of its file."""
+def user_code_errors(setting: str) -> Iterator[None]:
+    """Convert exceptions of user code, named by `setting` (`KEY = 'FILE.py:NAME'`), to UserFileError with its line."""
     try:
         yield
     except UserFileError:
@@ -120,6 +122,6 @@ def blamed(setting: str) -> Iterator[None]:
 
 
 def did_you_mean(name: str, known: Iterable[str], shown: Callable[[str], object] = repr) -> str:
-    """A clause that says which name was probably meant, as `shown` gives it; '' where none is close."""
+    """Return a clause that suggests the closest known name, formatted by `shown`; '' if none is close."""
     close = difflib.get_close_matches(name, sorted(set(known)), n=1)
     return f"; did you mean {shown(close[0])}?" if close else ""

@@ -1,13 +1,13 @@
-"""A baseline of one's own for PPO: `algorithm.type = "off_policy_ppo"`, `algorithm.baseline = "baseline.py:median"`."""
+"""A custom baseline for PPO: `algorithm.type = "off_policy_ppo"`, `algorithm.baseline = "baseline.py:median"`."""
 
 import torch
 from torch import Tensor
 
-from algorithms.base import LossInputs
+from leeway.algorithms.base import LossInputs
 
 
 def median(inputs: LossInputs, rewards_B: Tensor) -> Tensor:
-    """Advantage of each sequence: its reward less the median of its group, which one outlier does not move."""
+    """Return each sequence's advantage: its reward minus the median of its group, which is robust to an outlier."""
     advantage_B = torch.empty_like(rewards_B)
     for group in range(inputs.num_groups):
         of_group = inputs.group_B == group

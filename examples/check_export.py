@@ -1,9 +1,9 @@
-"""Measure the demo's exported model with plain Transformers; imports nothing of Leeway.
+"""Evaluate the demo's exported model with plain Transformers, without importing Leeway.
 
 python examples/check_export.py runs/NAME/model
 
-Builds the held-out problems from reasoning-gym alone: distinct questions whose hash falls in the held-out
-eighth, the first 1,024 of them, asked as `42-25=` and answered greedily.
+Builds the held-out problems from reasoning-gym alone: the first 1,024 distinct questions whose hash is in the held-out
+eighth, written as `42-25=` and answered greedily.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ HELD_OUT_SHARE = 0.125
 
 
 def held_out_problems() -> list[tuple[str, str]]:
-    """Prompts and answers."""
+    """Return pairs of prompt and answer."""
     size = 1_000_000
     dataset = reasoning_gym.create_dataset(
         "chain_sum", size=size, seed=0, min_terms=2, max_terms=2, min_digits=2, max_digits=2

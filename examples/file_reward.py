@@ -1,14 +1,14 @@
-"""Two rewards in TRL's shape, for the rows of file_rows.jsonl. Their values are summed."""
+"""Two reward functions with TRL's signature, for the rows of file_rows.jsonl. Their values are summed."""
 
 from __future__ import annotations
 
 
 def exact(completions: list[str], answer: list[str], **columns: list[object]) -> list[float]:
-    """1 for the right sum. Every argument is a list with one entry per sample; `answer` is a column of the file."""
+    """Return 1 for the right sum. Arguments are lists with one entry per sample; `answer` is a column of the file."""
     return [float(completion.strip() == right) for completion, right in zip(completions, answer, strict=True)]
 
 
 def last_digit(completions: list[str], answer: list[str], **columns: list[object]) -> list[float]:
-    """A little for a sum that is right modulo 10, so that an attempt which is nearly right is told from a wrong one."""
+    """Return 0.2 for a sum that is right modulo 10, as partial credit."""
     pairs = zip(completions, answer, strict=True)
     return [0.2 if completion.strip()[-1:] == right[-1] else 0.0 for completion, right in pairs]

@@ -1,18 +1,18 @@
 # %% [markdown]
 # # Does lag cost reward?
 #
-# Reads what `leeway buffer export` wrote, and sets the lag of each trained sample (policy versions between the one
-# that sampled its oldest token and the one that trained on it) against its reward.
+# Reads the output of `leeway buffer export` and compares the lag of each trained sample with its reward. The lag is the
+# number of policy versions between the one that sampled its oldest token and the one that trained on it.
 #
 #     leeway buffer export runs/NAME run.parquet
 #     python examples/lag_and_reward.py run.parquet          # writes run.png, or prints a table
 #
-# Needs NumPy and pyarrow, which come with Leeway. With matplotlib (`pip install matplotlib`) it plots; without, it only
-# prints.
-# As a notebook: open it in an editor that knows `# %%` cells, and set FILE below.
+# Needs NumPy and pyarrow, which are installed with Leeway. It draws a plot if matplotlib is installed
+# (`pip install matplotlib`), and otherwise only prints a table.
+# To use it as a notebook, open it in an editor that supports `# %%` cells, and set FILE below.
 
 # %%
-"""Sets lag against reward, from an exported buffer."""
+"""Compare lag and reward of the samples of an exported buffer."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ import pyarrow.parquet as pq
 FILE = next((Path(argument) for argument in sys.argv[1:] if argument.endswith(".parquet")), Path("run.parquet"))
 
 # %% [markdown]
-# Only the columns that are needed are read: tokens and log-probabilities stay on disk. A sample's lag is known where
-# the buffer still knows which step trained on it.
+# Reads only the required columns: tokens and log-probabilities stay on disk. The lag of a sample is known if the buffer
+# still stores the step that trained on it.
 
 # %%
 COLUMNS = ["state", "reward", "lag", "trained_step"]
@@ -43,9 +43,9 @@ reward = known["reward"].to_numpy()
 step = known["trained_step"].to_numpy()
 
 # %% [markdown]
-# Reward rises while a run learns, and lag need not be spread evenly over the run: at its start, say, there is none. So
-# beside the plain mean each sample is compared with the others of its own step: `relative` is its reward minus the mean
-# reward of that step. A slope in the first that is missing in the second is the run's progress, not the cost of lag.
+# Reward rises while a run learns, and lag is not spread evenly over the run: at its start, for example, there is none.
+# So each sample is also compared with the others of its step: `relative` is its reward minus the mean reward of that
+# step. A slope in the plain mean that is missing in `relative` is progress of the run, not the cost of lag.
 
 # %%
 _, place = np.unique(step, return_inverse=True)
@@ -54,7 +54,7 @@ relative = reward - step_mean[place]
 
 
 def by_lag(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Mean of the values at each lag, and its standard error (as if samples were independent)."""
+    """Return the mean of the values at each lag and its standard error, assuming independent samples."""
     groups = [values[lag == each] for each in lags]
     means = np.array([group.mean() for group in groups])
     errors = np.array([group.std(ddof=1) / np.sqrt(len(group)) if len(group) > 1 else np.nan for group in groups])
@@ -70,7 +70,7 @@ for row in zip(lags, counts, reward_mean, reward_error, relative_mean, relative_
     print("{:>5} {:>8} {:>8.4f} {:>7.4f} {:>+9.4f} {:>7.4f}".format(*row))
 
 # %% [markdown]
-# The plot shows the same figures; the bars are how many samples there were.
+# The plot shows the same figures; the bars are the numbers of samples.
 
 # %%
 try:

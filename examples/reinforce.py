@@ -1,4 +1,4 @@
-"""REINFORCE with a leave-one-out baseline: the shortest algorithm that learns.
+"""REINFORCE with a leave-one-out baseline: a minimal algorithm.
 
 Objective:
     J = E[r(y)] over y ~ pi
@@ -7,7 +7,7 @@ Estimator:
     L = -1/B * sum_j A_j * log pi(y_j|x), A_j = reward_scale * (r_j - mean of the other rewards of the group)
 
 Where the off-policy correction enters:
-    Nowhere, so it is right on fresh samples alone: run it with weight_sync.max_lag = 0.
+    Nowhere, so it is valid only for fresh samples: set weight_sync.max_lag = 0.
 
 What we left out:
     Importance weights, a trust region, and a KL to the reference. off_policy_ppo has them.
@@ -20,22 +20,22 @@ from __future__ import annotations
 
 from pydantic import Field, PositiveFloat
 
-from algorithms.base import Algorithm, GroupSection, LossInputs, LossOutput, Needs, group_advantages
+from leeway.algorithms.base import Algorithm, GroupSection, LossInputs, LossOutput, Needs, group_advantages
 
 
 class ReinforceConfig(GroupSection):
-    """Knobs of REINFORCE."""
+    """Config keys of REINFORCE."""
 
     reward_scale: PositiveFloat = Field(default=1.0, description="Factor of the rewards.")
 
     @property
     def needs(self) -> Needs:
-        """A baseline takes other samples of the same prompt."""
+        """Require groups: the baseline uses other samples of the same prompt."""
         return Needs(groups=True)
 
 
 def reinforce(config: ReinforceConfig, inputs: LossInputs) -> LossOutput:
-    """Evaluate the loss on a whole batch; see the module's docstring for the formula.
+    """Compute the loss of a whole batch; see the module docstring for the formula.
 
     Returns:
         The loss, and `reinforce/advantage_abs` (mean |A| over samples).

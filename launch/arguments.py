@@ -1,4 +1,4 @@
-"""Arguments that several verbs of `leeway` take, and the class of the verbs that read a config."""
+"""Arguments shared by several verbs of `leeway`, and the command class of verbs that read a config."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def run_names(incomplete: str) -> list[str]:
-    """Return the runs in runs/ whose names begin so, for shell completion."""
+    """Return the names of runs in runs/ that start with `incomplete`, for shell completion."""
     return [each.parent.name for each in Path("runs").glob(f"{incomplete}*/config.toml")]
 
 
@@ -34,7 +34,16 @@ def integer(least: int, most: int) -> Callable[[str], int]:
     return parse
 
 
-ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG.toml", help="The config of the run.")]
+def _config(text: str) -> Path:
+    from leeway.launch.run_folder import find_config
+
+    return find_config(text)
+
+
+ConfigPath = Annotated[
+    Path,
+    typer.Argument(metavar="CONFIG.toml", help="The config of the run, or an example such as demo.", parser=_config),
+]
 RunPath = Annotated[
     Path,
     typer.Argument(metavar="RUN", help="Folder of the run, or its name within runs/.", autocompletion=run_names),
@@ -48,25 +57,25 @@ NewestRun = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Make all checks and start nothing.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Run all checks and start nothing.")]
 
 
 class ConfigVerb(TyperCommand):
-    """A verb that takes overrides of a config, as `--learner.num_steps 20`, after its first argument.
+    """A verb that accepts config overrides, such as `--learner.num_steps 20`, after its first argument.
 
-    They are in `args` of its context.
+    The overrides are in `args` of its context.
     """
 
     allow_extra_args = True
     ignore_unknown_options = True
 
     def parse_args(self, ctx: Context, args: list[str]) -> list[str]:
-        """Parse the arguments, and refuse overrides that stand first and options that are misspelt."""
+        """Parse the arguments; reject overrides before the first argument and misspelt options."""
         overrides = super().parse_args(ctx, args)
         subject, *others = self.params
-        if str(given := ctx.params[subject.name]).startswith("--"):  # for no override is known here
-            what = str(subject.metavar).partition(".")[0]
-            ctx.fail(f"give {what} first, and {str(given).partition('=')[0]} after it")
+        if str(given := ctx.params[subject.name]).startswith("--"):  # an override is not a known option
+            metavar = str(subject.metavar).partition(".")[0]
+            ctx.fail(f"give {metavar} first, and {str(given).partition('=')[0]} after it")
         known = [name for each in others for name in each.opts]
         for name in (word.partition("=")[0] for word in overrides):
             if name.startswith("--") and "." not in name and (close := get_close_matches(name, known, cutoff=0.8)):
@@ -74,22 +83,22 @@ class ConfigVerb(TyperCommand):
         return overrides
 
     def format_epilog(self, ctx: Context, formatter: HelpFormatter) -> None:
-        """Write the keys of a config, or where they are listed."""
+        """Write the keys of a config, or name the verb that lists them."""
         super().format_epilog(ctx, formatter)
         formatter.write_paragraph()
         if self.name != "train":
             formatter.write_text("Every key of the config can be overridden; `leeway train --help` lists them.")
             return
-        formatter.write_text("Every key of the config can be overridden. Those that most users set come first.")
+        formatter.write_text("Every key of the config can be overridden. Basic keys come first.")
         for section, rows in _keys():
             with formatter.section(f"Keys of [{section}]"):
                 formatter.write_dl(rows)
 
 
 def _keys() -> Iterator[tuple[str, list[tuple[str, str]]]]:
-    """Yield each section of a config with its keys as options, and what they mean."""
-    from launch.config import Config, said_of
-    from launch.mistakes import models_of
+    """Yield each section of the config with its keys as options and their descriptions."""
+    from leeway.launch.config import Config, knob_metadata
+    from leeway.launch.config_errors import models_of
 
     for section, info in Config.model_fields.items():
         fields: dict[str, list[FieldInfo]] = {}
@@ -101,7 +110,7 @@ def _keys() -> Iterator[tuple[str, list[tuple[str, str]]]]:
                 types.setdefault(name, []).append(_values(model.model_fields["type"].annotation) if models[1:] else "")
         option = f"--{section}.NAME." if get_origin(info.annotation) is dict else f"--{section}."
         rows = []
-        is_basic = {name: any(said_of(field, "basic") for field in same) for name, same in fields.items()}
+        is_basic = {name: any(knob_metadata(field, "basic") for field in same) for name, same in fields.items()}
         for name, same in sorted(fields.items(), key=lambda item: (item[0] != "type", not is_basic[item[0]])):
             values = "|".join(dict.fromkeys(_values(field.annotation) for field in same))
             of = "" if len(same) == len(models) else f", of type {', '.join(types[name])}"
@@ -109,8 +118,8 @@ def _keys() -> Iterator[tuple[str, list[tuple[str, str]]]]:
         yield section, rows
 
 
-def _values(annotation: Any) -> str:  # noqa: ANN401 -- as of any field
-    """Return the values that a type has, as in `int` or `auto|on|off`."""
+def _values(annotation: Any) -> str:  # noqa: ANN401 -- any annotation
+    """Return the values that a type accepts, such as `int` or `auto|on|off`."""
     origin, inner = get_origin(annotation), [each for each in get_args(annotation) if each is not type(None)]
     if origin is Literal:
         return "|".join(map(str, inner))

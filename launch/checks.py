@@ -1,4 +1,4 @@
-"""Checks that need the whole config, made before any process starts."""
+"""Checks of the whole config before any process starts."""
 
 from __future__ import annotations
 
@@ -8,46 +8,53 @@ import uuid
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from actors.tasks import TaskError, TaskFacts, check_task
-from buffer import samplers
-from buffer.core import check_config
-from buffer.errors import StoreError
-from common.hf_folder import ModelFacts
-from common.process import memory_left
-from common.rpc.auth import LOOPBACK, ClientKeys, RunKeys, ServiceKeys
-from common.run import STARTUP_S, RunContext, RunFacts
-from common.staleness import StalenessContract
-from launch.config import MODEL_KEY, Config
-from launch.errors import ConfigError, as_config_error
-from launch.host import CONNECT_S, NO_WANDB_LOGIN, answers, cannot_bind, has_wandb_login, low_limits
-from launch.model_folder import check_frozen, check_model, model_notes, quiet_transformers
-from launch.offline import check_offline, check_vocabulary
-from launch.pools import actor_pools, serving_dtypes, stage_pools
-from launch.resources import MachineNeeds, check_gpus, describe_gpus, lacking_here
-from launch.run_folder import RecordedFacts, RunFolder, RunIdentity, already_there, check_weights_folder, check_writable
-from launch.text import gib
-from learner.decoders import cost_shares, split_layers
+from leeway.actors.tasks import TaskError, TaskFacts, check_task
+from leeway.buffer import samplers
+from leeway.buffer.core import check_config
+from leeway.buffer.errors import StoreError
+from leeway.common.hf_folder import ModelFacts
+from leeway.common.process import memory_left
+from leeway.common.rpc.auth import LOOPBACK, ClientKeys, RunKeys, ServiceKeys
+from leeway.common.run import STARTUP_S, RunContext, RunFacts
+from leeway.common.staleness import StalenessContract
+from leeway.launch.config import MODEL_KEY, Config
+from leeway.launch.errors import ConfigError, as_config_error
+from leeway.launch.host import CONNECT_S, NO_WANDB_LOGIN, bind_error, has_wandb_login, is_reachable, low_limits
+from leeway.launch.model_folder import check_frozen, check_model, model_notes, quiet_transformers
+from leeway.launch.offline import check_offline, check_vocabulary
+from leeway.launch.pools import actor_pools, serving_dtypes, stage_pools
+from leeway.launch.resources import MachineNeeds, check_gpus, describe_gpus, missing_resources
+from leeway.launch.run_folder import (
+    RecordedFacts,
+    RunFolder,
+    RunIdentity,
+    already_exists,
+    check_weights_folder,
+    check_writable,
+)
+from leeway.launch.text import gib
+from leeway.learner.decoders import cost_shares, split_layers
 
 _SURE_SHARE = 0.8
-"""Of the predicted memory; the demo took more."""
+"""Share of the predicted memory that must be free; below it a run does not start. The demo used more than this."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A config that passed every check, and what was learned on the way."""
+    """A config that passed every check, and the facts that the checks found."""
 
     config: Config
     folder: RunFolder
     model: ModelFacts | None
-    """None where the model has yet to be downloaded."""
+    """None if the model is not downloaded yet."""
     task: TaskFacts
     run_id: str
     lacking: str = ""
-    """Why this machine cannot run it; it is no mistake of the config, and may be dry-run here."""
+    """Why this machine cannot run the config; the config itself is valid and can be dry-run here."""
     keys: RunKeys | None = field(default=None, repr=False)
-    """Of the sockets of this start of the run; None where they are not locked."""
+    """Socket keys of this launch; None if the sockets use no authentication."""
     recorded: RecordedFacts | None = None
-    """The samples that it trains on; None where its actors make them."""
+    """The recorded samples to train on; None if actors generate them."""
 
     @property
     def service_keys(self) -> ServiceKeys | None:
@@ -64,12 +71,12 @@ class Plan:
 
     @property
     def is_cluster(self) -> bool:
-        """Whether other machines may be part of the run."""
+        """Return whether the run can use other machines."""
         return self.config.launch.ray_address is not None
 
     @property
-    def host_here(self) -> str | None:
-        """Loopback; None on a cluster, where a process knows the address of its host."""
+    def local_host(self) -> str | None:
+        """Return loopback; None on a cluster, where each process finds the address of its host."""
         return None if self.is_cluster else LOOPBACK
 
     def facts(self, vocab_size: int) -> RunFacts:
@@ -89,7 +96,7 @@ class Plan:
         )
 
     def context(self, model_path: Path, model: ModelFacts) -> RunContext[Config]:
-        """Return the description that every process gets, still without the addresses of the services."""
+        """Return the run context that every process receives, without the addresses of the services."""
         config = self.config
         return RunContext(
             config=config,
@@ -107,13 +114,13 @@ class Plan:
 
     @property
     def notes(self) -> list[str]:
-        """Sentences about what is allowed and was probably not meant."""
+        """Return warnings about settings that are valid but probably unintended."""
         return list(model_notes(self.config, self.model, self.task))
 
     def _teachers(self) -> list[str]:
         counts = map(self.task.teacher_of_prompt.count, range(len(self.config.model.teachers)))
         shares = [
-            f"{name} of {_count(num, 'prompt')}" for name, num in zip(self.config.model.teachers, counts, strict=True)
+            f"{name} for {_count(num, 'prompt')}" for name, num in zip(self.config.model.teachers, counts, strict=True)
         ]
         return [f"teachers   {', '.join(shares)}"] if shares else []
 
@@ -122,8 +129,8 @@ class Plan:
         group_size = (self.recorded or config.actors).group_size
         updates = _count(config.learner.updates_per_step, "update")
         samples = config.learner.groups_per_step * group_size
-        use = "to evaluate" if self.recorded else f"{group_size} samples per prompt"
-        of_hub = " (of the Hub, for there is no such folder), not here yet and not checked"
+        use = "for evaluation" if self.recorded else f"{group_size} samples per prompt"
+        of_hub = " (on the Hub, because there is no such folder), not downloaded and not checked"
         return "\n".join(
             [
                 f"run        {self.folder.root}",
@@ -151,24 +158,24 @@ class Plan:
 
 
 def check(config: Config, root: Path, *, resumed: RunIdentity | None = None) -> Plan:
-    """Check a config against itself, its files and the model; ConfigError names the key, the reason and what to try.
+    """Check the config, its files and the model; ConfigError names the key, the reason and the fix.
 
-    A run that has an identity is resumed in its folder, `root`; any other is new, and its folder is not there yet.
+    With `resumed`, the run is resumed in its folder `root`; otherwise it is new, and `root` must not exist.
     """
     if resumed is None:
-        if os.path.exists(root):  # unlike Path.exists it takes a name that is too long for one that is not there
-            raise ConfigError(already_there(root))
+        if os.path.exists(root):  # unlike Path.exists, it is False for a name that is too long
+            raise ConfigError(already_exists(root))
         check_writable(root, "run.dir")
     with as_config_error():
         config.learner.check(config.algorithm.needs.critic)
-        samplers.build(config.buffer)  # which may lie in a file of the user's
+        samplers.build(config.buffer)  # may load a file of the user
     _check_steps(config)
     _check_pools(config)
     learner = config.learner
     with as_config_error():
         contract = StalenessContract(config.weight_sync.staleness(), learner.groups_per_step, learner.updates_per_step)
         config.buffer.check_capacity(config.actors.group_size, contract.capacity() + learner.groups_per_step)
-    if config.weight_sync.folder is not None and resumed is None:  # else the run finds its own weights there
+    if config.weight_sync.folder is not None and resumed is None:  # a resumed run finds its own weights there
         check_weights_folder(Path(config.weight_sync.folder))
     _check_port(config)
     _check_ray(config)
@@ -183,17 +190,17 @@ def check(config: Config, root: Path, *, resumed: RunIdentity | None = None) -> 
         model,
         task,
         run_id=uuid.uuid4().hex if resumed is None else resumed.run_id,
-        lacking=lacking_here(config),
+        lacking=missing_resources(config),
         keys=_keys(config),
         recorded=check_offline(config, model, resumed),
     )
     with as_config_error(kind=StoreError):
-        check_config(config.buffer, plan.facts(vocab_size=1))  # whatever its vocabulary is
+        check_config(config.buffer, plan.facts(vocab_size=1))  # independent of the vocabulary
     return plan
 
 
 def with_limits(plan: Plan) -> Plan:
-    """Return the plan, with the first limit of this process that the run would exceed as `lacking`."""
+    """Return the plan with `lacking` set to the first limit of this process that the run would exceed."""
     config, left = plan.config, memory_left()
     if plan.lacking or config.launch.ray_address is not None:
         return plan
@@ -201,22 +208,22 @@ def with_limits(plan: Plan) -> Plan:
     lacking, needs = low_limits(sum(workers)), MachineNeeds.of(config)
     if not lacking and needs is not None and left < _SURE_SHARE * needs.memory.size_bytes:
         lacking = (
-            f"its control group leaves {gib(left)} of memory, and the run takes about {gib(needs.memory.size_bytes)} "
+            f"its control group leaves {gib(left)} of memory, but the run takes about {gib(needs.memory.size_bytes)} "
             f"({needs.memory.parts}): raise the group's limit, or lower actors.num_actors or actors.kv_cache_gib"
         )
     return replace(plan, lacking=lacking)
 
 
 def _keys(config: Config) -> RunKeys | None:
-    """Make new keys for a run whose services listen on ports; None if they have Unix sockets."""
+    """Return new keys for a run whose services listen on ports; None if they listen on Unix sockets."""
     host, is_cluster = config.launch.host, config.launch.ray_address is not None
-    if host is not None and (why := cannot_bind(host, 0)):
+    if host is not None and (why := bind_error(host, 0)):
         raise ConfigError(f"launch.host = '{host}' cannot be bound ({why}): set it to an address of this machine")
     return RunKeys.make() if host is not None or is_cluster else None
 
 
 def check_fetched(plan: Plan, path: Path) -> Plan:
-    """Return the plan with its model, once that was downloaded and checked; errors as `check`."""
+    """Check a model that was downloaded to `path`, and return the plan with it; raise as `check` does."""
     config = plan.config.model_copy(update={"model": plan.config.model.pinned(path)})
     model = check_model(config, path, MODEL_KEY)
     task = _check_task(config, path, model)
@@ -226,9 +233,9 @@ def check_fetched(plan: Plan, path: Path) -> Plan:
 
 
 def _check_task(config: Config, path: Path | None, model: ModelFacts | None) -> TaskFacts:
-    """Check the data, the rewards and, if the model is here, the prompts with its tokenizer."""
-    here = config.launch.ray_address is None  # on a cluster actors may have what this machine has not
-    limit_s = STARTUP_S if here and config.task.rewards else None
+    """Check the data, the rewards and, if the model is downloaded, the prompts with its tokenizer."""
+    is_local = config.launch.ray_address is None  # on a cluster, actors may have modules that this machine lacks
+    limit_s = STARTUP_S if is_local and config.task.rewards else None
     with as_config_error("[task] ", TaskError), quiet_transformers():
         return check_task(
             config.task,
@@ -240,8 +247,8 @@ def _check_task(config: Config, path: Path | None, model: ModelFacts | None) -> 
         )
 
 
-def _count(number: int, what: str) -> str:
-    return f"1 {what}" if number == 1 else f"{number} {what}s"
+def _count(number: int, noun: str) -> str:
+    return f"1 {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _pools(config: Config) -> str:
@@ -253,7 +260,7 @@ def _pools(config: Config) -> str:
 
 
 def _pipeline(config: Config) -> str:
-    """Return how many processes train, and how they share the model, as text."""
+    """Describe the replicas, stages and schedule of the learner."""
     learner = config.learner
     replicas = f"{learner.num_replicas} replicas of " if learner.num_replicas > 1 else ""
     chunks = f" of {learner.num_chunks} chunks" if learner.num_chunks > 1 else ""
@@ -261,7 +268,7 @@ def _pipeline(config: Config) -> str:
 
 
 def _layers(config: Config) -> list[str]:
-    """Return a line with the layers and the share of the cost of each stage; the others wait for the dearest."""
+    """Return a line with the layers and the cost share of each stage; the most expensive one limits the speed."""
     learner = config.learner
     if learner.num_stages == 1:
         return []
@@ -284,12 +291,12 @@ def _check_steps(config: Config) -> None:
     if learner.groups_per_step < learner.num_minibatches:
         raise ConfigError(
             f"learner.num_minibatches = {learner.num_minibatches}, but a step has only learner.groups_per_step = "
-            f"{learner.groups_per_step} groups, and a minibatch needs a whole one"
+            f"{learner.groups_per_step} groups: lower it, as each minibatch needs at least one whole group"
         )
     if learner.token_budget < config.actors.max_model_tokens:
         raise ConfigError(
             f"learner.token_budget = {learner.token_budget} is below actors.max_prompt_tokens + "
-            f"actors.max_new_tokens = {config.actors.max_model_tokens}: the longest sample would fit in no micro-batch"
+            f"actors.max_new_tokens = {config.actors.max_model_tokens}: raise it so that a micro-batch holds any sample"
         )
     compares = needs.groups or getattr(config.algorithm, "baseline", "") == "batch"
     num_groups = 1 if needs.groups else learner.groups_per_step // learner.num_minibatches
@@ -302,73 +309,73 @@ def _check_steps(config: Config) -> None:
 
 
 def _check_teachers(config: Config) -> None:
-    """Check that teachers have a column that names them, and a loss that reads them."""
+    """Check that teachers have a column that names them and a loss that uses them."""
     names, column = list(config.model.teachers), config.task.teacher_column
     if names and not config.algorithm.needs.reference:
         raise ConfigError(
-            f"model.teachers.{names[0]} would teach nobody: algorithm.type = '{config.algorithm.type}' as it is set "
-            "reads no reference model; use algorithm.type = 'distillation', or leave the teachers out"
+            f"model.teachers.{names[0]} has no effect: algorithm.type = '{config.algorithm.type}' with its settings "
+            "uses no reference model; use algorithm.type = 'distillation', or remove the teachers"
         )
     if names and column is None:
         raise ConfigError(
-            f"model.teachers has {', '.join(names)}, and nothing says which prompts are whose: set task.teacher_column "
+            f"model.teachers has {', '.join(names)}, but no prompt is assigned to a teacher: set task.teacher_column "
             "to the column of the rows that names the teacher"
         )
     if column is not None and not names:
         raise ConfigError(
-            f"task.teacher_column = '{column}', and there are no teachers: name the folder of each in a table "
-            "[model.teachers], or leave the column out"
+            f"task.teacher_column = '{column}', but there are no teachers: name the folder of each in a table "
+            "[model.teachers], or remove the key"
         )
     if config.algorithm.type == "distillation" and not config.model.frozen:
         raise ConfigError(
-            "algorithm.type = 'distillation', and there is no teacher but the model itself: set model.reference_path "
-            "to the teacher's folder, or name several in a table [model.teachers]"
+            "algorithm.type = 'distillation', but there is no teacher: set model.reference_path to the teacher's "
+            "folder, or name several in a table [model.teachers]"
         )
 
 
 def _check_port(config: Config) -> None:
     port = config.tracking.prometheus_port
-    if port is not None and (why := cannot_bind(LOOPBACK, port)):
+    if port is not None and (why := bind_error(LOOPBACK, port)):
         raise ConfigError(
             f"tracking.prometheus_port = {port}: {LOOPBACK}:{port} cannot be bound ({why}); choose another port"
         )
 
 
 def _check_ray(config: Config) -> None:
-    """Ray itself would look for a cluster for a long while, and say little."""
+    """Check `launch.ray_address` early: Ray itself retries for a long time and reports little."""
     address = config.launch.ray_address
     if address == "local":
         raise ConfigError(
-            "launch.ray_address = 'local' would start a Ray whose host is in no pool: leave the key out, and Ray "
-            "starts itself here as a host of every pool"
+            "launch.ray_address = 'local' would start a Ray whose host is in no pool: remove the key to start a local "
+            "Ray whose host is in every pool"
         )
     if address is not None and address.startswith("ray://"):
         raise ConfigError(
-            f"launch.ray_address = '{address}' is Ray's client, through which no run can be placed: give the address "
-            "of the head's control store, HOST:6379"
+            f"launch.ray_address = '{address}' is Ray's client, which cannot place a run: set it to the address of "
+            "the GCS on the head node, HOST:6379"
         )
-    if address not in (None, "auto") and not answers(address):
+    if address not in (None, "auto") and not is_reachable(address):
         raise ConfigError(
-            f"no Ray cluster answers at launch.ray_address = '{address}' within {CONNECT_S:g} s; see launch/cluster.sh "
-            "status, or leave the key out, and Ray starts itself here"
+            f"no Ray cluster answers at launch.ray_address = '{address}' within {CONNECT_S:g} s: run launch/cluster.sh "
+            "status, or remove the key to start a local Ray"
         )
 
 
 def _check_pools(config: Config) -> None:
-    """Check the names of the pools, and what each reserves."""
+    """Check the names of the pools and the resources that each reserves."""
     for name in config.pools:
         if not re.fullmatch("[A-Za-z][A-Za-z0-9_-]*", name):
-            raise ConfigError(f"[pools.{name}]: give a pool a name of letters, digits, _ and -, as hosts carry it")
+            raise ConfigError(f"[pools.{name}]: use only letters, digits, _ and - in the name, which hosts also carry")
     check_gpus(config)
     for pool in actor_pools(config):
         actors, section = pool.config, f"pools.{pool.name}" if pool.name in config.pools else "actors"
         if actors.tensor_parallel_size > 1 and actors.gpus < actors.tensor_parallel_size:
             raise ConfigError(
-                f"{section}.tensor_parallel_size = {actors.tensor_parallel_size} needs as many GPUs, and "
-                f"{section}.gpus = {actors.gpus:g}"
+                f"{section}.tensor_parallel_size = {actors.tensor_parallel_size} needs as many GPUs, but "
+                f"{section}.gpus = {actors.gpus:g}: set it to {actors.tensor_parallel_size}"
             )
         if actors.engine_args:
-            from actors.engine_setup import check_engine_args  # where there are some: it reads vLLM's source
+            from leeway.actors.engine_setup import check_engine_args  # only if needed: it reads vLLM's source
 
             with as_config_error(f"{section}."):
                 check_engine_args(actors.engine_args, on_cpu=not actors.gpus)

@@ -1,23 +1,23 @@
 #!/usr/bin/env bash
-# The same run on a Ray cluster of one host or many; docs/cluster.md is its page.
+# Run training on a Ray cluster of one or more hosts; see docs/cluster.md.
 #
-#   launch/cluster.sh up [HOSTS]                         start Ray on every host; again: only what is missing
-#   launch/cluster.sh run CONFIG.toml [--key.sub VALUE]  train on it
-#   launch/cluster.sh resume RUN [--key.sub VALUE]       go on with a run, which may be one of an earlier cluster
-#   launch/cluster.sh status                             every host and what is used; exit status 1 if one is lost
-#   launch/cluster.sh down                               have the runs write a checkpoint and end, then end what `up`
-#                                                        started on every host, and nothing else
+#   launch/cluster.sh up [HOSTS]                         start Ray on every host where it is not up yet
+#   launch/cluster.sh run CONFIG.toml [--key.sub VALUE]  train on the cluster
+#   launch/cluster.sh resume RUN [--key.sub VALUE]       resume a run, which may be from an earlier cluster
+#   launch/cluster.sh status                             show hosts and resource usage; exit status 1 if one is lost
+#   launch/cluster.sh down                               end the runs with a checkpoint, then end what `up` started
+#                                                        on every host, and nothing else
 #
 # HOSTS, or --hosts FILE, or $LEEWAY_HOSTS, is a file with a line per host, `HOST [POOL[,POOL...] [ADDRESS]]`; the first
-# is the head. Later calls remember it until `down`. Without one, the cluster is this machine alone, on loopback.
+# is the head. Later calls reuse it until `down`. Without one, the cluster is this machine alone, on loopback.
 #
 # Environment: LEEWAY_SSH, called as $LEEWAY_SSH HOST COMMAND
 # (ssh -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=15 -o ServerAliveCountMax=8);
 # LEEWAY_DIR (this checkout), the checkout on every host; LEEWAY_RAY_PORT (6379); LEEWAY_WORKER_PORTS (20002-20999);
-# LEEWAY_CPUS (what Ray finds); LEEWAY_STATE, a folder of yours on the disk of each host (~/.cache/leeway here,
-# /tmp/leeway-UID on the hosts); LEEWAY_LIMIT_S (60), of each command on a host; LEEWAY_END_S (720), how long `down`
-# waits for the runs; LEEWAY_SHARE_HOSTS=1, to start beside another Ray. Ray's token authentication stays on; the token
-# is that of $RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token.
+# LEEWAY_CPUS (as detected by Ray); LEEWAY_STATE, your folder on a local disk of each host (~/.cache/leeway here,
+# /tmp/leeway-UID on the hosts); LEEWAY_LIMIT_S (60), timeout of each command on a host; LEEWAY_END_S (720), timeout of
+# the runs in `down`; LEEWAY_SHARE_HOSTS=1, to start beside another Ray. Ray's token authentication is always on; the
+# token is read from $RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token.
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -28,31 +28,31 @@ up() {
   [ $# -le 1 ] || usage
   local i missing=() stale=()
   hosts_file=${1:-$hosts_file}
-  recall_hosts
+  load_hosts
   make_token
   each_host "facts ${addresses[0]}" "${!hosts[@]}"
   check_facts
-  ask_head_if_there
+  query_head_if_up
   check_head
   end_removed_hosts
   for i in "${!hosts[@]}"; do
-    if ! is_as_wanted "$i"; then
+    if ! is_as_configured "$i"; then
       missing+=("$i")
       [ -z "${raylets[$i]}" ] || stale+=("$i")
     fi
   done
-  remember_hosts
+  save_hosts
   [ ${#stale[@]} -eq 0 ] || each_host stop "${stale[@]}"
   [ ${#missing[@]} -eq 0 ] || start "${missing[@]}"
   nodes=$(on_head nodes) || fail "$nodes"
   for i in "${!hosts[@]}"; do
-    is_in_cluster "$i" || fail "$(named "$i") has started Ray and is not in the cluster; see $log there"
-    say "$i" "up$(in_array "$i" "${missing[@]}" || echo ' already')${pools[$i]:+, in ${pools[$i]}}"
+    is_in_cluster "$i" || fail "$(label "$i") has started Ray but is not in the cluster; see $log there"
+    print_host "$i" "up$(in_array "$i" "${missing[@]}" || echo ' already')${pools[$i]:+, in ${pools[$i]}}"
   done
   echo "Ray is up at ${addresses[0]}:$port"
 }
 
-# Start Ray on these hosts, the head before all others. Where one fails, all of them are ended again.
+# Start Ray on these hosts, the head first. If one fails, stop all of them again.
 start() {
   local failed=0
   if [ "$1" = 0 ]; then
@@ -63,68 +63,68 @@ start() {
   fi
   [ "$failed" = 1 ] || return 0
   each_host stop "$@"
-  [ "$1" != 0 ] || forget_hosts
-  fail "what was started just now is ended again"
+  [ "$1" != 0 ] || delete_saved_hosts
+  fail "Ray was stopped again on the hosts of this call; fix the error above and repeat it"
 }
 
 start_together() {
   local i failed=0
   stdin=$token_file limit_s=120 each_host "start ${addresses[0]}" "$@"
   for i in "$@"; do
-    [ "${codes[$i]}" = 0 ] || { failed=1 && complain "$i"; }
+    [ "${codes[$i]}" = 0 ] || { failed=1 && report_failure "$i"; }
   done
   return "$failed"
 }
 
 run() {
   [ $# -ge 1 ] || usage
-  leeway train "$(there "$1")" "${@:2}"
+  leeway train "$(path_on_head "$1")" "${@:2}"
 }
 
 resume() {
   [ $# -ge 1 ] || usage
   local config
-  config=$(there "$1/config.toml")
+  config=$(path_on_head "$1/config.toml")
   leeway resume "${config%/config.toml}" "${@:2}"
 }
 
-# `leeway ...` on the head, to its end.
+# Run `leeway ...` on the head until it ends.
 leeway() {
   local command child code id
   id=$(uname -n).$$
-  recall_hosts
+  load_hosts
   nodes=$(on_head nodes) || fail "$nodes; run '$0 up' first"
   command=$(command_of 0 run "$id" "$@")
   if is_here 0; then
     rm -rf "$work"
     exec bash -c "$command"
   fi
-  # With a terminal there, the live view and Ctrl-C work as they do at the head; else signals are passed on.
+  # With a remote terminal, the live view and Ctrl-C work as on the head; otherwise signals are forwarded.
   if [ -z "${LEEWAY_SSH:-}" ] && [ -t 0 ] && [ -t 1 ]; then ssh+=(-t); fi
   (trap '' USR1 USR2 && exec "${ssh[@]}" "${hosts[0]}" "$command") <&0 &
   child=$!
-  # shellcheck disable=SC2064 # the id of now
+  # shellcheck disable=SC2064 # the current id
   trap "on_head interrupt $(printf %q "$id") >/dev/null || true" INT TERM USR1 USR2
-  while :; do  # a signal ends the wait, and not the command
+  while :; do  # a signal ends `wait`, but not the command
     code=0
     wait "$child" || code=$?
     kill -0 "$child" 2>/dev/null || break
   done
-  [ "$code" != 255 ] || fail "the connection to $(named 0) is lost; the run may go on there, see its folder"
+  [ "$code" != 255 ] || fail "lost the connection to $(label 0); the run may still run there: check its folder"
   exit "$code"
 }
 
 status() {
   [ $# -eq 0 ] || usage
   local i lost=0
-  recall_hosts
+  load_hosts
   nodes=$(on_head nodes) || fail "$nodes"
   for i in "${!hosts[@]}"; do
     if is_in_cluster "$i"; then
-      say "$i" "up, $(node_word "$i" 3) CPUs, $(node_word "$i" 4) GPUs${pools[$i]:+, in ${pools[$i]}}"
+      print_host "$i" "up, $(node_word "$i" 3) CPUs, $(node_word "$i" 4) GPUs${pools[$i]:+, in ${pools[$i]}}"
     else
       lost=1
-      say "$i" "lost: its Ray is not in the cluster; '$0 up' lets it join again"
+      print_host "$i" "lost: its Ray is not in the cluster; run '$0 up' to let it join again"
     fi
   done
   on_head ray-status
@@ -134,16 +134,16 @@ status() {
 down() {
   [ $# -eq 0 ] || usage
   local i line failed=0
-  recall_hosts
-  # while the runs have a Ray to finish their step on; of a head that cannot be reached, `stop` says so
+  load_hosts
+  # before Ray stops, so that the runs can finish their step; if the head cannot be reached, `stop` reports it
   limit_s=$((end_s + 30)) on_host 0 end-runs "$end_s" </dev/null 2>/dev/null |
-    while IFS= read -r line; do say 0 "$line"; done || true
+    while IFS= read -r line; do print_host 0 "$line"; done || true
   each_host stop "${!hosts[@]}"
   for i in "${!hosts[@]}"; do
-    if [ "${codes[$i]}" = 0 ]; then say "$i" "down"; else failed=1 && complain "$i"; fi
+    if [ "${codes[$i]}" = 0 ]; then print_host "$i" "down"; else failed=1 && report_failure "$i"; fi
   done
-  forget_hosts
-  [ "$failed" = 0 ] || fail "its Ray may still run there; call '$0 --hosts FILE down' again when it can be reached"
+  delete_saved_hosts
+  [ "$failed" = 0 ] || fail "its Ray may still run there; run '$0 --hosts FILE down' again when it can be reached"
 }
 
 verb=

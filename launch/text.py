@@ -1,4 +1,4 @@
-"""Figures, texts and token ids as a terminal shows them."""
+"""Formatting of numbers, text and token ids for the terminal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 GIB = 2**30
 MAX_TEXT = 65_536
-"""Characters of one text that are shown of a stored trajectory; an export has all of them."""
+"""Maximum number of characters shown of a stored text; an export has all of them."""
 _TOKENIZER = "tokenizer.json"
 
 
@@ -20,14 +20,14 @@ def gib(size_bytes: int) -> str:
 
 
 def number(value: float | None) -> str:
-    """Return a figure; a dash for None."""
+    """Format a number; a dash for None."""
     if value is None:
         return "-"
     return f"{value:.2e}" if value and abs(value) < 1e-2 else f"{value:.3f}"
 
 
 def share_of(part: int, whole: int) -> str:
-    """Return a percentage: never 0% of something, nor 100% of less than all."""
+    """Format a percentage; 0% and 100% are exact, never rounded."""
     percent = 100 * part / whole if whole else 0.0
     if part and percent < 0.1:
         return "under 0.1%"
@@ -40,13 +40,13 @@ def duration(seconds: float) -> str:
 
 
 def printable(text: str, most: int = MAX_TEXT) -> str:
-    """Return at most that many characters of a text, with those that do not print escaped."""
+    """Return up to `most` characters of a text, with unprintable ones escaped."""
     rest = f" ... and {len(text) - most} more characters" if len(text) > most else ""
     return _escaped(text[:most]) + rest
 
 
 def shortened(text: str, most: int) -> str:
-    """Do the same for a cell of a table."""
+    """Return a text for a table cell: up to `most` characters, with unprintable ones escaped."""
     return f"{_escaped(text[:most])}..." if len(text) > most else _escaped(text)
 
 
@@ -55,7 +55,7 @@ def _escaped(text: str) -> str:
 
 
 class TextOf:
-    """Decodes token ids with the tokenizer of the run of a buffer, loaded at the first use."""
+    """Decoder of token ids by the tokenizer of a run, given its buffer folder; loaded on first use."""
 
     def __init__(self, buffer_folder: Path) -> None:
         self._run = buffer_folder.resolve().parent
@@ -68,16 +68,16 @@ class TextOf:
         return decoded
 
     @cached_property
-    def _tokenizer(self) -> Any:  # noqa: ANN401 -- of the package tokenizers, imported where it is needed
+    def _tokenizer(self) -> Any:  # noqa: ANN401 -- of the package tokenizers, imported lazily
         for folder in self._folders():
             if (folder / _TOKENIZER).is_file():
-                from tokenizers import Tokenizer  # without Transformers, which would import torch
+                from tokenizers import Tokenizer  # not Transformers, which imports torch
 
                 return Tokenizer.from_file(str(folder / _TOKENIZER))
         return None
 
     def _folders(self) -> Iterator[Path]:
-        """Yield the folders that may hold the model: exported, or its source."""
+        """Yield the folders that may contain the tokenizer: the exported model, then the initial model."""
         yield self._run / "model"
         try:
             path = tomllib.loads((self._run / "config.toml").read_text(encoding="utf-8"))["model"]["path"]
@@ -85,7 +85,7 @@ class TextOf:
                 yield Path(path)
                 return
             name, _, revision = path.partition("@")
-        except (OSError, KeyError, TypeError, ValueError, AttributeError):  # no such file, or another one
+        except (OSError, KeyError, TypeError, ValueError, AttributeError):  # the file is missing or invalid
             return
         from huggingface_hub import try_to_load_from_cache
 
@@ -96,7 +96,7 @@ class TextOf:
 
 @contextlib.contextmanager
 def progress_line() -> Iterator[Callable[[str, float | None], None]]:
-    """Show progress in one line of the standard error if that is a terminal."""
+    """Show progress in one line on standard error, if that is a terminal."""
     from rich.console import Console
     from rich.progress import Progress
 
@@ -104,7 +104,7 @@ def progress_line() -> Iterator[Callable[[str, float | None], None]]:
     with Progress(console=console, transient=True, disable=not console.is_terminal) as line:
         task = line.add_task("", total=None)
 
-        def say(what: str, share: float | None = None) -> None:
-            line.update(task, description=what, total=None if share is None else 1.0, completed=share)
+        def show(text: str, share: float | None = None) -> None:
+            line.update(task, description=text, total=None if share is None else 1.0, completed=share)
 
-        yield say
+        yield show

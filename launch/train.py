@@ -1,4 +1,4 @@
-"""The run itself, from a checked plan to the summary: evaluate, train, evaluate, export, summarise."""
+"""The stages of a run, from a checked plan to the summary: evaluate, train, evaluate, export, summarise."""
 
 from __future__ import annotations
 
@@ -17,50 +17,50 @@ from typing import Any
 from msgspec.structs import replace
 from safetensors import SafetensorError
 
-from actors.report import EvalResult
-from common.files import FULL, write_whole
-from common.hf_folder import ModelFolderError
-from common.run import RunContext
-from common.serving_model import prepare_serving_model
-from common.staleness import PolicyVersion, StalenessContract
-from launch.checks import Plan, check_fetched
-from launch.config import Config
-from launch.errors import ConfigError, ExitStatus, Interrupts, Stopped, refuse
-from launch.host import configure_logging, ourselves, private_files
-from launch.model_folder import fetch_model
-from launch.observe.observer import Observer
-from launch.observe.sinks import Exporter, Tracker
-from launch.observe.status import Accuracy, PollResult, RunStatus
-from launch.observe.trace import Trace
-from launch.observe.tripwires import Trip, Tripwires
-from launch.observe.view import Display
-from launch.offline import fill_buffer
-from launch.processes.actor_pools import Evaluation, accuracy_of
-from launch.processes.ray_cluster import leave, was_abandoned
-from launch.processes.role_process import SILENCE_S, RunFailed, WrongInput
-from launch.processes.supervisor import HURRIED_GOODBYE_S, Supervisor
-from launch.resume import History, identity_of
-from launch.run_folder import Control, RunFolder, claimed, claimed_weights
-from learner.checkpoint_files import TrainingProgress, newest_progress
+from leeway.actors.report import EvalResult
+from leeway.common.files import FULL, write_whole
+from leeway.common.hf_folder import ModelFolderError
+from leeway.common.run import RunContext
+from leeway.common.serving_model import prepare_serving_model
+from leeway.common.staleness import PolicyVersion, StalenessContract
+from leeway.launch.checks import Plan, check_fetched
+from leeway.launch.config import Config
+from leeway.launch.errors import ConfigError, ExitStatus, Interrupts, Stopped, print_error
+from leeway.launch.host import configure_logging, leeway_command, private_files
+from leeway.launch.model_folder import fetch_model
+from leeway.launch.observe.alerts import Alert, Alerts
+from leeway.launch.observe.observer import Observer
+from leeway.launch.observe.sinks import Exporter, Tracker
+from leeway.launch.observe.status import Accuracy, PollResult, RunStatus
+from leeway.launch.observe.trace import Trace
+from leeway.launch.observe.view import Display
+from leeway.launch.offline import fill_buffer
+from leeway.launch.processes.actor_pools import Evaluation, accuracy_of
+from leeway.launch.processes.ray_cluster import exit_if_abandoned, was_abandoned
+from leeway.launch.processes.role_process import SILENCE_S, RunFailed, WrongInput
+from leeway.launch.processes.supervisor import SHORT_GRACE_S, Supervisor
+from leeway.launch.resume import History, identity_of
+from leeway.launch.run_folder import Control, RunFolder, claimed, claimed_weights
+from leeway.learner.checkpoint_files import TrainingProgress, newest_progress
 
-AUTOSCALE = "planning.autoscale:Autoscale"  # loaded if launch.autoscale is not "off"
+AUTOSCALE = "leeway.planning.autoscale:Autoscale"  # loaded if launch.autoscale is not "off"
 POLL_S = 0.5
-"""How often the roles are asked for news: a death is seen this late, and an answer takes milliseconds."""
+"""Seconds between polls of the roles; bounds how late an exited process is noticed. A poll takes milliseconds."""
 SHUTDOWN_TIMEOUT_S = 600.0
-"""Seconds for the learner to finish its step after Ctrl-C, of long samples too; a second Ctrl-C ends it at once."""
+"""Seconds for the learner to finish its step after Ctrl-C, even with long samples; a second Ctrl-C ends it."""
 EVAL_PROBLEMS = 256
-"""Held-out problems of an evaluation during the run: the standard error is 3 % at most."""
+"""Maximum number of held-out problems of an evaluation during the run; the standard error is at most 3 %."""
 EVALUATION_POLL_S = 0.1
 REPORT_S = 60.0
-"""A page that takes longer is given up."""
+"""Timeout of the report, in seconds."""
 _NOT_WRITTEN = FULL | {errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM, errno.EFBIG}
-"""What a disk says that is full, broken, or not ours to write, and a limit on the size of files (`ulimit -f`)."""
+"""Errors of a full, broken or read-only disk, of missing permissions, and of the file size limit (`ulimit -f`)."""
 
 
 def train(plan: Plan, earlier: History | None = None) -> ExitStatus:
-    """Run a plan to its end; no process is left behind whatever happens.
+    """Run a plan to its end; leave no process behind, even after errors.
 
-    `earlier` is of a run that is resumed, whose folder the caller has claimed.
+    `earlier` is the history of a resumed run, whose folder the caller has claimed.
     """
     try:
         status = _train(plan, earlier)
@@ -68,14 +68,14 @@ def train(plan: Plan, earlier: History | None = None) -> ExitStatus:
         if error.errno not in _NOT_WRITTEN:
             raise
         root = plan.folder.root
-        hint = "free some space, then go on" if error.errno in FULL else "once it can be written, go on"
-        status = refuse(f"the run folder {root} cannot be written: {error.strerror}; {hint}: leeway resume {root}")
+        hint = "free some space, then resume" if error.errno in FULL else "make it writable, then resume"
+        status = print_error(f"the run folder {root} cannot be written: {error.strerror}; {hint}: leeway resume {root}")
     except BaseException:
         if was_abandoned():
             traceback.print_exc()
-            leave(ExitStatus.FAILED)
+            exit_if_abandoned(ExitStatus.FAILED)
         raise
-    leave(status)
+    exit_if_abandoned(status)
     return status
 
 
@@ -84,50 +84,50 @@ def _train(plan: Plan, earlier: History | None) -> ExitStatus:
     with ExitStack() as stack:
         interrupts = stack.enter_context(Interrupts())
         try:
-            ready = _prepare(plan, earlier, stack)
+            prepared = _prepare(plan, earlier, stack)
         except (ConfigError, ModelFolderError) as error:
-            interrupts.end()  # from here on signals are only counted
-            return refuse(error, ExitStatus.WRONG_INPUT)
-        except (OSError, SafetensorError) as error:  # a full disk, mostly
+            interrupts.end()  # from now on, signals are only counted
+            return print_error(error, ExitStatus.WRONG_INPUT)
+        except (OSError, SafetensorError) as error:  # usually a full disk
             interrupts.end()
-            return refuse(f"the run folder {plan.folder.root} cannot be prepared: {error}", ExitStatus.WRONG_INPUT)
+            return print_error(f"the run folder {plan.folder.root} cannot be prepared: {error}", ExitStatus.WRONG_INPUT)
         except Stopped:
             interrupts.end()
-            return refuse("stopped before anything was started", ExitStatus.INTERRUPTED)
+            return print_error("stopped before anything was started", ExitStatus.INTERRUPTED)
         try:
-            status = _follow(ready, earlier, interrupts, stack, started)
-        except Stopped:  # before the run could hear of it
+            status = _supervise(prepared, earlier, interrupts, stack, started)
+        except Stopped:  # outside the handlers of `_supervise`
             interrupts.end()
-            return refuse(f"stopped; what there is lies in {plan.folder.root}", ExitStatus.INTERRUPTED)
-    if status is ExitStatus.WRONG_INPUT:  # all that wrote there has ended
+            return print_error(f"stopped; results so far are in {plan.folder.root}", ExitStatus.INTERRUPTED)
+    if status is ExitStatus.WRONG_INPUT:  # every process that wrote there has exited
         shutil.rmtree(plan.folder.root, ignore_errors=True)
     return status
 
 
-_Ready = tuple[Plan, RunContext[Config], Exporter, Tracker]
+_Prepared = tuple[Plan, RunContext[Config], Exporter, Tracker]
 
 
-def _prepare(plan: Plan, earlier: History | None, stack: ExitStack) -> _Ready:
-    """Prepare the model, the folder and the trackers; if one of them fails, the name of the run is free again."""
+def _prepare(plan: Plan, earlier: History | None, stack: ExitStack) -> _Prepared:
+    """Prepare the model, the folder and the sinks; if one of them fails, remove the folder of a new run."""
     config, folder = plan.config, plan.folder
     if plan.lacking:
         raise ConfigError(plan.lacking)
-    with ExitStack() as half_made:
-        # before the model is fetched, which may take long
+    with ExitStack() as undo:
+        # before the model is downloaded, which may take long
         exporter = stack.enter_context(Exporter(config.tracking))
-        # before the folder is made: a typo leaves nothing behind
+        # before the folder is created, so that a typo leaves nothing behind
         model_path = fetch_model(config.model, was_here=earlier is not None)
         if plan.model is None:
             plan = check_fetched(plan, model_path)
             config = plan.config
-        assert plan.model is not None, "it was checked"
+        assert plan.model is not None, "the model is checked"
         stack.enter_context(private_files())
         if config.weight_sync.folder is not None:
             stack.enter_context(claimed_weights(plan.weights_folder, folder.root))
         context = plan.context(model_path, plan.model)
         if earlier is None:
             folder.create(config)
-            half_made.callback(shutil.rmtree, folder.root, ignore_errors=True)  # it would be in the next try's way
+            undo.callback(shutil.rmtree, folder.root, ignore_errors=True)  # it would block the next attempt
             stack.enter_context(claimed(folder))
             if plan.recorded is not None:
                 fill_buffer(config, context.facts, folder, plan.recorded)
@@ -138,18 +138,18 @@ def _prepare(plan: Plan, earlier: History | None, stack: ExitStack) -> _Ready:
             folder.write_identity(identity)
         last_step = 0 if earlier is None else earlier.last_step
         tracker = stack.enter_context(Tracker(config, folder, plan.run_id, last_step))
-        # each actor looks for it on its own host, and finds it made where that is this one
+        # each actor looks for it on its own host, which may be this one
         prepare_serving_model(model_path, folder.serving_models)
         if earlier is not None:
-            folder.write_config(config)  # not before: a run that is not gone on with stays as it was
+            folder.write_config(config)  # last, so that a run that cannot be resumed stays unchanged
             folder.write_identity(identity)
-        half_made.pop_all()
+        undo.pop_all()
     return plan, context, exporter, tracker
 
 
 @dataclass(frozen=True)
 class Sinks:
-    """The receivers of the news of a run: files and W&B, the terminal, the trace, and `status.json` with its views."""
+    """The sinks of the events of a run: files and W&B, the terminal, the trace, and `status.json` with its views."""
 
     tracker: Tracker
     display: Display
@@ -158,12 +158,12 @@ class Sinks:
 
     def event(self, kind: str, text: str, **details: object) -> None:
         self.tracker.event(kind, text, **details)
-        self.display.say(text)
+        self.display.log(text)
         self.observer.event(kind, text)
         self.trace.event(kind, text)
 
     def phase(self, text: str) -> None:
-        self.display.say(text)
+        self.display.log(text)
         self.observer.phase(text)
         self.trace.phase(text)
 
@@ -175,11 +175,11 @@ class Sinks:
         self.display.fail(text)
 
 
-def _follow(
-    ready: _Ready, earlier: History | None, interrupts: Interrupts, stack: ExitStack, started: float
+def _supervise(
+    prepared: _Prepared, earlier: History | None, interrupts: Interrupts, stack: ExitStack, started: float
 ) -> ExitStatus:
-    """Start the processes of the run, and follow it to its end."""
-    plan, context, exporter, tracker = ready
+    """Start the processes of the run, and supervise it to its end."""
+    plan, context, exporter, tracker = prepared
     folder = plan.folder
     configure_logging(folder.log("launch", 0))
     display = stack.enter_context(Display(folder))
@@ -195,60 +195,60 @@ def _follow(
         plan,
         started_s=started,
         earlier=earlier,
-        look=lambda: supervisor.processes(),
-        on_news=show,
+        list_processes=lambda: supervisor.processes(),
+        on_write=show,
     )
     sinks = Sinks(tracker, display, trace, observer)
-    stack.push(interrupts)  # until the last process has ended a signal must not cut that off; then it is as usual
+    stack.push(interrupts)  # exits after the last process, so that no signal cuts off the shutdown
     supervisor = Supervisor(plan, context, sinks.event)
     stack.callback(supervisor.stop)
-    stack.enter_context(observer)  # after the supervisor, for it looks at its processes
+    stack.enter_context(observer)  # exits before the supervisor, whose processes it reads
     stack.callback(interrupts.end)
     run = _Run(plan, context.facts.contract, earlier, supervisor, sinks, interrupts)
     try:
         return run.go()
     except RunFailed as error:
-        may_go_on = run.has_begun or earlier is not None
+        is_resumable = run.has_begun or earlier is not None
         why = str(error)
-        if may_go_on and "leeway resume" not in why:
-            why += f". Once that is mended, `leeway resume {folder.root}` goes on"
+        if is_resumable and "leeway resume" not in why:
+            why += f". Fix the cause, then resume: `leeway resume {folder.root}`"
         sinks.fail(why)
-        if may_go_on or not isinstance(error, WrongInput):
+        if is_resumable or not isinstance(error, WrongInput):
             return ExitStatus.FAILED
-        at_end.pop_all()  # of a run that never was there is nothing to report
+        at_end.pop_all()  # a run that never began has no report
         return ExitStatus.WRONG_INPUT
     except (Stopped, SystemError) as error:
         if isinstance(error, SystemError) and not isinstance(error.__cause__, Stopped):
-            raise  # a signal in the middle of Ray's C code arrives wrapped; nothing else is ours
-        supervisor.goodbye_s = HURRIED_GOODBYE_S
+            raise  # a signal within Ray's C code is a SystemError caused by Stopped; any other is a bug
+        supervisor.shutdown_grace_s = SHORT_GRACE_S
         observer.end("stopped", ExitStatus.INTERRUPTED)
-        display.fail(f"stopped; what was trained lies in {folder.root}")
+        display.fail(f"stopped; results so far are in {folder.root}")
         return ExitStatus.INTERRUPTED
 
 
-def report_at_end(folder: RunFolder, event: Callable[[str, str], None], say: Callable[[str], None]) -> None:
-    """Write the page of a run that is over, and say where it is; why there is none is an event too. Never raises.
+def report_at_end(folder: RunFolder, event: Callable[[str, str], None], log: Callable[[str], None]) -> None:
+    """Write the report of an ended run and log its path; a failure is logged and stored as an event. Never raises.
 
-    In a process of its own, so that nothing about it can hurt the run: a damaged buffer that kills its reader, a page
-    that takes too long or too much memory.
+    Runs in its own process, so that it cannot affect the run: a damaged buffer can crash its reader, and a report can
+    take too long or use too much memory.
     """
-    command = ourselves("report", str(folder.root), "--out", str(folder.report))
+    command = leeway_command("report", str(folder.root), "--out", str(folder.report))
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=REPORT_S, check=False)
-        said = done.stderr.strip().splitlines() or [f"its process ended with status {done.returncode}"]
-        why = said[-1].removeprefix("leeway: ") if done.returncode else ""
+        errors = done.stderr.strip().splitlines() or [f"its process exited with status {done.returncode}"]
+        why = errors[-1].removeprefix("leeway: ") if done.returncode else ""
     except subprocess.TimeoutExpired:
-        why = f"it was not written within {REPORT_S:g} s"
+        why = f"it timed out after {REPORT_S:g} s"
     except OSError as error:
-        why = f"its process does not start: {error}"
+        why = f"its process did not start: {error}"
     except KeyboardInterrupt:
         why = "interrupted"
     if not why:
-        say(f"report: {folder.report}")
+        log(f"report: {folder.report}")
         return
-    text = f"no report: {why}; `leeway report {folder.root}` tries again"
+    text = f"no report: {why}; to retry, run `leeway report {folder.root}`"
     event("report", text)
-    say(text)
+    log(text)
 
 
 @dataclass
@@ -266,24 +266,24 @@ class _Run:
         self._config = self.plan.config
         self._observer = self.sinks.observer
         self._control = Control(self.plan.folder.control)
-        self._tripwires = Tripwires(self.plan.config, self.contract)
+        self._alerts = Alerts(self.plan.config, self.contract)
         self._autoscale = None if self._config.launch.autoscale == "off" else resolve_name(AUTOSCALE)(self._config)
         self._evaluation: Evaluation | None = None
         self._evaluated_at = 0
         self.has_begun = False
-        """Were all its processes ready once? Before, nothing was trained or generated."""
+        """Whether all processes were ready once; before that, nothing was trained or generated."""
 
     def go(self) -> ExitStatus:
-        self.sinks.display.say(f"rows: {self.plan.task.rows}")
+        self.sinks.display.log(f"rows: {self.plan.task.rows}")
         self.supervisor.start(self.sinks.phase)
         self.has_begun = True
-        self.interrupts.go_on()
+        self.interrupts.raise_if_stopped()
         if self.earlier is not None:
-            self._take_up(self.earlier)
+            self._restore(self.earlier)
         before = self._first_evaluation()
-        self.interrupts.go_on()
-        if self._tripwires.foreseen:
-            self.sinks.event("unweighted", self._tripwires.foreseen)
+        self.interrupts.raise_if_stopped()
+        if self._alerts.startup_warning:
+            self.sinks.event("unweighted", self._alerts.startup_warning)
         for note in self.plan.notes:
             self.sinks.event("note", note)
         self.sinks.phase("training")
@@ -291,117 +291,117 @@ class _Run:
         interrupted = self._train()
         self.supervisor.drain()
         self.sinks.phase("exporting the model")
-        # that of an earlier command may have other files; it stays until now, should this one not come so far
+        # an export of an earlier launch may have other files; it is kept until this one replaces it
         shutil.rmtree(self.plan.folder.export, ignore_errors=True)
         self.supervisor.export(self.plan.folder.export)
-        self._digest(self.supervisor.poll())  # a restart in the export counts too
+        self._handle_poll(self.supervisor.poll())  # includes restarts during the export
         after = None
         if not interrupted and self._has_actors:
             final = PolicyVersion(*self.supervisor.status().newest)
             self.sinks.phase(f"evaluating version {final}")
-            after = self._evaluated_alone(self._evaluate(self.plan.task.num_heldout, final))
+            after = self._wait_for_evaluation(self._evaluate(self.plan.task.num_heldout, final))
         self._finish(before, after)
         status = ExitStatus.INTERRUPTED if interrupted else ExitStatus.OK
-        self._observer.end("interrupted, and ended with a checkpoint" if interrupted else "done", status)
+        self._observer.end("interrupted; ended with a checkpoint" if interrupted else "done", status)
         return status
 
-    def _take_up(self, earlier: History) -> None:
-        """Count on from where the learner stands, which is its newest checkpoint that is whole."""
+    def _restore(self, earlier: History) -> None:
+        """Restore the counters to the state of the learner, which is its newest intact checkpoint."""
         reached = newest_progress(self.plan.folder.checkpoints) or TrainingProgress(0, 0, 0)
         step, version = reached.step, reached.version
-        self._observer.take_up(step, version, max(0, earlier.last_step - step))
+        self._observer.resume_at(step, version, max(0, earlier.last_step - step))
         every = self._config.actors.eval_every
         self._evaluated_at = version - version % every if every else version
-        self.sinks.event("resumed", f"the run goes on from {earlier.start(step)}")
+        self.sinks.event("resumed", f"the run resumes from {earlier.start(step)}")
 
     @property
     def _has_actors(self) -> bool:
-        """A run on recorded samples can do without, and is then not evaluated."""
+        """Return whether the run has actors; on recorded samples it may have none, and is then not evaluated."""
         return bool(self.supervisor.actors.actors)
 
     def _first_evaluation(self) -> Accuracy | None:
         if self.earlier is not None and self.earlier.before is not None:
             return self.earlier.before
-        if not self._has_actors or self._observer.status.version > 0:  # it is too late for one
+        if not self._has_actors or self._observer.status.version > 0:  # the model is trained already
             return None
         version = PolicyVersion(*self.supervisor.status().newest)
         self.sinks.phase(f"evaluating version {version.version}")
-        return self._evaluated_alone(self._evaluate(self.plan.task.num_heldout, version))
+        return self._wait_for_evaluation(self._evaluate(self.plan.task.num_heldout, version))
 
     def _train(self) -> bool:
-        """Watch until the learner is done; returns whether that was because of an interrupt."""
-        asked_at: float | None = None
+        """Poll until the learner is done; return whether an interrupt ended it."""
+        requested_at: float | None = None
         self.interrupts.training = True
         while not self.supervisor.learner.are_finished:
             time.sleep(POLL_S)
-            self._digest(self.supervisor.poll())
-            if self.interrupts.count and asked_at is None:
-                asked_at = time.monotonic()
-                self.sinks.event("interrupt", "finishing the step and writing a checkpoint; once more stops now")
+            self._handle_poll(self.supervisor.poll())
+            if self.interrupts.count and requested_at is None:
+                requested_at = time.monotonic()
+                self.sinks.event("interrupt", "finishing the step and writing a checkpoint; interrupt again to stop")
                 self.supervisor.request_stop()
-            if asked_at is not None and time.monotonic() - asked_at > SHUTDOWN_TIMEOUT_S:
+            if requested_at is not None and time.monotonic() - requested_at > SHUTDOWN_TIMEOUT_S:
                 raise RunFailed(
                     f"the learner did not finish its step within {SHUTDOWN_TIMEOUT_S:g} s of the interrupt; the newest "
                     f"checkpoint is in {self.plan.folder.checkpoints}"
                 )
-            self._control.answer({"scale": lambda asked: self.supervisor.actors.scale(asked["pool"], asked["count"])})
-            if asked_at is None:  # else nobody waits for actors, which may have got the signal too and left
-                self._evaluate_now_and_then()
+            self._control.answer({"scale": lambda each: self.supervisor.actors.scale(each["pool"], each["count"])})
+            if requested_at is None:  # afterwards actors may also have received the signal and exited
+                self._evaluate_periodically()
         self.interrupts.training = False
-        for _ in range(2):  # the answer still owed, and all since
-            self._digest(self.supervisor.poll(SILENCE_S))
-        if self._evaluation is not None and asked_at is None:
-            self._evaluated_alone(self._evaluation)
-        return asked_at is not None
+        for _ in range(2):  # the outstanding answer, then everything since
+            self._handle_poll(self.supervisor.poll(SILENCE_S))
+        if self._evaluation is not None and requested_at is None:
+            self._wait_for_evaluation(self._evaluation)
+        return requested_at is not None
 
-    def _digest(self, news: PollResult) -> None:
-        rows = self._observer.take_in(news)
-        self.sinks.trace.take_in(news, rows)
+    def _handle_poll(self, result: PollResult) -> None:
+        rows = self._observer.ingest(result)
+        self.sinks.trace.ingest(result, rows)
         for row in rows:
             self.sinks.tracker.step(row)
-        trips = self._tripwires.look(news, evaluating=self._evaluation is not None)
-        self._observer.status.tripped = [trip.text for trip in self._tripwires.standing]
+        alerts = self._alerts.check(result, evaluating=self._evaluation is not None)
+        self._observer.status.alerts = [alert.text for alert in self._alerts.active]
         self._observer.polled()
-        for trip in trips:
-            self._act(trip)
+        for alert in alerts:
+            self._act_on(alert)
         if self._autoscale is not None and self._evaluation is None and self.interrupts.training:
             self._scale(rows, self._autoscale)
 
-    def _scale(self, rows: Sequence[Mapping[str, Any]], autoscale: Any) -> None:  # noqa: ANN401 -- it is loaded
-        """Report how many actors would do, or scale the pools to it."""
+    def _scale(self, rows: Sequence[Mapping[str, Any]], autoscale: Any) -> None:  # noqa: ANN401 -- loaded by name
+        """Report the required number of actors, or scale the pools to it."""
         actors = self.supervisor.actors
         for row in rows:
             pools = [replace(pool, wanted=len(actors.staying(pool.name))) for pool in self._observer.status.pools]
-            advice = autoscale.look(row, pools, actors.room)
+            advice = autoscale.observe(row, pools, actors.room)
             if advice is None:
                 continue
             self.sinks.event("advice", advice.text, pool=advice.pool, count=advice.count)
             if advice.pool and self._config.launch.autoscale == "on":
                 try:
                     actors.scale(advice.pool, advice.count)
-                except ValueError as error:  # nobody waits for it
-                    self.sinks.event("not_scaled", f"pool '{advice.pool}' stays as it is: {error}")
+                except ValueError as error:  # the run continues unscaled
+                    self.sinks.event("not_scaled", f"pool '{advice.pool}' is not scaled: {error}")
 
-    def _act(self, trip: Trip) -> None:
-        """Report an alert and act on it; RunFailed if the run is to stop, or no actor is left."""
-        self.sinks.event(trip.kind, trip.text, who=trip.who, action=trip.action)
-        if trip.action == "quarantine":
-            self.supervisor.actors.quarantine(trip.who, trip.text)
-        if trip.action == "stop":
-            raise RunFailed(trip.text)
+    def _act_on(self, alert: Alert) -> None:
+        """Report an alert and run its action; RunFailed if the action is "stop" or no actor is left."""
+        self.sinks.event(alert.kind, alert.text, who=alert.source, action=alert.action)
+        if alert.action == "quarantine":
+            self.supervisor.actors.quarantine(alert.source, alert.text)
+        if alert.action == "stop":
+            raise RunFailed(alert.text)
 
-    def _evaluate_now_and_then(self) -> None:
-        """Begin an evaluation every actors.eval_every versions, and take in the one that goes on."""
+    def _evaluate_periodically(self) -> None:
+        """Poll the current evaluation, or start one every actors.eval_every versions."""
         if self._evaluation is not None:
             results = self._evaluation.poll()
             if results is not None:
                 self._evaluation = None
-                self._evaluated(results)
+                self._record_evaluation(results)
             return
         every, version = self._config.actors.eval_every, self._observer.status.version
         learner = self._config.learner
         is_due = every and self._evaluated_at + every <= version < learner.num_steps * learner.updates_per_step
-        if is_due and self.supervisor.actors.ready():  # else the run goes on, and begins it once an actor is there
+        if is_due and self.supervisor.actors.ready():  # otherwise it starts when an actor is ready
             self._evaluated_at = version - version % every
             self._evaluation = self._evaluate(min(EVAL_PROBLEMS, self.plan.task.num_heldout), None)
 
@@ -409,22 +409,22 @@ class _Run:
         self.sinks.trace.evaluating()
         return self.supervisor.evaluate(num_problems, version)
 
-    def _evaluated_alone(self, evaluation: Evaluation) -> Accuracy:
-        """Wait for it while nothing else goes on, and tell what the actors wait for."""
-        heard_s = time.monotonic()
+    def _wait_for_evaluation(self, evaluation: Evaluation) -> Accuracy:
+        """Block until an evaluation ends, and report what the actors wait for."""
+        polled_s = time.monotonic()
         while (results := evaluation.poll()) is None:
             time.sleep(EVALUATION_POLL_S)
-            self.supervisor.actors.wait_until_ready()  # nobody else starts again what died
-            if time.monotonic() - heard_s >= POLL_S:
-                news = self.supervisor.hear_actors()
-                self.sinks.trace.take_in(news, self._observer.take_in(news))
+            self.supervisor.actors.wait_until_ready()  # also restarts actors that exited
+            if time.monotonic() - polled_s >= POLL_S:
+                result = self.supervisor.poll_actors()
+                self.sinks.trace.ingest(result, self._observer.ingest(result))
                 self._observer.polled()
-                for trip in self._tripwires.look(news, evaluating=True):
-                    self._act(trip)
-                heard_s = time.monotonic()
-        return self._evaluated(results)
+                for alert in self._alerts.check(result, evaluating=True):
+                    self._act_on(alert)
+                polled_s = time.monotonic()
+        return self._record_evaluation(results)
 
-    def _evaluated(self, results: list[EvalResult]) -> Accuracy:
+    def _record_evaluation(self, results: list[EvalResult]) -> Accuracy:
         accuracy = accuracy_of(results)
         self._observer.evaluated(accuracy)
         self.sinks.trace.evaluated(accuracy.versions)
@@ -435,7 +435,7 @@ class _Run:
 
     def _finish(self, before: Accuracy | None, after: Accuracy | None) -> None:
         status = self.supervisor.status()
-        self._observer.take_in(PollResult(status=status))
+        self._observer.ingest(PollResult(status=status))
         values = self._observer.summary(before, after, status)
         write_whole(self.plan.folder.summary, [f"{json.dumps(values, indent=2)}\n".encode()])
         self.sinks.tracker.summary(values)

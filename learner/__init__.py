@@ -1,24 +1,24 @@
 """The learner: pipelines of stages that train on packed batches and publish weights.
 
-stage        Stage: one process of the learner, from set-up to export
-mesh         MeshPlace, Mesh: a rank's place; join_group: the rendezvous; Agreement: what ranks do as one
-coordinator  Coordinator: the one rank that talks to the buffer; Channel: how it hands each batch to the others
+stage        Stage: one process of the learner, from setup to export
+mesh         MeshPlace, Mesh: the position of a rank; join_group: the rendezvous; Agreement: all-or-nothing actions
+coordinator  Coordinator: the only rank connected to the buffer; Channel: broadcasts each batch to the other ranks
 
-batch        StepBatch: a draw, or a part of it, as the flat arrays that a step computes with
-packing      best-fit packing of whole sequences into micro-batches of one shape, by cost
-step         TrainStep: a step trains one draw in one or several updates
-report       the metrics of a step; BadBatches: what could not be trained, and when a run has diverged
+batch        StepBatch: the batch of a step, or a part of it, as flat arrays
+packing      best-fit packing of whole sequences into micro-batches of one shape, balanced by cost
+step         TrainStep: trains one batch in one or more updates
+report       the metrics of a step; BadBatches: batches that could not be trained, and detection of divergence
 
-networks     Networks: the policy, and a critic that is a head of it or a model of its own; Reference: the frozen models
-device       a rank's device, MemoryNeed: what training takes of it; Offload: a frozen stage that is away meanwhile
-decoders     the supported families, what their layers cost, and how they are split
-model        StageModule: a contiguous share of a Hugging Face decoder's layers
+networks     Networks: the policy, and a critic (a second head or a separate model); Reference: the frozen models
+device       the device of a rank; MemoryNeed: its peak memory; Offload: host copy of a frozen stage during training
+decoders     the supported model families, the cost of their layers, and the split into chunks
+model        StageModule: a contiguous range of a Hugging Face decoder's layers
 attention    block-diagonal attention over packed sequences
-products     of embeddings, linear maps and the head, in bfloat16; log-probabilities without the full logits
-kernels      fused norms, gates, rotations and softmax, if Triton is there (`row_kernels`)
+products     bfloat16 embeddings, linear maps and the head; log-probabilities without the full logits
+kernels      fused norms, gates, rotations and softmax, if Triton is available (`row_kernels`)
 pipeline     Pipeline: forward-only and training schedules over torch.distributed.pipelining
-optimizer    StageOptimizer: AdamW on master weights; one decision over all ranks
+optimizer    StageOptimizer: AdamW on master weights; all ranks take an update or none does
 
-checkpoint   Checkpoints: what a restart needs, in the background and atomically; TrainingState: host copies
-checkpoint_files  CheckpointMeta, TrainingProgress: a checkpoint's document, with checksums; export_checkpoint
+checkpoint   Checkpoints: atomic checkpoints, written in the background; TrainingState: host copies
+checkpoint_files  CheckpointMeta, TrainingProgress: the metadata file, with checksums; export_checkpoint
 """

@@ -1,12 +1,12 @@
-"""Exact block-diagonal causal attention over packed sequences, without a mask of the budget squared.
+"""Exact block-diagonal causal attention over packed sequences, without a mask of token_budget^2 entries.
 
-With flash attention (CUDA, 16-bit floats) all T packed tokens of a micro-batch are one call. Elsewhere the sequences
+With flash attention (CUDA, 16-bit floats) all T packed tokens of a micro-batch are one call. Otherwise the sequences
 are bucketed by power-of-two length, gathered into a padded grid [N, H, L, D] per bucket, run through SDPA, and
-scattered back; padding stands to the right, so no real token attends to it. A prompt that several sequences share asks
-once, as part of the first; the others ask from their completions alone, in a grid of sequences with equally long
-prompts, under a mask [Q, L]; a short prompt asks anew for each, which is cheaper. Soft-capped scores (Gemma 2), which
-neither kernel knows, are computed a block of queries at a time, again in the backward pass. The function is registered
-with Transformers under `IMPLEMENTATION`; layers pass the layout through.
+scattered back. Padding is on the right, so no real token attends to it. The queries of a shared prompt are computed
+once, with its first sequence. The other sequences compute queries for their completions only, in a grid of sequences
+with equally long prompts, under a mask [Q, L]. The queries of a short prompt are computed for each sequence, which is
+cheaper. Neither kernel supports soft-capped scores (Gemma 2). They are computed one block of queries at a time, and
+recomputed in the backward pass. The function is registered with Transformers as `IMPLEMENTATION`.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
-from learner.packing import IntArray
+from leeway.learner.packing import IntArray
 
 IMPLEMENTATION = "leeway_packed"
 
 SHORTEST_BUCKET = 16
-"""Shorter sequences share a bucket: another kernel call would cost more than the padding."""
+"""Tokens; all shorter sequences share one bucket, since another kernel call costs more than the padding."""
 SCORES_MIB = 64.0
-"""Soft-capped scores held at a time."""
+"""MiB of soft-capped scores in memory at a time; bounds the block of queries."""
 
 
 class Grid(NamedTuple):
-    """The sequences of a bucket; cells of padding repeat a sequence's first token."""
+    """The sequences of a bucket; padding cells repeat the first token of the sequence."""
 
     queries: Tensor
-    """int64 [N, Q]: the packed position of each cell."""
+    """int64 [N, Q]: packed position of each query."""
     keys: Tensor
-    """The same of the keys and values, [N, L]; the last Q of them are the queries'."""
+    """int64 [N, L]: packed position of each key and value; the last Q are those of the queries."""
 
 
 class Grids(NamedTuple):
@@ -52,32 +52,32 @@ class Grids(NamedTuple):
 
 @dataclass(frozen=True)
 class AttentionLayout:
-    """Bounds of the sequences of one micro-batch among its T packed tokens."""
+    """Boundaries of the sequences of one micro-batch among its T packed tokens."""
 
     bounds: IntArray
-    """The N sequences' starts, each with the prompt that it reads, and the end of the last."""
+    """Starts of the N sequences, each including its prompt, and the end of the last: [N + 1]."""
     places: IntArray
-    """The packed token of each of the sequences' tokens."""
+    """Packed position of each token of the sequences; the tokens of a shared prompt occur several times."""
     shared_N: IntArray
-    """Tokens at a sequence's beginning that are packed with an earlier one; the others follow each other."""
+    """Leading tokens of each sequence that are packed with an earlier sequence; its other tokens are contiguous."""
     edges: Tensor
-    """As `bounds`, of the tokens that a sequence has for itself, on the device: int32 [N + 1]."""
+    """As `bounds`, counting only tokens that are not shared; on the device, int32 [N + 1]."""
     key_edges: Tensor
     """`bounds` on the device, int32 [N + 1]."""
     keys: Tensor | None
-    """`places` on the device; None: nothing is shared."""
+    """`places` on the device; None if no prompt is shared."""
     _bands: dict[tuple[int, int, int], Tensor] = field(default_factory=dict, compare=False)
 
     @classmethod
     def build(cls, bounds: IntArray, device: torch.device, places: IntArray | None = None) -> AttentionLayout:
-        """Lay out the tokens of one micro-batch; the arguments as in `PackedBatch`, None if nothing is shared."""
+        """Return the layout of one micro-batch; arguments as in `PackedBatch`, `places` None if no prompt is shared."""
         if places is None:
             places = np.arange(bounds[-1])
         is_new = np.diff(np.maximum.accumulate(places), prepend=-1) > 0
         own_N = np.add.reduceat(is_new, bounds[:-1], dtype=np.int64)
-        asks = own_N > 0  # a completion of no token behind another's prompt does not
-        lengths, own_N = np.diff(bounds)[asks], own_N[asks]
-        places = places[np.repeat(asks, np.diff(bounds))]
+        has_queries = own_N > 0  # False for an empty completion of a prompt that is packed with another sequence
+        lengths, own_N = np.diff(bounds)[has_queries], own_N[has_queries]
+        places = places[np.repeat(has_queries, np.diff(bounds))]
         bounds = np.concatenate([[0], np.cumsum(lengths)])
         key_edges = torch.from_numpy(bounds.astype(np.int32)).to(device)
         if (own_N == lengths).all():
@@ -95,13 +95,13 @@ class AttentionLayout:
 
     @functools.cached_property
     def grids(self) -> Grids:
-        """The sequences by bucket; made when a layer first asks, which a kernel for packed sequences never does."""
+        """The sequences by bucket; built on first use, and never with flash attention."""
         starts, lengths = self.bounds[:-1], np.diff(self.bounds)
-        # a shorter prompt asks anew: each length is a grid of its own, and a mask costs what lies above the diagonal
-        asks_apart_N = self.shared_N >= np.maximum(lengths - self.shared_N, SHORTEST_BUCKET)
-        shared_N = np.where(asks_apart_N, self.shared_N, 0)
-        asking_N = np.maximum(SHORTEST_BUCKET, lengths - shared_N)
-        bucket_N = 2 ** np.ceil(np.log2(asking_N)).astype(np.int64)
+        # recompute a shorter prompt: each length needs its own grid, and a mask also computes scores above the diagonal
+        reuses_prompt_N = self.shared_N >= np.maximum(lengths - self.shared_N, SHORTEST_BUCKET)
+        shared_N = np.where(reuses_prompt_N, self.shared_N, 0)
+        num_queries_N = np.maximum(SHORTEST_BUCKET, lengths - shared_N)
+        bucket_N = 2 ** np.ceil(np.log2(num_queries_N)).astype(np.int64)
         scatter_T = np.zeros(int(self.places.max()) + 1, np.int64)
         grids: list[Grid] = []
         row = 0
@@ -112,14 +112,14 @@ class AttentionLayout:
             key_NL = self.places[starts[chosen, None] + np.where(inside_NL, offset_L, 0)]
             query_NQ = key_NL[:, shared:]
             row_NQ = row + np.arange(query_NQ.size).reshape(query_NQ.shape)
-            # of a prompt that several ask from, for it is short, all rows are alike
+            # several sequences may write the rows of a short shared prompt; these rows are identical
             scatter_T[query_NQ[inside_NL[:, shared:]]] = row_NQ[inside_NL[:, shared:]]
             grids.append(Grid(*(torch.from_numpy(cells).to(self.edges.device) for cells in (query_NQ, key_NL))))
             row += query_NQ.size
         return Grids(tuple(grids), torch.from_numpy(scatter_T).to(self.edges.device))
 
     def band(self, queries: int, keys: int, window: int) -> Tensor:
-        """Return which key each query sees, bool [queries, keys], the last of each the same; as `_band`, but kept."""
+        """Return `_band` as a cached mask, bool [queries, keys]; the last query and the last key are the same token."""
         band = self._bands.get((queries, keys, window))
         if band is None:
             band = _band(queries, keys, keys - queries, window, self.edges.device)
@@ -141,19 +141,19 @@ def packed_attention(
     softcap: float | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """Attention function in the form that Transformers' decoder layers call: query [1, H, T, D] -> [1, T, H, D], None.
+    """Attend with the signature that Transformers' decoder layers call: query [1, H, T, D] -> [1, T, H, D], None.
 
-    Keys and values are [1, H_kv, T, D], H a multiple of H_kv; values are in the dtype of the products, to which rotated
-    queries and keys are narrowed. `scaling`: of the scores, None: 1 / sqrt(D). `sliding_window`: tokens that a token
-    sees, itself included. `softcap`: scores s become softcap * tanh(s / softcap). ValueError of a dropout: both passes
-    of a step have to compute the same function.
+    Keys and values are [1, H_kv, T, D], with H a multiple of H_kv. Queries and keys are cast to the dtype of the
+    values. `scaling` multiplies the scores (None: 1 / sqrt(D)). `sliding_window` is the number of tokens that a token
+    attends to, including itself. `softcap` maps scores s to softcap * tanh(s / softcap). Raises ValueError if dropout
+    is not 0: both passes of a step must compute the same function.
     """
     if dropout:
         raise ValueError(f"attention dropout {dropout} would make the two passes of a step differ; set it to 0")
     query_THD, key_THD, value_THD = (states[0].transpose(0, 1).to(value.dtype) for states in (query, key, value))
     window = sliding_window if sliding_window is not None and sliding_window < layout.longest else None
-    if softcap is None and _takes_packed(query_THD):
-        return _in_one_call(query_THD, key_THD, value_THD, layout, scaling, window).unsqueeze(0), None
+    if softcap is None and _supports_varlen(query_THD):
+        return _varlen(query_THD, key_THD, value_THD, layout, scaling, window).unsqueeze(0), None
     outputs = []
     for grid in layout.grids.buckets:
         query_NHQD = _to_grid(query_THD, grid.queries)
@@ -167,13 +167,13 @@ def packed_attention(
 # --- packed ---------------------------------------------------------------------------------------
 
 
-def _takes_packed(query_THD: Tensor) -> bool:
+def _supports_varlen(query_THD: Tensor) -> bool:
     size = query_THD.shape[-1]
-    is_of_its_kind = query_THD.device.type == "cuda" and query_THD.dtype in (torch.bfloat16, torch.float16)
-    return is_of_its_kind and size % 8 == 0 and size <= 256
+    is_16_bit_gpu = query_THD.device.type == "cuda" and query_THD.dtype in (torch.bfloat16, torch.float16)
+    return is_16_bit_gpu and size % 8 == 0 and size <= 256
 
 
-def _in_one_call(
+def _varlen(
     query_THD: Tensor,
     key_THD: Tensor,
     value_THD: Tensor,
@@ -183,12 +183,12 @@ def _in_one_call(
 ) -> Tensor:
     if layout.keys is not None:
         key_THD, value_THD = (states.index_select(0, layout.keys) for states in (key_THD, value_THD))
-    # it counts the tokens behind the query that are seen, and the query besides; -1 of them is all. Of a sequence with
-    # more keys than queries it takes the last of each for the same token
-    seen = (-1 if window is None else window - 1, 0)
+    # the window counts tokens before the query, without the query; -1 is unlimited. If a sequence has more keys than
+    # queries, varlen_attn aligns the last key with the last query
+    visible = (-1 if window is None else window - 1, 0)
     ends = (layout.edges, layout.key_edges, layout.longest_own, layout.longest)
-    out_THD = varlen_attn(query_THD, key_THD, value_THD, *ends, scale=scale, window_size=seen, enable_gqa=True)
-    assert isinstance(out_THD, Tensor), "nothing was asked for besides"
+    out_THD = varlen_attn(query_THD, key_THD, value_THD, *ends, scale=scale, window_size=visible, enable_gqa=True)
+    assert isinstance(out_THD, Tensor), "only the output was requested"
     return out_THD
 
 
@@ -207,7 +207,7 @@ def _in_grid(
     queries, length = query_NHQD.shape[2], key_NHLD.shape[2]
     window = min(window or length, length)
     is_plain = window == length and queries == length
-    if softcap is not None or not _takes_grouped_heads(query_NHQD, is_plain):
+    if softcap is not None or not _supports_grouped_heads(query_NHQD, is_plain):
         times = query_NHQD.shape[1] // key_NHLD.shape[1]
         key_NHLD, value_NHLD = (states.repeat_interleave(times, 1) for states in (key_NHLD, value_NHLD))
     if softcap is None:
@@ -224,10 +224,10 @@ def _in_grid(
     return _soft_capped_in_blocks(query_NHQD, key_NHLD, value_NHLD, window, scale, softcap)
 
 
-def _takes_grouped_heads(query: Tensor, is_plain: bool) -> bool:
-    """Return whether SDPA takes them without keeping scores [N, H, L, L]; with a mask unless `is_plain`.
+def _supports_grouped_heads(query: Tensor, is_plain: bool) -> bool:
+    """Return whether SDPA supports grouped heads without storing scores [N, H, L, L]; a mask is used unless `is_plain`.
 
-    On CUDA only flash attention does, in 16 bits and without a mask: so torch documents it, and no GPU has run it here.
+    On CUDA only flash attention does, in 16 bits and without a mask (from torch's documentation, untested on a GPU).
     """
     return query.device.type == "cpu" or (is_plain and query.dtype in (torch.bfloat16, torch.float16))
 
@@ -235,20 +235,20 @@ def _takes_grouped_heads(query: Tensor, is_plain: bool) -> bool:
 def _soft_capped_in_blocks(
     query_NHQD: Tensor, key_NHLD: Tensor, value_NHLD: Tensor, window: int, scale: float, softcap: float
 ) -> Tensor:
-    """Compute as many queries at a time as `SCORES_MIB` lets; of several blocks each is computed again backward."""
+    """Attend in blocks of queries that fit `SCORES_MIB`; several blocks are recomputed in the backward pass."""
     (num, heads, queries, _), wide = query_NHQD.shape, torch.promote_types(query_NHQD.dtype, torch.float32)
     length = key_NHLD.shape[2]
     rows, offset = max(1, int(SCORES_MIB * 2**20) // (num * heads * length * wide.itemsize)), length - queries
     if rows >= queries:
         return _soft_capped(query_NHQD, key_NHLD, value_NHLD, offset, window, scale, softcap)
-    key_NHLD, value_NHLD = key_NHLD.to(wide), value_NHLD.to(wide)  # so that the blocks' gradients add up in it
+    key_NHLD, value_NHLD = key_NHLD.to(wide), value_NHLD.to(wide)  # gradients of the blocks are summed in this dtype
     blocks: list[Tensor] = []
     for first in range(0, queries, rows):
         end = min(first + rows, queries)
-        seen = max(0, offset + first - window + 1)
-        states = (query_NHQD[:, :, first:end], *(each[:, :, seen : offset + end] for each in (key_NHLD, value_NHLD)))
-        rule = (offset + first - seen, window, scale, softcap)
-        # no random number is drawn in a block
+        start = max(0, offset + first - window + 1)
+        states = (query_NHQD[:, :, first:end], *(each[:, :, start : offset + end] for each in (key_NHLD, value_NHLD)))
+        rule = (offset + first - start, window, scale, softcap)
+        # a block draws no random numbers
         blocks.append(checkpoint(_soft_capped, *states, *rule, use_reentrant=False, preserve_rng_state=False))
     return torch.cat(blocks, 2)
 
@@ -256,7 +256,7 @@ def _soft_capped_in_blocks(
 def _soft_capped(
     query_NHQD: Tensor, key_NHLD: Tensor, value_NHLD: Tensor, offset: int, window: int, scale: float, softcap: float
 ) -> Tensor:
-    """Attention of queries that stand `offset` keys behind the first key."""
+    """Compute soft-capped attention; the first query is `offset` tokens after the first key."""
     key_NHLD, value_NHLD = key_NHLD.to(query_NHQD.dtype), value_NHLD.to(query_NHQD.dtype)
     scores_NHQL = query_NHQD @ key_NHLD.transpose(2, 3)
     scores_NHQL = scores_NHQL.to(torch.promote_types(scores_NHQL.dtype, torch.float32)) * scale
@@ -267,7 +267,7 @@ def _soft_capped(
 
 
 def _band(queries: int, keys: int, offset: int, window: int, device: torch.device) -> Tensor:
-    """Which key each query sees, bool [queries, keys]: its own, `offset` behind the first, and `window - 1` before."""
+    """Return the mask bool [queries, keys]: query q sees key q + offset and the `window - 1` keys before it."""
     behind = torch.arange(offset, offset + queries, device=device)[:, None] - torch.arange(keys, device=device)
     return (behind >= 0) & (behind < window)
 
@@ -279,5 +279,5 @@ def _to_grid(states_THD: Tensor, cell_NL: Tensor) -> Tensor:
 
 AttentionInterface.register(IMPLEMENTATION, packed_attention)
 
-# cuDNN, which torch may prefer to flash attention, builds a plan for every new shape; ours are new in every step
+# torch may prefer cuDNN to flash attention; cuDNN builds a plan for every new shape, and each step has new shapes
 torch.backends.cuda.enable_cudnn_sdp(False)

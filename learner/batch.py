@@ -1,4 +1,4 @@
-"""StepBatch: the trajectories of a draw as the flat arrays that a step computes with, straight from their columns."""
+"""StepBatch: the trajectories of a step as flat arrays, built directly from Arrow columns."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from algorithms.base import LossInputs
-from buffer.rows import flat_values
-from common.staleness import PolicyVersion, effective_version
-from learner.packing import IntArray, PackedBatch, PackingRule, pack
+from leeway.algorithms.base import LossInputs
+from leeway.buffer.rows import flat_values
+from leeway.common.staleness import PolicyVersion, effective_version
+from leeway.learner.packing import IntArray, PackedBatch, PackingRule, pack
 
 Lag0ByActor = dict[str, tuple[float, int]]
-"""Actor -> mean absolute difference of log-probabilities (nats), and over how many tokens."""
+"""Actor -> (mean absolute difference of log-probabilities in nats, number of tokens)."""
 LagByActor = dict[str, dict[int, int]]
-"""Actor -> lag in versions -> trained tokens."""
+"""Actor -> lag in versions -> number of trained tokens."""
 
 
 @dataclass(frozen=True)
 class Leaves:
-    """What a loss reads of the weights, per completion token; or its gradient with respect to that."""
+    """Model outputs that a loss reads, per completion token; or the gradient of the loss with respect to them."""
 
     logprobs_T: Tensor
     values_T: Tensor | None = None
-    """The critic's value of the state before each token; None without a critic."""
+    """Critic value of the state before each token; None without a critic."""
 
     def of(self, where_T: Tensor) -> Leaves:
         return Leaves(self.logprobs_T[where_T], None if self.values_T is None else self.values_T[where_T])
@@ -43,33 +43,33 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class StepBatch:
-    """One step's data, or the part of it that an update trains.
+    """The data of one step, or the part of it that one update trains.
 
-    T runs over the completion tokens of the B sequences, in order.
+    T indexes the completion tokens of the B sequences, in order.
     """
 
     rows: pa.RecordBatch
     packed: PackedBatch
     rule: PackingRule
     version: int
-    """The learner's, at which these tokens are trained."""
+    """Learner version at which these tokens are trained."""
     resumed_at: Mapping[int, int]
-    """By incarnation of the learner, the version that it started from."""
+    """Learner incarnation -> version that it started from."""
     sequence_T: IntArray
     group_B: IntArray
     prompt_B: IntArray
-    """The task's number of each sequence's prompt: the same in all its groups."""
+    """Task prompt index of each sequence; the same in all groups of a prompt."""
     counted_T: IntArray
-    """The version that each token counts with, after restarts of the learner."""
+    """Effective version of each token, after learner restarts."""
     abandoned_T: npt.NDArray[np.bool_]
-    """Tokens of versions that a restart abandoned; their lag counts from the checkpoint it resumed from."""
+    """Tokens sampled by versions that a restart discarded; their lag is counted from the checkpoint it resumed from."""
     single_version_B: npt.NDArray[np.bool_]
 
     @classmethod
     def build(cls, rows: pa.RecordBatch, version: int, resumed_at: Mapping[int, int], rule: PackingRule) -> StepBatch:
-        """Flatten and pack rows of `buffer.schema.SCHEMA`, each with a reward.
+        """Flatten and pack rows of `leeway.buffer.schema.SCHEMA`; each row has a reward.
 
-        ValueError if a sequence does not fit the budget, or there is none.
+        Raises ValueError if a sequence exceeds the token budget, or if there is no sequence.
         """
         rows = rows.select(COLUMNS)
         group_B = _numbers(rows, "group_id")
@@ -93,16 +93,16 @@ class StepBatch:
         )
 
     def part(self, sequences: IntArray, version: int) -> StepBatch:
-        """Return some of the sequences as a batch: indices, ascending, of whole groups."""
+        """Return a batch of these sequences: ascending indices that form whole groups."""
         return StepBatch.build(self.rows.take(sequences), version, self.resumed_at, self.rule)
 
     def pack(self, sequences: IntArray) -> PackedBatch:
-        """Pack some of the sequences to be scored alone: there is no second pass to save."""
+        """Pack these sequences for scoring only, where packing whole units would save no second pass."""
         chosen, (_, group_B) = self.rows.take(sequences), np.unique(self.group_B[sequences], return_inverse=True)
         return pack_rows(chosen, replace(self.rule, unit="sequence"), group_B)
 
     def tokens_of(self, sequences: IntArray) -> IntArray:
-        """Return the positions in T of the completion tokens of these sequences."""
+        """Return the indices in T of the completion tokens of these sequences."""
         is_chosen_B = np.zeros(self.rows.num_rows, np.bool_)
         is_chosen_B[sequences] = True
         return np.flatnonzero(is_chosen_B[self.sequence_T])
@@ -113,26 +113,26 @@ class StepBatch:
 
     @property
     def lag_T(self) -> IntArray:
-        """Versions between the sampling of each token and its training."""
+        """Lag of each token at training, in versions."""
         return self.version - self.counted_T
 
     @property
     def fresh_T(self) -> npt.NDArray[np.bool_]:
-        """Tokens of lag 0 in sequences of a single version, which no restart abandoned."""
+        """Tokens of lag 0 in single-version sequences, except tokens that a restart discarded."""
         return (self.lag_T == 0) & self.single_version_B[self.sequence_T] & ~self.abandoned_T
 
     def unscored(self) -> IntArray:
-        """Return the indices of sequences without reference scores."""
+        """Return the indices of sequences without reference log-probabilities."""
         return np.flatnonzero(self.rows.column("reference_logprobs").is_null())
 
     def bounds_T(self) -> IntArray:
-        """Return the start in T of each sequence's completion, and the end of the last (B + 1 values)."""
+        """Return the start of each completion in T, and the end of the last: [B + 1]."""
         return np.searchsorted(self.sequence_T, np.arange(self.rows.num_rows + 1)).astype(np.int64)
 
     def loss_inputs(self, leaves: Leaves, old: Leaves, reference_T: Tensor, progress: float = 0.0) -> LossInputs:
-        """Return what the loss reads, with the present log-probabilities and values as leaves to differentiate.
+        """Return the inputs of the loss; the current log-probabilities and values are differentiable leaves.
 
-        `old` are those of the weights at the start of the draw; `progress` as in `LossInputs`.
+        `old` holds the outputs of the weights at the start of the step; `progress` as in `LossInputs`.
         """
         device, dtype = leaves.logprobs_T.device, leaves.logprobs_T.dtype
 
@@ -166,7 +166,7 @@ class StepBatch:
 def lag0_by_actor(batch: StepBatch, logprobs_T: Tensor) -> Lag0ByActor:
     """Return the metric `mismatch/lag0_abs` by actor.
 
-    Only fresh tokens count: there the difference is an implementation gap, or wrong weights, and not staleness.
+    Only fresh tokens are counted: their difference is an implementation gap or wrong weights, not staleness.
     """
     sampled_T = np.asarray(batch.rows.column("logprobs").flatten(), np.float64)
     actor_B = np.asarray(batch.rows.column("actor"))
@@ -181,7 +181,7 @@ def lag0_by_actor(batch: StepBatch, logprobs_T: Tensor) -> Lag0ByActor:
 
 
 def lag_by_actor(updates: Sequence[StepBatch]) -> LagByActor:
-    """Return the distribution behind the metrics `lag/token_...` by actor; a token counts in each update."""
+    """Return the distribution behind the metrics `lag/token_...` by actor; a token is counted once per update."""
     found: LagByActor = {}
     for batch in updates:
         actors, actor_B = np.unique(np.asarray(batch.rows.column("actor")), return_inverse=True)
@@ -194,7 +194,7 @@ def lag_by_actor(updates: Sequence[StepBatch]) -> LagByActor:
 
 
 def counted_versions(rows: pa.RecordBatch, resumed_at: Mapping[int, int]) -> IntArray:
-    """Return the version that the tokens of each span count with, after restarts of the learner."""
+    """Return the effective version of the tokens of each span, after learner restarts."""
     incarnations, versions, *_ = rows.column("spans").flatten().flatten()
     sampled_S = list(zip(incarnations.to_pylist(), versions.to_pylist(), strict=True))
     counted = {each: effective_version(PolicyVersion(*each), resumed_at) for each in set(sampled_S)}
@@ -202,7 +202,7 @@ def counted_versions(rows: pa.RecordBatch, resumed_at: Mapping[int, int]) -> Int
 
 
 def pack_rows(rows: pa.RecordBatch, rule: PackingRule, group_B: IntArray) -> PackedBatch:
-    """Pack trajectories by columns; errors as `pack`."""
+    """Pack trajectories from their columns; raises as `pack`."""
     tokens, bounds = flat_values(rows.column("token_ids"))
     sequences = [tokens[start:end] for start, end in pairwise(bounds.tolist())]
     unit_B = _numbers(rows, "prompt_id") if rule.unit == "prompt" else group_B
@@ -210,5 +210,5 @@ def pack_rows(rows: pa.RecordBatch, rule: PackingRule, group_B: IntArray) -> Pac
 
 
 def _numbers(rows: pa.RecordBatch, name: str) -> IntArray:
-    """Return the group, or the prompt, of each sequence, numbered from 0."""
+    """Return the values of a column, renumbered from 0."""
     return np.unique(rows.column(name), return_inverse=True)[1].reshape(-1)

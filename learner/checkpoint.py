@@ -1,17 +1,17 @@
-"""Checkpoints: what a restart needs, written by all ranks while training goes on, and visible only once complete.
+"""Checkpoints: the state for a restart, written by all ranks during training, and visible only once complete.
 
     save        copies everything to host memory; a thread writes the copies:
     .step-00000050.tmp/     torch.distributed.checkpoint writes and syncs one file per rank; replicas share the work
-      meta.json             the coordinator adds the checksum of each file, and where training stood
+      meta.json             the coordinator adds the checksum of each file and the training progress
     step-00000050/          renamed when all of it is on disk
 
-The threads have a process group of their own: their collectives must not come between those of training. Tensors are
-saved under names of the whole model, so a run may restart with other stages, chunks and replicas:
+The writer threads use a separate process group, so that their collectives do not interleave with those of training.
+Tensors are saved under names of the whole model, so a run may restart with other stages, chunks and replicas:
 
-    NAME                        a parameter, as the Hugging Face checkpoint calls it
-    optimizer.exp_avg.NAME      a moment of it; also exp_avg_sq, and step, the updates that it had
-    critic.NAME                 either of the above, of a critic that is a model of its own
-    rng.RANK, rng_cuda.RANK     random generators, the only tensors that belong to a rank
+    NAME                        a parameter, named as in the Hugging Face checkpoint
+    optimizer.exp_avg.NAME      its first moment; also exp_avg_sq, and step, its number of updates
+    critic.NAME                 either of the above, for a critic that is a separate model
+    rng.RANK, rng_cuda.RANK     random generator states, the only tensors that belong to a rank
 """
 
 from __future__ import annotations
@@ -37,47 +37,47 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from common.files import discard, replace_durably, sync, write_durably
-from common.process import DaemonThreads
-from learner.checkpoint_files import (
+from leeway.common.files import discard, replace_durably, sync, write_durably
+from leeway.common.process import DaemonThreads
+from leeway.learner.checkpoint_files import (
     META_NAME,
     RNG,
     RNG_CUDA,
     CheckpointMeta,
     Seal,
     TrainingProgress,
-    is_of_a_rank,
+    is_rng_state,
     steps_in,
 )
-from learner.device import host_room
-from learner.mesh import Agreement, Disagreement, Mesh, StageLost, first_line, tells_of_death
-from learner.networks import Networks
+from leeway.learner.device import allocate_host_copies
+from leeway.learner.mesh import Agreement, Mesh, RankFailed, StageLost, first_line, is_rank_death
+from leeway.learner.networks import Networks
 
 logger = logging.getLogger(__name__)
 
-_LEFT_BEHIND = re.compile(r"\.step-\d{8}\.(tmp|(\d+\.)?old)|\.probe-\d+")
+_LEFTOVER = re.compile(r"\.step-\d{8}\.(tmp|(\d+\.)?old)|\.probe-\d+")
 _INDEX = ".metadata"
-"""Which tensor is in which file, written by rank 0."""
+"""File that maps tensors to files; written by rank 0."""
 
 Stored = Mapping[str, TensorStorageMetadata]
 
 
 class CheckpointFailed(RuntimeError):
-    """A checkpoint could not be written or read; earlier ones are as they were."""
+    """A checkpoint could not be written or read; earlier checkpoints are unchanged."""
 
 
 class CheckpointMismatch(ValueError):
-    """A checkpoint is whole, and belongs to another model."""
+    """A checkpoint is intact but belongs to another model."""
 
 
 class Checkpoints:
-    """Saves and restores one run's checkpoints. All ranks make it, and call its methods, together."""
+    """The checkpoints of one run. All ranks must create the object and call its methods together."""
 
     def __init__(self, folder: Path, keep: int, mesh: Mesh, timeout_s: float, model: str = "") -> None:
-        """Open a folder, the same for all ranks, keep the newest `keep` checkpoints, and remove what a crash left.
+        """Open a folder shared by all ranks, keep the newest `keep` checkpoints, and remove leftovers of a crash.
 
-        Writing or reading one for longer than `timeout_s` fails. `model`: `model_identity` of what is trained; '' to go
-        by the tensors alone. CheckpointFailed, on all ranks, if one cannot write there.
+        Writing or reading a checkpoint fails after `timeout_s`. `model` is the `model_identity` of the trained model;
+        '' compares tensors only. Raises CheckpointFailed on all ranks if any rank cannot write to the folder.
         """
         self._folder = folder
         self._keep = keep
@@ -86,15 +86,15 @@ class Checkpoints:
         self._model = model
         self._state = TrainingState(mesh.place.rank)
         self._ranks = Agreement(mesh.place.rank, timeout_s)
-        # its threads do not keep a process that ends on an error waiting for a disk
+        # daemon threads: a process that exits on an error does not block on a slow disk
         self._writer = DaemonThreads("checkpoint", max_threads=1)
-        self._under_way: tuple[int, Future[None]] | None = None
+        self._in_progress: tuple[int, Future[None]] | None = None
         self._oldest = -1
         self._released: int | None = None
         try:
-            self._ranks.together(self._try_to_write, f"write into {folder}, where checkpoints go")
-            self._ranks.together(lambda: self._if_coordinator(self._clear), f"remove what a crash left in {folder}")
-        except Disagreement as error:
+            self._ranks.run_on_all(self._probe, f"write to the checkpoint folder {folder}")
+            self._ranks.run_on_all(lambda: self._if_coordinator(self._clear), f"remove crash leftovers in {folder}")
+        except RankFailed as error:
             raise CheckpointFailed(str(error)) from None
 
     def steps(self) -> list[int]:
@@ -103,78 +103,78 @@ class Checkpoints:
     # --- write ----------------------------------------------------------------------------------------
 
     def save(self, networks: Networks, progress: TrainingProgress) -> None:
-        """Begin to write a checkpoint, after a `wait` for the one under way; the state is copied on return."""
+        """Start writing a checkpoint, after a `wait` for the one in progress; the state is copied on return."""
         self.wait()
         progress = structs.replace(progress, learning_rate=networks.rate)
-        self._under_way = (progress.step, self._writer.submit(self._write, self._state.take(networks), progress))
+        self._in_progress = (progress.step, self._writer.submit(self._write, self._state.take(networks), progress))
 
     def released(self) -> int | None:
         """Return, on the coordinator, the step of the oldest checkpoint kept if it changed since the last call.
 
-        Draws up to it are never asked for again, whichever checkpoint a restart finds whole. Never waits.
-        CheckpointFailed, once, if one could not be written.
+        Batches up to this step are never requested again, whichever checkpoint a restart uses. Does not block.
+        Raises CheckpointFailed, once, if a checkpoint could not be written.
         """
-        if self._under_way is not None and self._under_way[1].done():
+        if self._in_progress is not None and self._in_progress[1].done():
             self.wait()
         released, self._released = self._released, None
         return released
 
     def wait(self) -> None:
-        """Wait for what is under way; CheckpointFailed if it is not written in time, StageLost if a rank died."""
-        if self._under_way is None:
+        """Wait for the write in progress; raise CheckpointFailed if it fails or times out, StageLost if a rank died."""
+        if self._in_progress is None:
             return
-        step, done = self._under_way
+        step, done = self._in_progress
         try:
             failed = done.exception(self._timeout_s)
         except FutureTimeout:
             raise CheckpointFailed(
-                f"rank {self._place.rank}: the checkpoint {self._path(step)} is not written after "
-                f"{self._timeout_s:g} s: the disk, or another rank, is too slow. Write to a faster disk"
+                f"rank {self._place.rank}: the checkpoint {self._path(step)} was not written within "
+                f"{self._timeout_s:g} s: the disk or another rank is too slow. Write to a faster disk"
             ) from None
-        self._under_way = None
-        if isinstance(failed, Disagreement):
+        self._in_progress = None
+        if isinstance(failed, RankFailed):
             raise CheckpointFailed(str(failed))
         if failed is not None:
-            # one that only did not answer may be at a slow disk, which is no better after a restart
-            lost = tells_of_death(failed)
+            # a rank that only timed out may have a slow disk, which a restart does not fix
+            lost = is_rank_death(failed)
             raise (StageLost if lost else CheckpointFailed)(
-                f"rank {self._place.rank}: the checkpoint {self._path(step)} was not finished, because "
-                f"another rank {'died' if lost else 'did not answer'}: {first_line(failed)}"
+                f"rank {self._place.rank}: the checkpoint {self._path(step)} was not completed because "
+                f"another rank {'died' if lost else 'timed out'}: {first_line(failed)}"
             ) from failed
         if self._place.is_coordinator and (oldest := self.steps()[-self._keep :][0]) != self._oldest:
             self._oldest = self._released = oldest
 
     def close(self) -> None:
-        """Wait as `wait`, and leave the process group."""
+        """Wait as `wait`, then destroy the process group."""
         self.wait()
         self._ranks.close()
 
     def _write(self, tensors: dict[str, Tensor], progress: TrainingProgress) -> None:
         final, temporary = self._path(progress.step), self._temporary(progress.step)
-        # ours lie on the host: with a GPU, the loader that copies ahead waits for its stream at each of them
+        # the tensors are on the host: with a GPU, copying ahead would synchronize its stream for each of them
         writer = FileSystemWriter(temporary, single_file_per_rank=True, sync_files=True, per_thread_copy_ahead=0)
         writer.fs = _Disk()
         own_file = temporary / _file_of(self._place.rank)
         ranks = self._ranks
         try:
-            ranks.together(lambda: self._if_coordinator(lambda: discard(temporary)), f"empty {temporary}")
-            ranks.together(
+            ranks.run_on_all(lambda: self._if_coordinator(lambda: discard(temporary)), f"empty {temporary}")
+            ranks.run_on_all(
                 lambda: save(tensors, storage_writer=writer, process_group=ranks.group), f"write the checkpoint {final}"
             )
-            own = ranks.together(lambda: Seal.of(own_file), f"read {own_file} back")
-            told = ranks.say(f"{own.size_bytes} {own.xxh3}")
-            ranks.together(lambda: self._if_coordinator(lambda: self._complete(progress, told)), f"complete {final}")
-        except Disagreement as error:
+            own = ranks.run_on_all(lambda: Seal.of(own_file), f"read {own_file} back")
+            seals = ranks.all_gather(f"{own.size_bytes} {own.xxh3}")
+            ranks.run_on_all(lambda: self._if_coordinator(lambda: self._complete(progress, seals)), f"complete {final}")
+        except RankFailed as error:
             free, needed = shutil.disk_usage(self._folder).free, sum(tensor.nbytes for tensor in tensors.values())
             if self._place.is_coordinator:
-                discard(temporary)  # it may be what filled the disk
-            raise Disagreement(f"{error}; {free >> 20} MiB were left, and each rank writes {needed >> 20}") from error
+                discard(temporary)  # it may have filled the disk
+            raise RankFailed(f"{error}; MiB on disk: {free >> 20} free, {needed >> 20} needed per rank") from error
 
-    def _complete(self, progress: TrainingProgress, told: list[str]) -> None:
-        """Rename a checkpoint, then remove those that are too many; `told`: each rank's seal of its file."""
+    def _complete(self, progress: TrainingProgress, encoded_seals: list[str]) -> None:
+        """Rename a checkpoint to its final name, then remove excess ones; `encoded_seals` holds one seal per rank."""
         place, step = self._place, progress.step
         final, temporary = self._path(step), self._temporary(step)
-        pairs = (text.split() for text in told)
+        pairs = (text.split() for text in encoded_seals)
         seals = {_file_of(rank): Seal(int(size), xxh3) for rank, (size, xxh3) in enumerate(pairs)}
         seals[_INDEX] = Seal.of(temporary / _INDEX)
         meta = CheckpointMeta(progress, place.num_stages, place.num_replicas, self._model, seals)
@@ -189,9 +189,9 @@ class Checkpoints:
             discard(left)
 
     def _remove(self, step: int) -> None:
-        """Rename first, so that a crash leaves no half of a checkpoint under its name."""
+        """Rename, then delete, so that a crash leaves no partial checkpoint under the final name."""
         path = self._path(step)
-        with suppress(OSError):  # as of an immutable folder
+        with suppress(OSError):  # for example, the folder is immutable
             path = path.rename(self._folder / f".step-{step:08d}.{time.monotonic_ns()}.old")
         sync(self._folder)
         discard(path)
@@ -199,16 +199,16 @@ class Checkpoints:
     # --- read -----------------------------------------------------------------------------------------
 
     def restore(self, networks: Networks) -> TrainingProgress | None:
-        """Read the newest checkpoint that is whole and return where training stood, or None without one.
+        """Load the newest intact checkpoint and return its training progress; None if there is no checkpoint.
 
-        Damaged ones after it are set aside under another name. CheckpointMismatch, with nothing changed, if it belongs
-        to another model; CheckpointFailed if there are checkpoints, and none is whole.
+        Newer damaged checkpoints are renamed. Raises CheckpointMismatch, with nothing changed, if it belongs to another
+        model, and CheckpointFailed if checkpoints exist but none is intact.
         """
         self._state.prepare(networks)
         damaged: list[int] = []
         listed = " ".join(map(str, self.steps()[-64:])) if self._place.is_coordinator else ""
-        # the coordinator decides: another rank may see a folder that is just being removed
-        for step in reversed([int(step) for step in self._ranks.say(listed)[self._place.coordinator].split()]):
+        # the coordinator decides: another rank may see a folder that is being removed
+        for step in reversed([int(step) for step in self._ranks.all_gather(listed)[self._place.coordinator].split()]):
             meta = self._read(step, networks)
             if meta is None:
                 damaged.append(step)
@@ -221,24 +221,24 @@ class Checkpoints:
             return meta.progress
         if damaged:
             raise CheckpointFailed(
-                f"no checkpoint in {self._folder} is whole (the log says what is wrong with steps {damaged}). "
-                "To start from the model again, move that folder away"
+                f"no intact checkpoint in {self._folder}: the log describes the damage of steps {damaged}. "
+                "To start again from the model, move that folder away"
             )
         return None
 
     def _read(self, step: int, networks: Networks) -> CheckpointMeta | None:
-        """Load a checkpoint; None, with nothing changed, if it is damaged."""
+        """Load a checkpoint; return None, with nothing changed, if it is damaged."""
         path, ranks = self._path(step), self._ranks
         try:
-            meta, stored = ranks.together(lambda: self._checked(path), f"use the checkpoint {path}")
+            meta, stored = ranks.run_on_all(lambda: self._checked(path), f"use the checkpoint {path}")
             read = self._state.to_read(networks, stored)
             self._check_fit(path, meta, stored, read)
             reader = FileSystemReader(path)
-            ranks.together(
+            ranks.run_on_all(
                 lambda: load(read, storage_reader=reader, process_group=ranks.group), f"read the checkpoint {path}"
             )
-        except Disagreement as error:
-            logger.warning("%s. The checkpoint before it is used", error)
+        except RankFailed as error:
+            logger.warning("%s. Falling back to the previous checkpoint", error)
             return None
         self._state.put(networks, read)
         rate = meta.progress.learning_rate
@@ -246,7 +246,7 @@ class Checkpoints:
         return meta
 
     def _checked(self, path: Path) -> tuple[CheckpointMeta, Stored]:
-        """Read a checkpoint's metadata. Every rank checks its share of the files, and the index that it unpickles."""
+        """Read the metadata of a checkpoint; each rank verifies its share of the files and the index that it loads."""
         meta = CheckpointMeta.read(path)
         share = sorted(meta.files)[self._place.rank :: self._place.num_ranks]
         meta.check(path, {*share, _INDEX})
@@ -254,19 +254,19 @@ class Checkpoints:
         return meta, {name: entry for name, entry in found.items() if isinstance(entry, TensorStorageMetadata)}
 
     def _check_fit(self, path: Path, meta: CheckpointMeta, stored: Stored, own: Mapping[str, Tensor]) -> None:
-        """Raise CheckpointMismatch, on all ranks, if a tensor of the model or of the checkpoint has no counterpart."""
-        problem = _first_misfit(stored, own)
+        """Raise CheckpointMismatch on all ranks if a tensor of the model or the checkpoint has no counterpart."""
+        problem = _first_mismatch(stored, own)
         names = sorted(stored)
-        wanted = torch.tensor([name in own or is_of_a_rank(name) for name in names], dtype=torch.uint8)
-        dist.all_reduce(wanted, dist.ReduceOp.MAX, group=self._ranks.group)
-        problems = [said for said in self._ranks.say(problem) if said]
-        problems += [f"this run has no tensor {name}" for name, known in zip(names, wanted, strict=True) if not known]
+        known = torch.tensor([name in own or is_rng_state(name) for name in names], dtype=torch.uint8)
+        dist.all_reduce(known, dist.ReduceOp.MAX, group=self._ranks.group)
+        problems = [text for text in self._ranks.all_gather(problem) if text]
+        problems += [f"this run has no tensor {name}" for name, found in zip(names, known, strict=True) if not found]
         if not problems and meta.model and self._model and meta.model != self._model:
-            problems.append(f"it was written for the model {meta.model}, and this run trains {self._model}")
+            problems.append(f"it was written for the model {meta.model}, but this run trains {self._model}")
         if problems:
             hint = ""
             if "critic" in problems[0] or "value_head" in problems[0]:
-                hint = " (one was written, or is run, with an [algorithm] that has no such critic)"
+                hint = " (the [algorithm] of the checkpoint or of this run has no such critic)"
             raise CheckpointMismatch(
                 f"checkpoint {path} does not belong to this run: {problems[0]}{hint}. Continue with the [model] and "
                 f"[algorithm] that wrote it, or move {self._folder} away to start from the model again"
@@ -277,14 +277,14 @@ class Checkpoints:
             aside = self._folder / f"damaged-{self._path(step).name}"
             discard(aside)
             self._path(step).rename(aside)
-            logger.warning("the damaged checkpoint of step %d is now %s", step, aside)
+            logger.warning("renamed the damaged checkpoint of step %d to %s", step, aside)
 
     # --- folders --------------------------------------------------------------------------------------
 
-    def _try_to_write(self) -> None:
+    def _probe(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
         probe = self._folder / f".probe-{self._place.rank}"
-        probe.write_bytes(b"can this rank write here?\n")
+        probe.write_bytes(b"write test\n")
         probe.unlink()
 
     def _if_coordinator(self, action: Callable[[], None]) -> None:
@@ -293,8 +293,8 @@ class Checkpoints:
 
     def _clear(self) -> None:
         for path in self._folder.iterdir():
-            if _LEFT_BEHIND.fullmatch(path.name):
-                logger.warning("removing %s, which a crash left behind", path)
+            if _LEFTOVER.fullmatch(path.name):
+                logger.warning("removing %s, a leftover of a crash", path)
                 discard(path)
 
     def _path(self, step: int) -> Path:
@@ -305,7 +305,7 @@ class Checkpoints:
 
 
 class _Disk(FileSystem):
-    """Raises the disk's error: torch's writer of archives fails once more because of it, and raises that alone."""
+    """File system that raises the original OSError; torch's archive writer raises a follow-up RuntimeError."""
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
@@ -317,26 +317,26 @@ class _Disk(FileSystem):
 
 
 def _file_of(rank: int) -> str:
-    """Return the name that torch.distributed.checkpoint gives a rank's only file."""
+    """Return the name that torch.distributed.checkpoint gives to the single file of a rank."""
     return f"__{rank}_0.distcp"
 
 
-def _first_misfit(stored: Stored, own: Mapping[str, Tensor]) -> str:
+def _first_mismatch(stored: Stored, own: Mapping[str, Tensor]) -> str:
     for name, tensor in own.items():
         entry = stored.get(name)
         if entry is None:
             return f"it has no tensor {name}"
-        there = f"shape {list(entry.size)} of {entry.properties.dtype}"
-        here = f"shape {list(tensor.shape)} of {tensor.dtype}"
-        if there != here:
-            return f"tensor {name} has {there} in the checkpoint and {here} in this run"
+        stored_as = f"shape {list(entry.size)} ({entry.properties.dtype})"
+        expected = f"shape {list(tensor.shape)} ({tensor.dtype})"
+        if stored_as != expected:
+            return f"tensor {name} has {stored_as} in the checkpoint, but {expected} in this run"
     return ""
 
 
 class TrainingState:
-    """Copies of one rank's tensors, in as much host memory as its weights and moments.
+    """Host copies of the tensors of one rank, as large as its weights and moments.
 
-    Training goes on while they are written, and a checkpoint is read into them first: on failure the live tensors stay.
+    Training continues while they are written. A checkpoint is first loaded into them: a failed load changes no weights.
     """
 
     def __init__(self, rank: int) -> None:
@@ -344,15 +344,15 @@ class TrainingState:
         self._copies: dict[str, Tensor] = {}
 
     def prepare(self, networks: Networks) -> None:
-        """Touch the memory: the first touch takes longer than to fill it later, while a step waits."""
-        self._room_for(networks)
+        """Touch the memory now: the first touch is slower than later copies, during which a step waits."""
+        self._allocate(networks)
         for copy in self._copies.values():
             copy.zero_()
 
     def take(self, networks: Networks) -> dict[str, Tensor]:
-        """Copy everything to host memory, into the copies of the call before."""
+        """Copy everything to host memory, reusing the memory of the previous call."""
         on_gpu = networks.policy.device.type == "cuda"
-        for name, tensors in self._room_for(networks).items():
+        for name, tensors in self._allocate(networks).items():
             self._copies[name].copy_(tensors[0], non_blocking=on_gpu)
         taken = dict(self._copies)
         taken[f"{RNG}.{self._rank}"] = torch.get_rng_state()
@@ -362,20 +362,20 @@ class TrainingState:
         return taken
 
     def to_read(self, networks: Networks, stored: Container[str]) -> dict[str, Tensor]:
-        """Return host tensors for a checkpoint to be read into.
+        """Return the host tensors to load a checkpoint into; `stored` holds the names in the checkpoint.
 
-        A rank that the checkpoint, with these names stored, does not know takes the generators of rank 0.
+        A rank that has no generator state in the checkpoint loads that of rank 0.
         """
-        self._room_for(networks)
-        wanted = dict(self._copies)
+        self._allocate(networks)
+        targets = dict(self._copies)
         generators = {RNG: torch.get_rng_state()}
         if networks.policy.device.type == "cuda":
             generators[RNG_CUDA] = torch.cuda.get_rng_state(networks.policy.device)
         for kind, state in generators.items():
             known = [name for name in (f"{kind}.{self._rank}", f"{kind}.0") if name in stored]
             if known:
-                wanted[known[0]] = state
-        return wanted
+                targets[known[0]] = state
+        return targets
 
     def put(self, networks: Networks, read: dict[str, Tensor]) -> None:
         for name, tensors in live_tensors(networks).items():
@@ -389,23 +389,23 @@ class TrainingState:
             elif name.startswith(f"{RNG_CUDA}."):
                 torch.cuda.set_rng_state(state, networks.policy.device)
 
-    def _room_for(self, networks: Networks) -> dict[str, list[Tensor]]:
-        """Return the live tensors, and make room for their copies once."""
+    def _allocate(self, networks: Networks) -> dict[str, list[Tensor]]:
+        """Return the live tensors, and allocate their host copies on the first call."""
         live = live_tensors(networks)
         if self._copies.keys() != live.keys():
             on_gpu = networks.policy.device.type == "cuda"
-            self._copies = host_room({name: tensors[0] for name, tensors in live.items()}, pinned=on_gpu)
+            self._copies = allocate_host_copies({name: tensors[0] for name, tensors in live.items()}, pinned=on_gpu)
         return live
 
 
 def live_tensors(networks: Networks) -> dict[str, list[Tensor]]:
-    """Return this rank's tensors by the name they are saved under; a tied weight may have two copies on one rank."""
+    """Return the tensors of this rank by saved name; a tied weight may have two copies on one rank."""
     found: dict[str, list[Tensor]] = {}
     for network, prefix in zip(networks.all, ("", "critic."), strict=False):
         named = [(name, parameter.detach()) for name, parameter in network.named_weights()]
         for optimizer in network.optimizers:
             named += [(f"optimizer.{name}", tensor) for name, tensor in optimizer.state().items()]
         for name, tensor in named:
-            # embedding and head are one tensor, perhaps on two ranks: saved once, read by both
+            # tied embedding and head are one tensor, possibly on two ranks: saved once, loaded by both
             found.setdefault(prefix + network.stored_name(name), []).append(tensor)
     return found

@@ -1,4 +1,4 @@
-"""A checkpoint's files: `meta.json`, which completes and seals it; the policy in it as a Hugging Face folder."""
+"""Checkpoint files: `meta.json`, the metadata with checksums; and export of the policy as a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ import xxhash
 from safetensors.torch import save_file
 from torch import Tensor
 
-from common.files import replace_durably
-from common.hf_folder import complete_folder, model_identity, shard_name
-from learner.lag_control import LagState
+from leeway.common.files import replace_durably
+from leeway.common.hf_folder import complete_folder, model_identity, shard_name
+from leeway.learner.lag_control import LagState
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -30,36 +30,36 @@ logger = logging.getLogger(__name__)
 
 META_NAME = "meta.json"
 KEPT_CHECKPOINTS = 2
-"""How many stay: the newest may turn out damaged. The buffer holds the draws since the oldest of them."""
+"""Number of checkpoints kept, in case the newest is damaged. The buffer keeps draw records since the oldest."""
 
 _COMPLETE = re.compile(r"step-(\d{8})")
 
 _READ_BYTES = 2**22
 
 SHARD_BYTES = 4 * 2**30
-"""Size of an exported file of weights, and memory taken at a time, unless a single tensor is larger."""
+"""Bytes per exported weights file, and peak memory of an export, unless a single tensor is larger."""
 RNG, RNG_CUDA = "rng", "rng_cuda"
-"""Beginnings of the names of random generators' states."""
+"""Name prefixes of random generator states."""
 
 
 class DamagedCheckpoint(ValueError):
-    """A file of a checkpoint is not what was written; the text names it."""
+    """A checkpoint file is damaged; the message names it."""
 
 
 class TrainingProgress(msgspec.Struct, frozen=True):
-    """Position of training, as a checkpoint records it."""
+    """Training progress recorded in a checkpoint."""
 
     step: int
-    """Steps finished, skipped ones included: the number of the last draw."""
+    """Finished steps, including skipped ones; the number of the last batch."""
     version: int
-    """Optimizer steps taken: up to learner.num_minibatches * learner.num_epochs a step."""
+    """Optimizer steps taken: up to learner.num_minibatches * learner.num_epochs per step."""
     incarnation: int
     non_finite_steps: tuple[int, ...] = msgspec.field(default=(), name="sick_steps")
-    """Steps in a row without a finite loss or gradient, as learner.report counts them."""
+    """Most recent consecutive steps without a finite loss or gradient; see `leeway.learner.report.BadBatches`."""
     lag_control: LagState | None = None
-    """None where lag is not controlled, or before the first update."""
+    """None if lag is not controlled, or before the first update."""
     learning_rate: float | None = None
-    """`Networks.rate`; None in a checkpoint that was written before it was kept."""
+    """`Networks.rate`; None in checkpoints written before this field existed."""
 
 
 class Seal(msgspec.Struct, frozen=True):
@@ -81,7 +81,7 @@ class CheckpointMeta(msgspec.Struct, frozen=True):
     num_stages: int
     num_replicas: int
     model: str
-    """`common.hf_folder.model_identity` of what was trained; '' if unknown."""
+    """`leeway.common.hf_folder.model_identity` of the trained model; '' if unknown."""
     files: dict[str, Seal]
     xxh3: str = ""
 
@@ -91,7 +91,7 @@ class CheckpointMeta(msgspec.Struct, frozen=True):
 
     @staticmethod
     def read(folder: Path) -> CheckpointMeta:
-        """Read a checkpoint's document; DamagedCheckpoint if it is not what was written."""
+        """Read and verify the metadata of a checkpoint; raise DamagedCheckpoint if it is damaged."""
         path = folder / META_NAME
         try:
             data = path.read_bytes()
@@ -99,53 +99,53 @@ class CheckpointMeta(msgspec.Struct, frozen=True):
         except (OSError, UnicodeDecodeError, msgspec.DecodeError, RecursionError) as error:
             raise DamagedCheckpoint(f"{path} cannot be read: {type(error).__name__}: {error}") from error
         if meta.xxh3 != _seal(document):
-            raise DamagedCheckpoint(f"{path} does not have the checksum that it was written with")
+            raise DamagedCheckpoint(f"{path} is damaged: checksum mismatch")
         return meta
 
     def check(self, folder: Path, names: Iterable[str]) -> None:
-        """Compare these files of a checkpoint with their seals; DamagedCheckpoint names the first that differs."""
+        """Verify the size and checksum of these files; raise DamagedCheckpoint for the first that differs."""
         for name in names:
-            told = self.files[name]
+            expected = self.files[name]
             try:
                 found = Seal.of(folder / name)
             except OSError as error:
                 raise DamagedCheckpoint(f"{folder / name} cannot be read: {error.strerror or error}") from error
-            if found.size_bytes != told.size_bytes:
+            if found.size_bytes != expected.size_bytes:
                 raise DamagedCheckpoint(
-                    f"{folder / name} has {found.size_bytes} bytes, but was written with {told.size_bytes}"
+                    f"{folder / name} is damaged: {found.size_bytes} bytes, expected {expected.size_bytes}"
                 )
-            if found.xxh3 != told.xxh3:
-                raise DamagedCheckpoint(f"{folder / name} does not have the checksum that it was written with")
+            if found.xxh3 != expected.xxh3:
+                raise DamagedCheckpoint(f"{folder / name} is damaged: checksum mismatch")
 
 
 def _seal(document: dict[str, Any]) -> str:
-    """Return the checksum of a document as it stands in the file, whatever fields another version gave it."""
+    """Return the checksum of a document as stored in the file, including fields that other versions added."""
     document = {name: value for name, value in document.items() if name != "xxh3"}
     return xxhash.xxh3_64_hexdigest(json.dumps(document, sort_keys=True).encode())
 
 
-# made here, for msgspec is not safe against threads that each use a type for the first time
+# created at import: the first use of a type in msgspec is not thread-safe
 _DECODER = msgspec.json.Decoder(CheckpointMeta)
 
 
 def steps_in(folder: Path) -> list[int]:
-    """Return the steps of the complete checkpoints in a run's folder of them, ascending."""
+    """Return the steps of the complete checkpoints in a checkpoint folder, ascending."""
     found = (_COMPLETE.fullmatch(path.name) for path in folder.iterdir() if (path / META_NAME).exists())
     return sorted(int(match[1]) for match in found if match)
 
 
 def newest_progress(folder: Path) -> TrainingProgress | None:
-    """Return where training stood at the newest checkpoint whose document is whole; None without one."""
+    """Return the progress of the newest checkpoint with intact metadata; None if there is none."""
     for step in reversed(steps_in(folder)):
         try:
             return CheckpointMeta.read(folder / f"step-{step:08d}").progress
         except DamagedCheckpoint as error:
-            logger.warning("%s; the checkpoint before it counts", error)
+            logger.warning("%s; falling back to the previous checkpoint", error)
     return None
 
 
-def is_of_a_rank(name: str) -> bool:
-    """Return whether this is a random generator's state, and not a tensor of the model."""
+def is_rng_state(name: str) -> bool:
+    """Return whether this names a random generator state rather than a model tensor."""
     return name.startswith((f"{RNG}.", f"{RNG_CUDA}."))
 
 
@@ -153,19 +153,19 @@ def is_of_a_rank(name: str) -> bool:
 
 
 def export_checkpoint(checkpoint: Path, model_path: Path, out: Path) -> tuple[TrainingProgress, int]:
-    """Write the policy in a checkpoint as a folder for `from_pretrained`; it appears whole or not at all.
+    """Export the policy of a checkpoint as a folder for `from_pretrained`, atomically.
 
-    Return the checkpoint's progress, and the size of the weights in bytes. `model_path` is the model that training
-    started from: its config and tokenizer are copied. `out` does not exist yet.
+    Return the checkpoint's progress and the size of the weights in bytes. `model_path` is the model that training
+    started from; its config and tokenizer are copied. `out` must not exist.
 
-    DamagedCheckpoint if a file of the checkpoint is not what was written, ValueError if it is of another model.
+    Raises DamagedCheckpoint if a checkpoint file is damaged, and ValueError if it belongs to another model.
     """
     meta = CheckpointMeta.read(checkpoint)
     meta.check(checkpoint, sorted(meta.files))
     if meta.model and meta.model != model_identity(model_path):
         raise ValueError(
-            f"the checkpoint {checkpoint} was written for the model {meta.model}, and the config.json in {model_path} "
-            f"is of {model_identity(model_path)}; put back the model that the run started from"
+            f"the checkpoint {checkpoint} was written for the model {meta.model}, but the config.json in {model_path} "
+            f"describes {model_identity(model_path)}: restore the model that the run started from"
         )
     shards = list(_shards(_policy(checkpoint)))
     temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
@@ -184,7 +184,7 @@ def export_checkpoint(checkpoint: Path, model_path: Path, out: Path) -> tuple[Tr
 
 
 def write_shard(folder: Path, number: int, num_shards: int, tensors: Mapping[str, Tensor]) -> int:
-    """Write a share of the weights, as the file that `complete_folder` looks for; return their bytes."""
+    """Write one shard of the weights under the name that `complete_folder` expects; return its size in bytes."""
     folder.mkdir(parents=True, exist_ok=True)
     copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
     save_file(copies, folder / shard_name(number, num_shards), metadata={"format": "pt"})
@@ -192,12 +192,12 @@ def write_shard(folder: Path, number: int, num_shards: int, tensors: Mapping[str
 
 
 def _policy(checkpoint: Path) -> dict[str, TensorStorageMetadata]:
-    """Return the policy's own weights by name: neither optimizer nor critic, nor a tied head."""
-    # imported here: checking a config reads no checkpoint, and these take half as long to import as torch, or longer
+    """Return the weights of the policy by name, without optimizer, critic and tied head."""
+    # imported lazily: validating a config reads no checkpoint, and this import takes at least half as long as torch's
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-    from learner.model import is_value_head
+    from leeway.learner.model import is_value_head
 
     with _reading(checkpoint):
         found = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
@@ -207,7 +207,7 @@ def _policy(checkpoint: Path) -> dict[str, TensorStorageMetadata]:
         if isinstance(entry, TensorStorageMetadata)
         and not name.startswith(("optimizer.", "critic."))
         and not is_value_head(name)
-        and not is_of_a_rank(name)
+        and not is_rng_state(name)
     }
 
 
@@ -230,17 +230,17 @@ def _read(checkpoint: Path, entries: Mapping[str, TensorStorageMetadata]) -> dic
 
     tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in entries.items()}
     with _reading(checkpoint), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # it is meant to be
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # intended: no_dist=True
         load(tensors, storage_reader=FileSystemReader(checkpoint), no_dist=True)
     return tensors
 
 
 @contextmanager
 def _reading(checkpoint: Path) -> Iterator[None]:
-    """Raise DamagedCheckpoint if a file, whole a moment ago, cannot be read: it was removed, or its disk fails."""
+    """Raise DamagedCheckpoint if a file verified before cannot be read: it was removed, or its disk fails."""
     from torch.distributed.checkpoint.api import CheckpointException
 
-    from learner.mesh import first_line
+    from leeway.learner.mesh import first_line
 
     try:
         yield

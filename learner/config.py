@@ -6,107 +6,103 @@ from typing import Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveFloat, PositiveInt
 
-from algorithms.base import CriticKind
-from algorithms.registry import AlgorithmConfig
-from common.user_input import Knob
-from weight_sync.config import WeightSyncConfig
+from leeway.algorithms.base import CriticKind
+from leeway.algorithms.registry import AlgorithmConfig
+from leeway.common.user_input import Knob
+from leeway.weight_sync.config import WeightSyncConfig
 
-_STEP = "the buffer has recorded draws of that many groups and updates"
+_STEP = "the draw records of the buffer depend on it"
 ScheduleName = Literal["1f1b", "interleaved_1f1b", "zero_bubble", "fused"]
 
 
 def stage_of(network: int, rank: int, num_stages: int) -> int:
-    """Which stage of a network a rank has; the second network (a critic under the fused schedule) runs backwards."""
+    """Return the stage of a network on a rank; the second network (the critic of a fused schedule) is reversed."""
     return rank if network == 0 else num_stages - 1 - rank
 
 
 def default_most_held(num_stages: int) -> int:
-    """Micro-batches that the fused schedule keeps at once: a quarter more than 1F1B; more gains nothing."""
+    """Return the maximum number of micro-batches in flight for `fused`, 1.25 times that of 1F1B; more gains nothing."""
     return num_stages + -(-num_stages // 4)
 
 
 class LearnerConfig(BaseModel):
-    """Knobs of training."""
+    """Settings of training."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     num_stages: PositiveInt = Knob(2, "Pipeline stages, one process each.", basic=True)
     num_replicas: PositiveInt = Knob(
-        1, "Data-parallel replicas of the pipeline; there are num_replicas * num_stages processes.", basic=True
+        1, "Data-parallel replicas of the pipeline, num_stages processes each.", basic=True
     )
     num_chunks: PositiveInt = Knob(
         1, "Model chunks per stage, for interleaved_1f1b and zero_bubble: smaller bubbles, more traffic."
     )
-    num_steps: PositiveInt = Knob(100, "Steps of the run; each trains one draw.", basic=True)
-    groups_per_step: PositiveInt = Knob(32, "G, prompts (groups of K samples) per step.", basic=True, fixed=_STEP)
+    num_steps: PositiveInt = Knob(100, "Steps of the run; each trains one batch.", basic=True)
+    groups_per_step: PositiveInt = Knob(32, "G, prompts per step, each with K samples.", basic=True, fixed=_STEP)
     num_minibatches: PositiveInt = Knob(
-        1, "Parts, of whole groups, that a draw is divided into; each is an update.", basic=True, fixed=_STEP
+        1, "Minibatches of whole groups per batch, one update each.", basic=True, fixed=_STEP
     )
     num_epochs: PositiveInt = Knob(
-        1, "Passes over the draw; a step is num_minibatches * num_epochs updates.", basic=True, fixed=_STEP
+        1, "Passes over the batch; num_minibatches * num_epochs updates per step.", basic=True, fixed=_STEP
     )
     token_budget: PositiveInt = Knob(
-        1024, "Tokens of a micro-batch; the longest sample (prompt and completion) has to fit.", basic=True
+        1024, "Tokens per micro-batch; the longest prompt plus completion must fit.", basic=True
     )
     schedule: ScheduleName = Knob(
-        "1f1b", "Of the training pass. fused: a critic model's passes fill the policy's bubbles.", basic=True
+        "1f1b", "Pipeline schedule. fused: the passes of a critic model fill the policy's bubbles.", basic=True
     )
     precision: Literal["float32", "bfloat16", "float64"] = Knob(
         "float32",
-        "Of compute; with bfloat16 too, what is trained and its optimizer are float32, and 2 bytes per "
-        "parameter more hold what is computed with. float64 is for comparing runs.",
+        "Compute dtype. bfloat16 keeps float32 master weights and optimizer state, plus 2 bytes per parameter; "
+        "float64 is for comparing runs.",
         basic=True,
-        fixed="the stored reference log-probabilities are of it, and a float64 run keeps a checkpoint of it",
+        fixed="the stored reference log-probabilities have this precision, and so does the checkpoint of a float64 run",
     )
     activation_checkpointing: bool = Knob(
-        False, "Keep only each layer's input and compute the rest again in the backward pass.", basic=True
+        False, "Store only the inputs of layers; recompute the rest in the backward pass.", basic=True
     )
     reference_offload: Literal["none", "cpu"] = Knob(
-        "none", "Where the frozen reference model is kept while a step trains."
+        "none", "cpu: keep the reference model in host memory during training."
     )
     learning_rate: PositiveFloat = Knob(1e-5, "Peak learning rate.", basic=True)
     critic_learning_rate: PositiveFloat | None = Knob(
-        None, "Peak learning rate of a critic: of its model, or of the value head. Unset: as above."
+        None, "Peak learning rate of a critic model or value head; unset: learning_rate."
     )
-    warmup_steps: NonNegativeInt = Knob(10, "Steps of linear warm-up, also into a longer schedule.", basic=True)
-    lr_schedule: Literal["constant", "linear", "cosine"] = Knob(
-        "linear", "Decay of the learning rate after warm-up, over num_steps."
-    )
-    max_grad_norm: PositiveFloat = Knob(
-        1.0, "Gradient norm over all stages is clipped to this; a critic's, model or value head, on its own."
-    )
+    warmup_steps: NonNegativeInt = Knob(10, "Steps of linear warm-up, also after num_steps is raised.", basic=True)
+    lr_schedule: Literal["constant", "linear", "cosine"] = Knob("linear", "Decay after warm-up, over num_steps.")
+    max_grad_norm: PositiveFloat = Knob(1.0, "Maximum gradient norm over all stages; critics are clipped separately.")
     checkpoint_every: PositiveInt = Knob(50, "Steps between checkpoints.", basic=True)
-    cpus: float = Knob(0.5, "Ray CPUs reserved per stage, and threads that it computes with.", ge=0)
+    cpus: float = Knob(0.5, "Ray CPUs and threads per stage.", ge=0)
     gpus: float = Knob(0.0, "GPUs per stage: 0 or 1.", basic=True, ge=0)
     gpu_memory_share: float | None = Knob(
-        None, "Share of a GPU's memory for a stage. Unset: all, or 0.5 with launch.colocate.", gt=0, le=1
+        None, "Fraction of GPU memory per stage; unset: all, or 0.5 with launch.colocate.", gt=0, le=1
     )
 
     @property
     def memory_limit(self) -> float | None:
-        """The share of its GPU that a stage may take; None: all of it."""
+        """Fraction of its GPU memory that a stage may use; None: all of it."""
         if self.gpu_memory_share is None and 0 < self.gpus < 1:
             return self.gpus
         return self.gpu_memory_share
 
     @property
     def updates_per_step(self) -> int:
-        """M, optimizer steps that a step takes, at most."""
+        """M, the maximum number of optimizer steps in a step."""
         return self.num_minibatches * self.num_epochs
 
     def progress(self, update: int) -> float:
-        """Return the share of the run's updates before this one, at most 1; both counted as if none were skipped."""
+        """Return the fraction of the run's updates before this one, at most 1; skipped updates are counted."""
         return min(1.0, update / (self.num_steps * self.updates_per_step))
 
     def check(self, critic: CriticKind | None) -> None:
-        """Refuse keys that are at odds or say nothing, as far as no model is needed: ValueError names them.
+        """Raise ValueError for conflicting or unused keys that can be detected without the model.
 
-        `critic` is what the algorithm trains beside the policy.
+        `critic` is the kind of critic that the algorithm trains.
         """
         chunks = f"learner.num_chunks = {self.num_chunks}"
         if self.num_chunks > 1 and self.schedule in ("1f1b", "fused"):
             raise ValueError(
-                f"{chunks}, but learner.schedule = '{self.schedule}' takes one chunk per stage: use "
+                f"{chunks}, but learner.schedule = '{self.schedule}' supports one chunk per stage: use "
                 "'interleaved_1f1b' or 'zero_bubble', or learner.num_chunks = 1"
             )
         if self.num_chunks > 1 and self.num_stages == 1:
@@ -116,8 +112,8 @@ class LearnerConfig(BaseModel):
             )
         if self.activation_checkpointing and self.schedule == "zero_bubble":
             raise ValueError(
-                "learner.activation_checkpointing = true with learner.schedule = 'zero_bubble' would compute every "
-                "layer again for each of its weights: turn it off, or use 'interleaved_1f1b' or '1f1b'"
+                "learner.activation_checkpointing = true with learner.schedule = 'zero_bubble' would recompute every "
+                "layer for each of its weights: turn it off, or use 'interleaved_1f1b' or '1f1b'"
             )
         if self.schedule == "fused" and self.num_stages == 1:
             raise ValueError(
@@ -126,18 +122,18 @@ class LearnerConfig(BaseModel):
             )
         if self.schedule == "fused" and critic != "model":
             raise ValueError(
-                "learner.schedule = 'fused' runs a critic model's passes beside the policy's, and the algorithm as it "
-                "is configured has none: use '1f1b', or set algorithm.baseline = 'critic' with off_policy_ppo"
+                "learner.schedule = 'fused' needs a critic model, but the configured algorithm has none: "
+                "use '1f1b', or set algorithm.baseline = 'critic' with off_policy_ppo"
             )
         if self.critic_learning_rate is not None and critic is None:
             raise ValueError(
-                f"learner.critic_learning_rate = {self.critic_learning_rate:g}, but the algorithm as it is configured "
+                f"learner.critic_learning_rate = {self.critic_learning_rate:g}, but the configured algorithm "
                 "has no critic: remove it, or set algorithm.baseline = 'value_head' or 'critic' with off_policy_ppo"
             )
 
 
 class LearnerSections(Protocol):
-    """What the learner reads of the config of a run; how old a sample may be, the contract of the run says."""
+    """Config sections that the learner reads; the staleness bound is in the contract of the run instead."""
 
     learner: LearnerConfig
     algorithm: AlgorithmConfig

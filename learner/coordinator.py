@@ -1,10 +1,10 @@
-"""The coordinator rank, which alone talks to the buffer service, and hands each batch to the other ranks.
+"""The coordinator rank: the only rank connected to the buffer service; it broadcasts each batch to the other ranks.
 
-    Channel       one direction, from the coordinator to all others: a header of two integers (kind, length) and
-                  `length` bytes, both broadcast
-    Coordinator   the conversation with the buffer, every wait bounded
+    Channel       one-way broadcast from the coordinator to all other ranks: a header of two integers (kind, length),
+                  then `length` bytes
+    Coordinator   requests to the buffer; every wait is bounded
 
-While it waits for a batch the coordinator sends a heartbeat every second, so that its death is noticed soon.
+While it waits for a batch, the coordinator sends a heartbeat every second, so that its death is detected quickly.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from buffer.client import REQUEST_TIMEOUT_S, BufferClient, Draw
-from common.run import RunContext
-from common.staleness import PolicyVersion
-from learner.batch import counted_versions
-from learner.config import LearnerSections
-from learner.mesh import MeshPlace
-from learner.report import MetricsFile
+from leeway.buffer.client import REQUEST_TIMEOUT_S, Batch, BufferClient
+from leeway.common.run import RunContext
+from leeway.common.staleness import PolicyVersion
+from leeway.learner.batch import counted_versions
+from leeway.learner.config import LearnerSections
+from leeway.learner.mesh import MeshPlace
+from leeway.learner.report import MetricsFile
 
 R = TypeVar("R")
 
 HEARTBEAT_S = 1.0
 BATCH_TIMEOUT_S = 7200.0
-"""Seconds without a batch after which the learner raises and names what is missing. A sample may take half of it
-(`actors.sample.GENERATE_TIMEOUT_S`); actors that die are started again long before."""
+"""Seconds without a batch before the learner raises `NoBatch`. Generating a sample may take half of it
+(`leeway.actors.sample.GENERATE_TIMEOUT_S`); dead actors are restarted much earlier."""
 
 
 class Kind(IntEnum):
@@ -45,11 +45,11 @@ class Kind(IntEnum):
     STOP = 2
     FAILED = 3
     PUBLISH = 4
-    """Publish the present version: it was left out while earlier ones were being written."""
+    """Publish the current version, which was skipped while earlier versions were being written."""
 
 
 class CoordinatorFailed(RuntimeError):
-    """The coordinator gave up; the text is its error."""
+    """The coordinator failed; the message contains its error."""
 
 
 class Channel:
@@ -64,18 +64,18 @@ class Channel:
         self._alone = place.num_ranks == 1
 
     def send(self, kind: Kind, payload: bytes | memoryview = b"") -> None:
-        assert self._is_coordinator, "only the coordinator stage speaks"
+        assert self._is_coordinator, "only the coordinator sends"
         if self._alone:
             return
         dist.broadcast(torch.tensor([int(kind), len(payload)]), src=self._coordinator)
         if payload:
-            # a copy, for torch warns of a tensor over read-only memory
+            # copied because torch warns about tensors over read-only memory
             dist.broadcast(torch.from_numpy(np.frombuffer(payload, np.uint8).copy()), src=self._coordinator)
 
     def receive(self) -> tuple[Kind, bytes]:
-        """Return the next batch, or a request to stop or publish; heartbeats are passed over.
+        """Return the next batch, or a request to stop or publish; skip heartbeats.
 
-        CoordinatorFailed if the coordinator gave up.
+        Raises CoordinatorFailed if the coordinator failed.
         """
         while True:
             header = torch.zeros(2, dtype=torch.int64)
@@ -86,21 +86,21 @@ class Channel:
                 dist.broadcast(payload, src=self._coordinator)
             if kind is Kind.FAILED:
                 raise CoordinatorFailed(
-                    f"the coordinator, rank {self._coordinator}, gave up: {payload.numpy().tobytes().decode()}"
+                    f"the coordinator (rank {self._coordinator}) failed: {payload.numpy().tobytes().decode()}"
                 )
             if kind is not Kind.WAITING:
                 return kind, payload.numpy().tobytes()
 
 
 class NoBatch(TimeoutError):
-    """No batch came for `BATCH_TIMEOUT_S`; the text names who owes it."""
+    """No batch arrived within `BATCH_TIMEOUT_S`; the message states what is missing."""
 
 
 class Coordinator:
-    """Draws batches and reports progress; exists on the coordinator rank alone."""
+    """Buffer client that draws batches and reports progress; exists on the coordinator rank only."""
 
     def __init__(self, context: RunContext[LearnerSections], channel: Channel, deadline: float | None = None) -> None:
-        """Connect to the buffer service by the deadline; errors as `BufferClient.connect`."""
+        """Connect to the buffer service before the deadline; raises as `BufferClient.connect`."""
         self._address = context.buffer_address
         self._config = context.config.learner
         self._contract = context.facts.contract
@@ -115,18 +115,18 @@ class Coordinator:
         self.resumed_at: dict[int, int] = {}
         self.incarnation = 0
         self.newest_published: int | None = None
-        """None until weights of this process are committed."""
+        """None until this process commits its first weights."""
         self.waiting_for = ""
-        """Empty while the learner computes."""
+        """Reason that the learner is waiting; empty while it computes."""
 
     def begin(self, version: int, step: int, deadline: float) -> None:
-        """Cut the metrics to this step, and open this learner's incarnation; the other stages do not listen yet.
+        """Truncate the metrics to this step and begin a new incarnation; the other stages do not receive yet.
 
-        Errors as `MetricsFile.go_back`; TimeoutError if the service lets it wait beyond the deadline (monotonic).
+        Raises as `MetricsFile.truncate`, and TimeoutError if the service does not answer by the deadline (monotonic).
         """
-        self.metrics.go_back(step)
+        self.metrics.truncate(step)
         future = self._client.begin_incarnation(version, step)
-        reply = self._answer(future, "begin an incarnation", heartbeats=False, deadline=deadline)
+        reply = self._await(future, "begin an incarnation", heartbeats=False, deadline=deadline)
         self.incarnation = reply.incarnation
         self.resumed_at = dict(reply.resumed_at)
 
@@ -137,14 +137,14 @@ class Coordinator:
         stop: threading.Event,
         while_waiting: Callable[[], None],
         allowed_lag: int | None = None,
-    ) -> Draw | None:
-        """Return the batch of step `step` (from 1), which begins at `version`; None once `stop` is set.
+    ) -> Batch | None:
+        """Return the batch of step `step` (from 1), which begins at `version`; None if `stop` is set.
 
-        Meanwhile new groups are leased up to `allowed_lag`. `while_waiting` is called, and a heartbeat sent, about
-        every second. NoBatch if none came within
-        `BATCH_TIMEOUT_S`, TimeoutError if no answer did, as of a service whose disk is full.
+        New groups are leased up to `allowed_lag` meanwhile. Calls `while_waiting` and sends a heartbeat about every
+        second. Raises NoBatch if no batch is ready within `BATCH_TIMEOUT_S`, and TimeoutError if the service does not
+        answer, for example because its disk is full.
         """
-        self.settle()
+        self.flush()
         config = self._config
         deadline_s = time.monotonic() + BATCH_TIMEOUT_S
         self.waiting_for = f"the batch of step {step}"
@@ -153,70 +153,69 @@ class Coordinator:
             future = self._client.draw(
                 step, version, self.incarnation, config.groups_per_step, HEARTBEAT_S, allowed_lag
             )
-            draw = self._answer(future, f"draw step {step}", deadline=deadline_s + REQUEST_TIMEOUT_S)
-            if draw.ready:
+            batch = self._await(future, f"draw step {step}", deadline=deadline_s + REQUEST_TIMEOUT_S)
+            if batch.ready:
                 self.waiting_for = ""
-                return draw
+                return batch
             self._channel.send(Kind.WAITING)
-            self.waiting_for = f"the batch of step {step}: {draw.waiting_for}"
+            self.waiting_for = f"the batch of step {step}: {batch.waiting_for}"
             if time.monotonic() > deadline_s:
                 raise NoBatch(
                     f"no batch for step {step} within {BATCH_TIMEOUT_S:g} s; "
-                    f"waiting for {draw.waiting_for or 'the buffer service to say what is missing'}"
+                    f"waiting for {batch.waiting_for or 'the buffer service, which reports no reason'}"
                 )
         return None
 
-    def check_age(self, draw: Draw, version: int) -> None:
-        """Raise StaleTokens if the last update of the step would train a token past the bound."""
+    def check_age(self, batch: Batch, version: int) -> None:
+        """Raise StaleTokens if the last update of the step would train a token beyond the staleness bound."""
         last_update = version + self._config.updates_per_step - 1
-        oldest = counted_versions(draw.rows, self.resumed_at).min()
+        oldest = counted_versions(batch.rows, self.resumed_at).min()
         self._contract.check_trained(last_update, last_update - int(oldest))
 
-    def settle(self, *, heartbeats: bool = True) -> None:
-        """Wait until the service confirmed all reports; without heartbeats while the other ranks do not listen."""
+    def flush(self, *, heartbeats: bool = True) -> None:
+        """Block until the service confirms all reports; use `heartbeats=False` while the other ranks do not receive."""
         with self._lock:
             pending, self._pending = self._pending, []
         for what, future in pending:
-            self._answer(future, what, heartbeats=heartbeats)
+            self._await(future, what, heartbeats=heartbeats)
 
     def write_scores(self, record_ids: list[int], logprobs: list[npt.NDArray[np.float32]]) -> None:
-        """Store reference log-probabilities, so that no sample is scored twice."""
+        """Store reference log-probabilities in the buffer, so that no sample is scored twice."""
         self._expect("store reference scores", self._client.write_scores(record_ids, logprobs))
 
     def step_finished(self, step: int, version: int, *, skipped: bool) -> None:
         self._expect(f"record step {step}", self._client.step_finished(step, version, skipped))
 
     def published(self, version: PolicyVersion) -> None:
-        """Report committed weights; called by the publisher's thread."""
+        """Report committed weights; called from the publisher thread."""
         self.newest_published = version.version
         self._expect(f"record version {version}", self._client.published(version.incarnation, version.version))
 
     def release_draws(self, step: int, *, heartbeats: bool = True) -> None:
-        """Report that draws up to a step are used for good, after they are recorded."""
-        self.settle(heartbeats=heartbeats)
-        self._expect(f"release the draws up to step {step}", self._client.checkpoint_durable(step))
+        """Report that batches up to a step are never requested again; flushes other reports first."""
+        self.flush(heartbeats=heartbeats)
+        self._expect(f"release the batches up to step {step}", self._client.checkpoint_durable(step))
 
     def close(self) -> None:
         self._client.close()
 
     def _expect(self, what: str, future: Future[R]) -> None:
         with self._lock:
-            self._pending.append((what, future))  # type: ignore[arg-type]  # a Future is read-only to us
+            self._pending.append((what, future))  # type: ignore[arg-type]  # only read from
 
-    def _answer(self, future: Future[R], what: str, *, heartbeats: bool = True, deadline: float = inf) -> R:
-        """Return the reply; the client itself gives up on a silent service."""
-        asked_at = time.monotonic()
+    def _await(self, future: Future[R], what: str, *, heartbeats: bool = True, deadline: float = inf) -> R:
+        """Return the reply; the client itself times out if the service is unreachable."""
+        requested_at = time.monotonic()
         while True:
             try:
                 return future.result(HEARTBEAT_S)
             except FutureTimeout:
                 if future.done():
-                    return future.result()  # its own error, or an answer that came just now
+                    return future.result()  # a TimeoutError of the request itself, or a reply that just arrived
                 if heartbeats:
                     self._channel.send(Kind.WAITING)
                 if (now := time.monotonic()) > deadline:
-                    why = self._client.put_off_because or "its log in the run folder says why"
+                    why = self._client.retry_reason or "see its log in the run folder"
                     raise TimeoutError(
-                        f"the buffer service at {self._address} was asked to {what} and has let that wait "
-                        f"for {now - asked_at:.0f} s: {why}"
+                        f"the buffer service at {self._address} did not {what} within {now - requested_at:.0f} s: {why}"
                     ) from None

@@ -1,9 +1,9 @@
-"""Decoders: the families that the learner trains, what their layers cost, and how they are split into chunks.
+"""Decoders: the supported model families, the cost of their layers, and the split into chunks.
 
-What differs inside a module (scaled embeddings, norms that add one) comes with Transformers' own modules. Imports
-neither torch nor transformers. Costs are floating-point operations per token of a training step, from the model's
-config alone: a layer's products and its attention at a typical length; the head, as if its logits were always computed
-twice; and the embedding, a lookup whose dense gradient is written for every micro-batch.
+Differences inside a module (scaled embeddings, norms that add one) are handled by Transformers' own modules. This
+module imports neither torch nor transformers. Costs are floating-point operations per token of a training step, derived
+from the model config: the matrix products and attention of a layer at a typical length; the head, assuming its logits
+are always computed twice; and the embedding, a lookup whose dense gradient is written for every micro-batch.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Family:
-    """What stages have to know of a model type."""
+    """Properties of a model type that stages need."""
 
     typed_rotations: bool = False
-    """Does its rotary embedding treat layers of different attention types differently?"""
+    """Whether the rotary embedding depends on the attention type of the layer."""
     caps_logits: bool = False
     windows: Literal["none", "typed", "all"] = "none"
-    """The layers with a `sliding_window`: those that `layer_types` says, or all."""
+    """Layers with a `sliding_window`: none, those listed in `layer_types`, or all."""
     serves_typed: bool = True
 
 
@@ -42,41 +42,40 @@ FAMILY_OF: Mapping[str, Family] = {
 FAMILIES = tuple(FAMILY_OF)
 
 BATCH_WIDE_ROTATIONS = ("dynamic", "longrope")
-"""Rotary types whose angles follow the longest sequence of a batch: packing would change the model."""
+"""Rotary types whose angles depend on the longest sequence of a batch; packing would change the model."""
 
 
 def family_of(config: PreTrainedConfig) -> Family:
-    """Return the family of a config; ValueError if the model cannot be split, or computed alike in both passes."""
+    """Return the family of a config; raise ValueError if it cannot be split or differs between the two passes."""
     family = FAMILY_OF.get(config.model_type)
     if family is None:
         raise ValueError(
-            f"the model is of type '{config.model_type}', and the learner splits decoders of the families "
-            f"{', '.join(FAMILIES)}. Use one of those, or add the type to learner.decoders once the tests of "
-            "learner.model pass for it"
+            f"model type '{config.model_type}' is not supported; the learner supports {', '.join(FAMILIES)}. "
+            "Use one of those, or add the type to learner.decoders once the tests of leeway.learner.model pass for it"
         )
     dropout = {name: value for name, value in vars(config).items() if name.endswith("dropout") and value}
     if dropout:
         name, value = next(iter(dropout.items()))
         raise ValueError(
-            f"config.json says {name} = {value}, and dropout would make the two passes of a step differ; "
+            f"config.json has {name} = {value}, but dropout would make the two passes of a step differ: "
             f"set {name} to 0 in the checkpoint's config.json"
         )
     if getattr(config, "quantization_config", None):
         raise ValueError(
-            "config.json says quantization_config: the learner trains plain weights. Use the checkpoint that was "
-            "quantized, in float32, bfloat16 or float16"
+            "config.json has a quantization_config, but the learner trains plain weights: use the unquantized "
+            "checkpoint in float32, bfloat16 or float16"
         )
     if getattr(config, "use_bidirectional_attention", False):
         raise ValueError(
-            "config.json says use_bidirectional_attention: such a model embeds texts and generates none. "
+            "config.json has use_bidirectional_attention = true: such a model computes embeddings and cannot generate. "
             "Use a causal checkpoint"
         )
     for parameters in _rotations(config):
         if parameters.get("rope_type") in BATCH_WIDE_ROTATIONS:
             raise ValueError(
-                f"config.json asks for rotary embeddings of type '{parameters['rope_type']}', whose angles follow the "
-                "longest sequence of a batch; packed and single sequences would differ. Use a checkpoint with a "
-                "static type ('default', 'linear', 'llama3', 'yarn')"
+                f"config.json has rope_type = '{parameters['rope_type']}', whose angles depend on the longest sequence "
+                "of a batch, so that packed and single sequences would differ. Use a checkpoint with a static type "
+                "('default', 'linear', 'llama3', 'yarn')"
             )
     return family
 
@@ -93,19 +92,19 @@ SERVED_ALIKE: tuple[tuple[str, str, tuple[object, ...]], ...] = (
     ("is_causal", " ".join(FAMILIES), (True,)),
     ("compression_config dual_chunk_attention_config text_config", " ".join(FAMILIES), ({},)),
 )
-"""Keys of config.json that vLLM 0.32 or Transformers 5.19 alone reads, for which families, and values that change
-nothing."""
+"""Rows (keys, families, values): keys of config.json that only one of vLLM 0.32 and Transformers 5.19 reads, and
+values without effect."""
 _OF_ROTATIONS = ("partial_rotary_factor", "rope_dim", "mrope_section", "use_fope")
-"""Keys of rope_parameters that vLLM alone reads."""
+"""Keys of rope_parameters that only vLLM reads."""
 _HARMLESS = (
     "auto_map cache_implementation hidden_act ignore_keys_at_rope_validation is_llama_config layer_types leeway_untied "
     "model_max_length model_type sliding_window tokenizer_class transformers.js_config unsloth_fixed unsloth_version"
 )
-"""Keys that change nothing of the model, or that `check_served` looks at."""
+"""Keys that do not affect the model, or that `check_served` checks."""
 
 
 def check_served(config: PreTrainedConfig) -> None:
-    """Refuse a model that engines would serve differently than the learner trains it: ValueError names the key."""
+    """Raise ValueError naming the key if engines would serve a model differently from how the learner trains it."""
     family, name = config.model_type, type(config).__name__.removesuffix("Config").removesuffix("Text") + "ForCausalLM"
     rows = [(key, alike) for keys, names, alike in SERVED_ALIKE if family in names.split() for key in keys.split()]
     rows += [("architectures", ([name],))]
@@ -117,13 +116,13 @@ def check_served(config: PreTrainedConfig) -> None:
     for key, value, alike in found:
         if value is not None and value not in alike:
             raise ValueError(
-                f"config.json says {key} = {value}, which engine and learner do not read alike, so samples would be of "
-                f"another model than is trained: set it to {alike[0]} if the model was made so, or use another one"
+                f"config.json has {key} = {value}, which vLLM and the learner interpret differently, so that samples "
+                f"would come from a different model: set it to {alike[0]} if that fits the model, or use another model"
             )
 
 
 def _served_windows(config: PreTrainedConfig) -> list[int | None]:
-    """As `windows`, by vLLM: layers without one of their own have the model's if no layer is of another type."""
+    """Return `windows` as vLLM applies them: the window of the model is the default unless layer types are mixed."""
     window, kinds = getattr(config, "sliding_window", None) or None, getattr(config, "layer_types", None)
     default = window if set(kinds or ()) <= {"sliding_attention"} else None
     typed = family_of(config).serves_typed
@@ -131,32 +130,32 @@ def _served_windows(config: PreTrainedConfig) -> list[int | None]:
 
 
 def unread_keys(config: PreTrainedConfig) -> tuple[str, ...]:
-    """Return the keys of a config.json that Transformers does not know for this model type, and that say something."""
+    """Return the keys of a config.json with a truthy value that Transformers ignores for this model type."""
     known = {*vars(type(config)()), *_HARMLESS.split()}
     return tuple(sorted(key for key, value in vars(config).items() if value and key not in known and key[0] != "_"))
 
 
 def _rotations(config: PreTrainedConfig) -> list[Mapping[str, Any]]:
-    """Rotary parameters: one set, or one per attention type."""
+    """Return the rotary parameters: one set, or one per attention type."""
     parameters = getattr(config, "rope_parameters", None) or {}
     nested = [value for value in parameters.values() if isinstance(value, Mapping)]
     return nested or [parameters]
 
 
 def layer_types(config: PreTrainedConfig) -> list[str]:
-    """Return the attention type of each layer, as the rotary embedding names it."""
+    """Return the attention type of each layer, named as in the rotary embedding."""
     types = getattr(config, "layer_types", None)
     return list(types) if types else ["full_attention"] * config.num_hidden_layers
 
 
 def rotation_kinds(config: PreTrainedConfig) -> dict[str, dict[str, str]]:
-    """Return, by attention type of the layers, the arguments of its rotary embedding besides positions."""
+    """Return, by attention type, the arguments of the rotary embedding besides positions."""
     typed = family_of(config).typed_rotations
     return {kind: {"layer_type": kind} if typed else {} for kind in sorted(set(layer_types(config)))}
 
 
 def windows(config: PreTrainedConfig) -> list[int | None]:
-    """Return the tokens that a token of each layer sees, itself included; None: all before it."""
+    """Return for each layer the number of tokens that a token attends to, including itself; None: no limit."""
     window, where = getattr(config, "sliding_window", None) or None, family_of(config).windows
     has_window = {"none": (), "typed": ("sliding_attention",), "all": layer_types(config)}[where]
     return [window if kind in has_window else None for kind in layer_types(config)]
@@ -171,20 +170,20 @@ TRAINING_PASSES = 3
 """Forward and backward products of a layer, in units of the forward pass."""
 
 HEAD_PASSES = 4
-"""With gradients made a chunk at a time: logits, their product with the head, logits again, gradient. A GPU keeps
-most probabilities, and needs no logits again."""
+"""Head products, one chunk at a time: logits, their product with the head, recomputed logits, gradient. A GPU keeps
+most probabilities and recomputes few logits."""
 
 EMBEDDING_SHARE = 1 / 64
-"""Cost per token and weight of the embedding: each micro-batch writes and adds a gradient of the whole table, and a
-step updates it, tens of operations' time per weight."""
+"""Cost per token and embedding weight: each micro-batch writes and adds a gradient of the whole table, and each step
+updates it, which takes the time of tens of operations per weight."""
 
 TYPICAL_LENGTH = 512
-"""Tokens of a sequence, for the share of attention in a layer's cost."""
+"""Sequence length in tokens that is assumed for the attention cost of a layer."""
 
 
 @dataclass(frozen=True)
 class StageShare:
-    """The layers of a chunk. Rank p of P has the chunks p, p + P, p + 2P..."""
+    """The layers of one chunk. Rank p of P owns the chunks p, p + P, p + 2P, ..."""
 
     chunk: int
     num_chunks: int
@@ -201,10 +200,10 @@ class StageShare:
 
 
 def cost_of(config: PreTrainedConfig) -> tuple[float, float]:
-    """Return the floating-point operations a of a token and b of a squared token: a sequence costs a * n + b * n^2.
+    """Return the coefficients (a, b) of the cost of a sequence of n tokens, a * n + b * n^2 floating-point operations.
 
-    A layer with a sliding window costs as much as one without up to the window's length, and less beyond; it is counted
-    linearly at `TYPICAL_LENGTH` if the window is shorter than that.
+    A layer with a sliding window costs the same as one without up to the window length, and less beyond. If the window
+    is shorter than `TYPICAL_LENGTH`, its attention cost is counted as linear in n.
     """
     per_token = TRAINING_PASSES * config.num_hidden_layers * _products(config) + _head(config) + _embedding(config)
     squared = 0.0
@@ -223,17 +222,17 @@ def split_layers(
     has_lm_head: bool = True,
     recomputed: bool = False,
 ) -> list[tuple[int, int]]:
-    """Return (first, end) of each chunk's layers, balanced by cost.
+    """Return the layer range (first, end) of each chunk, balanced by cost.
 
-    With `recomputed` every layer is computed again in the backward pass. ValueError if the family is unknown, or there
-    are more chunks than layers.
+    With `recomputed`, every layer is recomputed in the backward pass. Raises ValueError if the family is unknown, or if
+    there are more chunks than layers.
     """
     layer_costs = _layer_costs(config, recomputed=recomputed)
     return balance(layer_costs, _embedding(config), _head(config) if has_lm_head else 0.0, num_chunks)
 
 
 def cost_shares(config: PreTrainedConfig, split: Sequence[tuple[int, int]], *, recomputed: bool = False) -> list[float]:
-    """Return each chunk's share of a policy's whole cost."""
+    """Return each chunk's fraction of the total cost of the policy."""
     layer_costs = _layer_costs(config, recomputed=recomputed)
     costs = [sum(layer_costs[first:end]) for first, end in split]
     costs[0] += _embedding(config)
@@ -242,7 +241,7 @@ def cost_shares(config: PreTrainedConfig, split: Sequence[tuple[int, int]], *, r
 
 
 def critic_share(config: PreTrainedConfig) -> float:
-    """Return the cost of training a critic model, which has no LM head, over that of its policy."""
+    """Return the training cost of a critic model, which has no LM head, divided by that of its policy."""
     layers = sum(_layer_costs(config, recomputed=False)) + _embedding(config)
     return layers / (layers + _head(config))
 
@@ -258,18 +257,18 @@ def _layer_costs(config: PreTrainedConfig, *, recomputed: bool) -> list[float]:
 def balance(
     layer_costs: Sequence[float], first_cost: float, last_cost: float, num_chunks: int
 ) -> list[tuple[int, int]]:
-    """Split layers into contiguous chunks so that the dearest is as cheap as possible: (first, end) of each.
+    """Return the contiguous chunks (first, end) of the layers that minimize the maximum cost of a chunk.
 
-    The first chunk has the embedding too, the last the head; each has at least one layer. ValueError if there are more
-    chunks than layers.
+    The first chunk also has the embedding, and the last one the head. Each chunk has at least one layer. Raises
+    ValueError if there are more chunks than layers.
     """
     num_layers = len(layer_costs)
     if num_chunks > num_layers:
         raise ValueError(
             f"learner.num_stages * learner.num_chunks = {num_chunks}, but the model has only {num_layers} layers and "
-            f"every chunk of a stage needs one. Lower num_stages or num_chunks to a product of {num_layers} or less"
+            f"each chunk needs at least one: lower num_stages or num_chunks to a product of at most {num_layers}"
         )
-    # best[end]: (cost of the dearest chunk, cuts) over splits of layers[:end] into the chunks so far
+    # best[end]: (maximum cost of a chunk, cuts) over splits of layers[:end] into the chunks so far
     best: dict[int, tuple[float, list[int]]] = {0: (0.0, [0])}
     sums = list(itertools.accumulate(layer_costs, initial=0.0))
     for chunk in range(num_chunks):
@@ -287,7 +286,7 @@ def balance(
 
 
 class Widths(NamedTuple):
-    """How many numbers a layer has per token."""
+    """Widths of a layer: numbers per token."""
 
     states: int
     queries: int
@@ -306,12 +305,12 @@ def widths(config: PreTrainedConfig) -> Widths:
 
 
 def _products(config: PreTrainedConfig) -> float:
-    """Return a layer's matrix products per token, forward, in operations."""
+    """Return the forward operations per token of the matrix products of a layer."""
     return 2.0 * widths(config).num_weights
 
 
 def _attention(config: PreTrainedConfig) -> float:
-    """Return a layer's attention per token and token that it sees, forward: scores, and values summed."""
+    """Return the forward operations per query-key pair of the attention of a layer: scores and weighted values."""
     return 4.0 * config.num_attention_heads * _head_size(config)
 
 

@@ -1,12 +1,12 @@
-"""The device of a rank, its share of the memory, what training takes of it, and what leaves it.
+"""The device of a rank: selection, memory limits, memory estimates and offloading.
 
-device_of, settle  which it is, and this process's share of it
-memory_need        how much training takes
-host_room          host memory for copies
-Offload            the weights of a frozen stage, which are away while a step trains
+device_of, configure   select the device of a rank and apply its memory limit
+memory_need            estimate the peak memory of training
+allocate_host_copies   host memory for copies of tensors
+Offload                keep the weights of a frozen stage in host memory while a step trains
 
-The figures of a need are counted, not measured: the bytes that a layer keeps for its backward pass by tracing one
-without data, all others from the shapes of the model, for the longest samples.
+Estimates are computed, not measured, for the longest samples. The bytes that a layer keeps for its backward pass were
+counted by tracing a layer without data; all other figures follow from the shapes of the model.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from common.process import keep_freed_memory, threads_of
-from learner.config import LearnerConfig, default_most_held, stage_of
-from learner.decoders import StageShare, split_layers, widths
-from learner.products import KEPT_MIB, LogitRule
-from weight_sync.tensors import pin
+from leeway.common.process import keep_freed_memory, threads_of
+from leeway.learner.config import LearnerConfig, default_most_held, stage_of
+from leeway.learner.decoders import StageShare, split_layers, widths
+from leeway.learner.products import KEPT_MIB, LogitRule
+from leeway.weight_sync.tensors import pin
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -38,26 +38,26 @@ KEPT_BYTES: Mapping[str, tuple[int, int, int, int]] = {
     "bfloat16": (20, 6, 4, 8),
     "float64": (48, 24, 16, 32),
 }
-"""Bytes that a layer keeps per token for its backward pass, by precision, per unit of four widths:
-states, query heads, key heads, feed-forward block. Counted of Llama and Qwen2 layers."""
+"""Bytes that a layer keeps per token for its backward pass, by precision, per unit of its four widths: states, query
+heads, key heads, feed-forward block. Counted on Llama and Qwen2 layers."""
 RUNTIME_BYTES = GIB
-"""A CUDA context, workspaces of libraries, NCCL's buffers and the allocator's rounding; an estimate."""
+"""Estimated bytes of the CUDA context, library workspaces, NCCL buffers and allocator rounding."""
 LOGIT_COPIES = 3
-"""Of a chunk of logits: themselves, their exponentials, and a product on the way."""
+"""Copies of a chunk of logits in memory: the logits, their exponentials and a temporary product."""
 HEAD_STATES = 3
-"""Copies of the states that the head reads: normed, in the dtype of products, and their gradient."""
+"""Copies of the input states of the head: normed, in the dtype of products, and their gradient."""
 _ALIGNED_BYTES = 64
-"""Alignment of copies in host memory, as of torch's own tensors."""
+"""Alignment of host copies; equal to that of torch's own tensors."""
 
 
 def device_of(config: LearnerConfig, rank: int) -> torch.device:
-    """Return where a rank computes; ValueError without the GPU asked for, or one that lacks `learner.precision`."""
+    """Return the device of a rank; raise ValueError without a requested GPU, or if it lacks `learner.precision`."""
     if not config.gpus and not torch.cuda.is_available():
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ValueError(
-            f"this stage has reserved {config.gpus:g} GPUs, but torch {torch.__version__} (built for CUDA "
-            f"{torch.version.cuda or 'not at all'}) sees none on this host: see leeway doctor there; or use "
+            f"learner.gpus = {config.gpus:g}, but torch {torch.__version__} (built for CUDA "
+            f"{torch.version.cuda or 'not at all'}) finds no GPU on this host: run leeway doctor there, or set "
             "learner.gpus = 0"
         )
     device = torch.device("cuda", rank % torch.cuda.device_count())
@@ -66,17 +66,17 @@ def device_of(config: LearnerConfig, rank: int) -> torch.device:
     capability = torch.cuda.get_device_capability(device)
     if capability < FIRST_WITH_BFLOAT16:
         raise ValueError(
-            f"learner.precision = 'bfloat16', and the GPU of this stage ({torch.cuda.get_device_name(device)}, compute "
-            f"capability {capability[0]}.{capability[1]}) has none, which begins at 8.0: use 'float32', or another GPU"
+            f"learner.precision = 'bfloat16' needs compute capability 8.0, but the GPU of this stage "
+            f"({torch.cuda.get_device_name(device)}) has {capability[0]}.{capability[1]}: use 'float32' or another GPU"
         )
     return device
 
 
-def settle(config: LearnerConfig, device: torch.device) -> None:
-    """Set up this process for its device.
+def configure(config: LearnerConfig, device: torch.device) -> None:
+    """Configure this process for its device.
 
-    On a GPU it keeps to its share: an engine that is started again beside it has to find its own. On a CPU it keeps its
-    threads, and memory that it freed: page faults took an eighth of a step.
+    On a GPU, limit its memory, so that an engine restarted on the same GPU finds its share free. On a CPU, set the
+    number of threads and retain freed memory: page faults took an eighth of a step.
     """
     if device.type == "cpu":
         torch.set_num_threads(threads_of(config.cpus))
@@ -87,7 +87,7 @@ def settle(config: LearnerConfig, device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class MemoryNeed:
-    """Most that training takes of a stage's device."""
+    """Estimated peak memory of training on the device of a stage."""
 
     stage: int
     parts: Mapping[str, int]
@@ -98,7 +98,7 @@ class MemoryNeed:
 
     def describe(self) -> str:
         shown = ", ".join(f"{name} {size / GIB:.1f}" for name, size in self.parts.items() if size >= GIB / 20)
-        return f"stage {self.stage} takes up to {self.size_bytes / GIB:.1f} GiB: {shown}"
+        return f"stage {self.stage} needs up to {self.size_bytes / GIB:.1f} GiB: {shown}"
 
 
 def memory_need(
@@ -110,10 +110,10 @@ def memory_need(
     references: Sequence[PreTrainedConfig] = (),
     num_models: int = 1,
 ) -> MemoryNeed:
-    """Return the need of the stage that takes most, with these frozen models.
+    """Return the estimate of the stage that needs most memory; `references` are the frozen models.
 
-    `update_tokens`: most tokens of the samples of one update, over all replicas; `scored_tokens`: the same of a pass
-    over the whole draw, 0 if the loss reads none; `num_models`: 2 if a critic is a model of its own.
+    `update_tokens`: maximum tokens of the samples of one update, over all replicas. `scored_tokens`: the same for a
+    scoring pass over the whole batch; 0 if the loss needs none. `num_models`: 2 if the critic is a separate model.
     """
     needs = [
         _need_of(stage, model, config, (update_tokens, scored_tokens), references, num_models)
@@ -165,15 +165,15 @@ def _need_of(
         "between stages": between * num_micro_batches,
         "probabilities": probabilities,
         "activations": int(in_flight * kept),
-        "a layer at work": per_layer,
+        "current layer": per_layer,
     }
-    # of the whole draw at once; it keeps nothing for a backward pass
-    scoring = {"between stages": between * num_scored, "a layer at work": per_layer}
+    # scores the whole batch at once and keeps nothing for a backward pass
+    scoring = {"between stages": between * num_scored, "current layer": per_layer}
     frozen_item = 2 if is_narrow else item
     frozen = [frozen_item * _num_weights(_shares(stage, each, config), each) for each in references]
     if config.reference_offload == "none":
         static["reference"] = sum(frozen)
-    else:  # one is there while it scores, and no other
+    else:  # only the reference that scores is on the device
         scoring["reference"] = max(frozen, default=0)
     larger = training if sum(training.values()) >= sum(scoring.values()) else scoring
     return MemoryNeed(stage, {**static, **larger})
@@ -198,25 +198,25 @@ def _num_weights(shares: Sequence[StageShare], model: PreTrainedConfig, *, has_l
 
 
 def kept_bytes(model: PreTrainedConfig, config: LearnerConfig) -> int:
-    """Return the bytes that one layer keeps per token for its backward pass."""
+    """Return the bytes per token that one layer keeps for its backward pass."""
     found = widths(model)
     of_states, of_queries, of_keys, of_block = KEPT_BYTES[config.precision]
     return of_states * found.states + of_queries * found.queries + of_keys * found.keys + of_block * found.block
 
 
 def most_kept_mib(config: LearnerConfig, device: str) -> float:
-    """Return the probabilities that the head may keep of a micro-batch, so that those in flight keep `KEPT_MIB`."""
+    """Return the MiB of probabilities that a micro-batch may keep, so that all in flight stay within `KEPT_MIB`."""
     return KEPT_MIB[device] / heads_in_flight(config)
 
 
 def heads_in_flight(config: LearnerConfig) -> int:
-    """Return the most micro-batches between the head and their backward pass."""
+    """Return the maximum number of micro-batches between the head and their backward pass."""
     at_once = {"zero_bubble": config.num_stages, "fused": default_most_held(config.num_stages)}
     return at_once.get(config.schedule, 1) if config.num_stages > 1 else 1
 
 
 def micro_batches_in_flight(config: LearnerConfig, stage: int, num_micro_batches: int) -> float:
-    """Return the most micro-batches whose activations a stage holds at once."""
+    """Return the maximum number of micro-batches whose activations a stage holds at once."""
     num_stages = config.num_stages
     at_most = {
         "1f1b": float(num_stages - stage),
@@ -228,14 +228,14 @@ def micro_batches_in_flight(config: LearnerConfig, stage: int, num_micro_batches
     return min(at_most[config.schedule], num_networks * num_micro_batches)
 
 
-# --- what leaves it -------------------------------------------------------------------------------
+# --- offloading -----------------------------------------------------------------------------------
 
 
-def host_room(tensors: Mapping[str, Tensor], *, pinned: bool) -> dict[str, Tensor]:
-    """Allocate host memory for copies of some tensors, by their names.
+def allocate_host_copies(tensors: Mapping[str, Tensor], *, pinned: bool) -> dict[str, Tensor]:
+    """Allocate uninitialized host tensors with the names, shapes and dtypes of `tensors`.
 
-    `pinned`: for copies from and to a GPU, which wait for each other otherwise. All of it is then one piece of just the
-    bytes needed: torch's own pinned memory takes powers of two, up to twice the size of each tensor.
+    `pinned` memory allows asynchronous copies from and to a GPU. It is one block of the exact size: torch's own pinned
+    allocator rounds each tensor up to a power of two, up to twice its size.
     """
     if not pinned:
         return {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in tensors.items()}
@@ -243,43 +243,43 @@ def host_room(tensors: Mapping[str, Tensor], *, pinned: bool) -> dict[str, Tenso
     flat = torch.empty(sum(sizes), dtype=torch.uint8).numpy()
     if code := pin(flat):
         logger.warning(
-            "CUDA could not pin %.1f GiB of host memory (error %d): copies to and from the GPU wait for each other. "
-            "See how much memory this process, or its container, may lock",
+            "CUDA could not pin %.1f GiB of host memory (error %d): copies to and from the GPU are synchronous. "
+            "Check the locked-memory limit of this process or its container",
             flat.nbytes / 2**30,
             code,
         )
-    room: dict[str, Tensor] = {}
+    copies: dict[str, Tensor] = {}
     start = 0
     for (name, tensor), size in zip(tensors.items(), sizes, strict=True):
-        # a storage of its own: what writes a checkpoint copies a tensor that is a part of a larger one
-        room[name] = torch.from_numpy(flat[start : start + tensor.nbytes]).view(tensor.dtype).view(tensor.shape)
+        # a separate storage: the checkpoint writer would copy a tensor that is a view of a larger one
+        copies[name] = torch.from_numpy(flat[start : start + tensor.nbytes]).view(tensor.dtype).view(tensor.shape)
         start += size
-    return room
+    return copies
 
 
 class Offload:
-    """Keeps the weights of a frozen stage in host memory while a step trains.
+    """Host copy of the weights of a frozen stage, which are removed from the device while a step trains.
 
-    They move as a whole: a scoring runs many micro-batches through every layer, and hooks that fetch single layers
-    would move the model that many times. What is tied has to be tied again.
+    All weights move together: scoring runs many micro-batches through every layer, and hooks that fetch single layers
+    would move the model once per micro-batch. After each move, the caller must restore weight tying.
     """
 
     def __init__(self, stage: nn.Module, device: torch.device) -> None:
-        """Copy the weights, unless the stage computes in host memory; they stay on the device until `release`."""
-        assert not any(parameter.requires_grad for parameter in stage.parameters()), "a stage that learns cannot leave"
+        """Copy the weights to host memory if the device is a GPU; they stay on the device until `release`."""
+        assert not any(parameter.requires_grad for parameter in stage.parameters()), "the stage must be frozen"
         self.device = device
         self._stage = stage
         self._kept = {name: parameter.detach() for name, parameter in stage.named_parameters()}
         if device.type == "cuda":
-            room = host_room(self._kept, pinned=True)
+            copies = allocate_host_copies(self._kept, pinned=True)
             for name, weight in self._kept.items():
-                room[name].copy_(weight)
-            self._kept = room
+                copies[name].copy_(weight)
+            self._kept = copies
 
     def fetch(self) -> None:
-        """Bring the weights to the device, unless they are there."""
+        """Copy the weights to the device, unless they are there."""
         if next(self._stage.parameters()).is_meta:
-            # what runs on the device next waits for them, and nothing changes what is copied from
+            # later work on the device waits for these copies, and the host copies never change
             self._assign({name: weight.to(self.device, non_blocking=True) for name, weight in self._kept.items()})
 
     def release(self) -> None:

@@ -1,15 +1,15 @@
-"""Fused kernels (Triton) for what torch computes element by element in many passes over memory; docs/gpu.md.
+"""Fused Triton kernels for elementwise operations that take torch many passes over memory; see docs/gpu.md.
 
-    layer       its two norms and the sum between them, of layers that norm before each block and add after it (all
-                families but Gemma's), by `learner.row_kernels`
-    norm        every other RMS norm, by liger-kernel, with the offset and the rounding of its family; the incoming
-                gradient is left as it is: where a norm's output is added to states (Gemma), theirs is the same tensor
+    layer       the two norms of a layer and the sum between them, for layers that norm before each block and add after
+                it (all families except Gemma), by `leeway.learner.row_kernels`
+    norm        every other RMS norm, by liger-kernel, with the offset and rounding of its family; the incoming gradient
+                is not overwritten: if the norm output is added to states (Gemma), both have the same gradient tensor
     gate        act(gate) * up of an MLP, for SiLU and the tanh form of GELU; its gradient overwrites its inputs
-    rotation    of queries and keys, in the module of the model's attention, where layers look it up
-    softmax     of a chunk of the head's logits, by `learner.row_kernels`
+    rotation    rotary embedding of queries and keys; replaced in the model's module, where layers look it up
+    softmax     softmax of a chunk of the head's logits, by `leeway.learner.row_kernels`
 
-The head stays two products of torch around that softmax: the library's fused heads round logits to 16 bits, and take
-four products where ours take three for tokens whose probabilities are kept.
+The head remains two torch products around that softmax. The fused heads of liger-kernel round logits to 16 bits and
+need four products instead of three for tokens whose probabilities are kept.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from learner.attention import AttentionLayout
+from leeway.learner.attention import AttentionLayout
 
 logger = logging.getLogger(__name__)
 
@@ -35,25 +35,25 @@ DEVICE = "cuda"
 ROTATED = (torch.bfloat16, torch.float16)
 
 _FUNCTIONS = f"{LIBRARY}.transformers.functional"
-_OURS = "learner.row_kernels"
-"""Imported on use, for Triton is not everywhere."""
+_ROW_KERNELS = "leeway.learner.row_kernels"
+"""Imported on first use, because Triton is optional."""
 _PRE_NORMED = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
-"""Parts of a layer that norms before attention and before its MLP, and nowhere else."""
+"""Children of a layer whose only norms are before attention and before the MLP."""
 _ROTATION = "apply_rotary_pos_emb"
 _GATES = {"silu": "liger_swiglu", "gelu_pytorch_tanh": "liger_geglu"}
-"""By the activation that a model's config names."""
+"""Activation in the model config -> liger-kernel function."""
 
 
 def fuse(decoder: nn.Module, device: torch.device) -> bool:
-    """Replace what the kernels compute in these layers, for good; return False if no kernels are usable."""
+    """Replace operations of these layers by kernels, permanently; return False if the kernels are unusable."""
     usable = _usable(device) if device.type == DEVICE else None
     if usable is None:
         return False
-    library, ours = usable
-    for module in decoder.modules():  # hooks stay, for they are called around `forward`
+    library, row_kernels = usable
+    for module in decoder.modules():  # hooks keep working: they are called around `forward`
         parts: Any = dict(module.named_children())
         if parts.keys() == _PRE_NORMED and not _is_gemma(parts["input_layernorm"]):
-            module.forward = functools.partial(_pre_normed, ours.add_norm, module)
+            module.forward = functools.partial(_pre_normed, row_kernels.add_norm, module)
         kind = type(module).__name__
         if kind.endswith("RMSNorm"):
             module.forward = _norm(library, module, is_gemma=_is_gemma(module))
@@ -64,13 +64,13 @@ def fuse(decoder: nn.Module, device: torch.device) -> bool:
                 module.forward = functools.partial(_gated, getattr(library, gate), module)
         elif kind.endswith("Attention"):
             _replace_rotation(library, sys.modules[type(module).__module__])
-    logger.info("norms, gates, rotations and the softmax of logits are computed by %s and %s", LIBRARY, _OURS)
+    logger.info("using %s and %s for norms, gates, rotations and the softmax of logits", LIBRARY, _ROW_KERNELS)
     return True
 
 
 def softmax(logits: Tensor, tokens: Tensor, out: Tensor | None) -> Tensor:
-    """`row_kernels.softmax`; only after `fuse` has returned True."""
-    found: Tensor = importlib.import_module(_OURS).softmax(logits, tokens, out)
+    """Call `row_kernels.softmax`; valid only after `fuse` returned True."""
+    found: Tensor = importlib.import_module(_ROW_KERNELS).softmax(logits, tokens, out)
     return found
 
 
@@ -86,19 +86,19 @@ def _pre_normed(
     position_embeddings: tuple[Tensor, Tensor],
     layout: AttentionLayout,
 ) -> Tensor:
-    """A decoder layer, [1, T, H] -> [1, T, H]."""
+    """Compute a decoder layer: [1, T, H] -> [1, T, H]."""
     parts: Any = layer
     first, second = parts.input_layernorm, parts.post_attention_layernorm
     states, normed = add_norm(states, None, first.weight, first.variance_epsilon)
-    known = {"position_embeddings": position_embeddings, "attention_mask": None, "layout": layout}
-    attended, _ = parts.self_attn(hidden_states=normed, **known)
+    options = {"position_embeddings": position_embeddings, "attention_mask": None, "layout": layout}
+    attended, _ = parts.self_attn(hidden_states=normed, **options)
     states, normed = add_norm(states, attended, second.weight, second.variance_epsilon)
     added: Tensor = parts.mlp(normed)
     return states + added
 
 
 def _norm(library: ModuleType, module: nn.Module, *, is_gemma: bool) -> Callable[[Tensor], Tensor]:
-    """Of Llama's kind, which rounds before the weight; or of Gemma's, which adds one to it and rounds at the end."""
+    """Return a norm in Llama's form (rounds before the weight) or Gemma's (adds 1 to the weight, rounds last)."""
     norm: Any = module
     eps = norm.eps if is_gemma else norm.variance_epsilon
     rule = {"offset": 1.0, "casting_mode": "gemma"} if is_gemma else {"offset": 0.0, "casting_mode": "llama"}
@@ -119,7 +119,7 @@ def _gated(gate: Callable[[Tensor, Tensor], Tensor], module: nn.Module, states: 
 def _replace_rotation(library: ModuleType, model_file: ModuleType) -> None:
     plain = getattr(model_file, _ROTATION)
     if isinstance(plain, functools.partial):
-        return  # replaced already, for another layer or stage
+        return  # already replaced for another layer or stage
     setattr(model_file, _ROTATION, functools.partial(_rotated, library, plain))
 
 
@@ -132,51 +132,51 @@ def _rotated(
     sines: Tensor,
     unsqueeze_dim: int = 1,
 ) -> tuple[Tensor, Tensor]:
-    """Rotate [1, H, T, D] queries and keys by [1, T, D]; the kernel overwrites its inputs, which nothing else reads."""
-    takes = query.device.type == DEVICE and query.dtype == key.dtype and query.dtype in ROTATED
-    if not takes or unsqueeze_dim != 1:
+    """Rotate queries and keys [1, H, T, D] by [1, T, D]; the kernel overwrites its inputs, which are not used again."""
+    is_supported = query.device.type == DEVICE and query.dtype == key.dtype and query.dtype in ROTATED
+    if not is_supported or unsqueeze_dim != 1:
         return plain(query, key, cosines, sines, unsqueeze_dim)
     rotated = library.liger_rope(query, key, cosines, sines)
     return rotated[0], rotated[1]
 
 
-# --- what is tried before anything is replaced ----------------------------------------------------
+# --- validation before anything is replaced -------------------------------------------------------
 
 
 def _usable(device: torch.device) -> tuple[ModuleType, ModuleType] | None:
-    """Return the library's functions and ours; None if it is not installed, or, with a warning, if one fails."""
+    """Return liger-kernel's functions and the row kernels; None if not installed, or, with a warning, if one fails."""
     if importlib.util.find_spec(LIBRARY) is None:
         return None
     try:
-        library, ours = importlib.import_module(_FUNCTIONS), importlib.import_module(_OURS)
-        wrong = _first_wrong(library, ours, device)
-    except Exception as error:  # Triton looks for a compiler and a driver, and each fails in its own way
+        library, row_kernels = importlib.import_module(_FUNCTIONS), importlib.import_module(_ROW_KERNELS)
+        wrong = _first_wrong(library, row_kernels, device)
+    except Exception as error:  # Triton needs a compiler and a driver, which raise errors of many types
         wrong = f"{type(error).__name__}: {error}"
     else:
         if wrong is None:
-            return library, ours
+            return library, row_kernels
     logger.warning(
-        "%s is installed, and its kernels or the learner's own do not work on %s (%s): torch computes norms, gates, "
-        "rotations and the softmax of logits in their place, which is slower. Mend it, or uninstall it",
+        "%s is installed, but its kernels or those of the learner fail on %s (%s): using torch for norms, gates, "
+        "rotations and the softmax of logits, which is slower. Fix the installation, or uninstall it",
         *(LIBRARY, device, wrong),
     )
     return None
 
 
-def _first_wrong(library: ModuleType, ours: ModuleType, device: torch.device) -> str | None:
-    """Return the kernel whose numbers or gradients on a small example are not torch's; None if all are."""
-    for trial in (*_trials(library, device), *_trials_of_ours(ours, device)):
-        found, wanted = (_with_gradients(function, trial.inputs) for function in (trial.fused, trial.plain))
-        close = [(one - other).norm() <= trial.within * other.norm() for one, other in zip(found, wanted, strict=True)]
+def _first_wrong(library: ModuleType, row_kernels: ModuleType, device: torch.device) -> str | None:
+    """Return the first kernel whose outputs or gradients on a small example differ from torch's; None if none does."""
+    for trial in (*_trials(library, device), *_row_kernel_trials(row_kernels, device)):
+        fused, plain = (_with_gradients(function, trial.inputs) for function in (trial.fused, trial.plain))
+        close = [(one - other).norm() <= trial.within * other.norm() for one, other in zip(fused, plain, strict=True)]
         if not all(close):
-            return f"wrong numbers of the {trial.name}"
+            return f"wrong results of the {trial.name} kernel"
     logits, tokens = torch.linspace(-3, 3, 64, device=device).view(4, 16), torch.arange(4, device=device)
-    wanted = [logits.log_softmax(1)[:, :4].diag(), logits.softmax(1).scatter(1, tokens[:, None], 0)]
+    expected = [logits.log_softmax(1)[:, :4].diag(), logits.softmax(1).scatter(1, tokens[:, None], 0)]
     for dtype in (torch.float32, torch.bfloat16):
         shares = torch.empty_like(logits, dtype=dtype)
-        said = [ours.softmax(logits, tokens, shares), shares.float()]
-        if not all(torch.allclose(*both, rtol=1e-2, atol=1e-5) for both in zip(said, wanted, strict=True)):
-            return "wrong numbers of the softmax"
+        found = [row_kernels.softmax(logits, tokens, shares), shares.float()]
+        if not all(torch.allclose(*both, rtol=1e-2, atol=1e-5) for both in zip(found, expected, strict=True)):
+            return "wrong results of the softmax kernel"
     return None
 
 
@@ -188,14 +188,14 @@ class _Trial(NamedTuple):
     within: float = 1e-3
 
 
-def _trials_of_ours(ours: Any, device: torch.device) -> Iterator[_Trial]:  # noqa: ANN401 -- a module
-    """In each dtype of training: what is compiled for the first time then cannot be replaced any more."""
+def _row_kernel_trials(row_kernels: Any, device: torch.device) -> Iterator[_Trial]:  # noqa: ANN401 -- a module
+    """Yield trials in each training dtype: a kernel that first compiles during training can no longer be replaced."""
     rows = torch.linspace(-3, 3, 64, device=device).view(4, 16)
     inputs = rows, rows.flip(0), rows[3]
 
     def fused(narrow: torch.dtype, adds: bool, states: Tensor, added: Tensor, weight: Tensor) -> Tensor:
         added = added.to(narrow)
-        found = ours.add_norm(states, added if adds else None, weight.to(narrow), 1e-6)
+        found = row_kernels.add_norm(states, added if adds else None, weight.to(narrow), 1e-6)
         return torch.cat([found[0].float(), found[1].float()]) + (0 if adds else 0 * added.sum())
 
     def plain(adds: bool, states: Tensor, added: Tensor, weight: Tensor) -> Tensor:
@@ -206,7 +206,7 @@ def _trials_of_ours(ours: Any, device: torch.device) -> Iterator[_Trial]:  # noq
         for adds in (True, False):
             within = 1e-3 if narrow == torch.float32 else 0.05
             both = functools.partial(fused, narrow, adds), functools.partial(plain, adds)
-            yield _Trial("sum and its norm", *both, inputs, within)
+            yield _Trial("add_norm", *both, inputs, within)
 
 
 def _trials(library: Any, device: torch.device) -> Iterator[_Trial]:  # noqa: ANN401 -- a module, of functions
@@ -236,5 +236,5 @@ def _trials(library: Any, device: torch.device) -> Iterator[_Trial]:  # noqa: AN
 def _with_gradients(function: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> list[Tensor]:
     leaves = [each.clone().requires_grad_() for each in inputs]
     with torch.enable_grad():
-        found = function(*(leaf * 1 for leaf in leaves))  # what a kernel writes over is no leaf
+        found = function(*(leaf * 1 for leaf in leaves))  # kernels must not overwrite leaves
     return [found.detach(), *torch.autograd.grad(found.sin().sum(), leaves)]

@@ -1,14 +1,14 @@
-"""The ranks of the learner: their places, their rendezvous, and how they agree.
+"""The ranks of the learner: positions, rendezvous and collective error handling.
 
 With P stages and R replicas there are R * P ranks, one process each: rank = replica * P + stage. The last stage of
-replica 0 is the coordinator: it evaluates the loss and talks to the buffer.
+replica 0 is the coordinator: it evaluates the loss and is connected to the buffer.
 
-    MeshPlace, Mesh   a rank's place among stages and replicas, and its process groups
-    join_group        the rendezvous. torch's channels have no authentication, and by default listen on every interface
-                      (store), the host name's (gloo) or any (NCCL). Here all stay on the interface of the rendezvous:
-                      loopback on one machine, and between machines that of their private network
-    Agreement         what several ranks do as one is done on all of them, or failed on all for the same reason
-    StageLost         a rank died or fell silent; GpuFailed: its GPU did
+    MeshPlace, Mesh   position of a rank among stages and replicas, and its process groups
+    join_group        rendezvous. torch's channels have no authentication, and by default listen on every interface
+                      (store), that of the host name (gloo) or any (NCCL). Here all use the interface of the rendezvous:
+                      loopback on one machine, the private network between machines
+    Agreement         runs an action on all ranks: it succeeds on all, or fails on all with the same error
+    StageLost         another rank died or timed out; GpuFailed: the GPU of this rank failed
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 @dataclass(frozen=True)
 class MeshPlace:
-    """One rank's place; needs no process group."""
+    """Position of a rank; needs no process group."""
 
     rank: int
     num_stages: int = 1
     num_replicas: int = 1
-    """R, pipelines that train the same weights on shares of each batch."""
+    """R, the number of pipelines that train the same weights on shares of each batch."""
 
     @property
     def num_ranks(self) -> int:
@@ -62,7 +62,7 @@ class MeshPlace:
 
     @property
     def publishes(self) -> bool:
-        """Replicas hold the same weights: the first one writes them."""
+        """Whether this rank publishes weights: only the first replica does, since all hold the same weights."""
         return self.replica == 0
 
     @property
@@ -72,25 +72,25 @@ class MeshPlace:
 
 @dataclass(frozen=True)
 class Mesh:
-    """A rank's place, with its process groups."""
+    """Position of a rank, with its process groups."""
 
     place: MeshPlace
     pipeline: dist.ProcessGroup
-    """The stages of this replica, in order."""
+    """All stages of this replica, in order."""
     replicas: dist.ProcessGroup
-    """This stage in all replicas, in order."""
+    """The ranks of this stage in all replicas, in order."""
     ends: dist.ProcessGroup | None
-    """First and last stage of this replica; None on the stages between, and if one stage is both."""
+    """First and last stage of this replica; None on stages in between, and if there is only one stage."""
 
     @classmethod
     def build(cls, place: MeshPlace, timeout: timedelta | None = None) -> Mesh:
-        """Make the groups, all ranks together. Collectives do not inherit the timeout of the default group."""
+        """Create the groups; all ranks must call it. Collectives do not inherit the timeout of the default group."""
         num_stages, num_replicas = place.num_stages, place.num_replicas
 
         def group(replicas: Sequence[int], stages: Sequence[int]) -> dist.ProcessGroup:
             return dist.new_group([r * num_stages + p for r in replicas for p in stages], timeout=timeout)
 
-        # every rank has to make every group, in the same order
+        # every rank must create every group, in the same order
         pipelines = [group([r], range(num_stages)) for r in range(num_replicas)]
         stages = [group(range(num_replicas), [p]) for p in range(num_stages)]
         ends = [group([r], [0, num_stages - 1]) for r in range(num_replicas)] if num_stages > 1 else []
@@ -100,23 +100,23 @@ class Mesh:
         )
 
 
-_SIGNS_OF_DEATH = ("pair closure", "Connection closed by peer", "Connection reset by peer")
-"""In messages of the communication library when another rank is gone."""
-_SIGNS_OF_LOSS = (*_SIGNS_OF_DEATH, "gloo", "NCCL")
-"""The same, or silent."""
-_SIGNS_OF_FAULT = (
+_DEATH_PATTERNS = ("pair closure", "Connection closed by peer", "Connection reset by peer")
+"""Substrings of communication errors if another rank died."""
+_LOSS_PATTERNS = (*_DEATH_PATTERNS, "gloo", "NCCL")
+"""Substrings of communication errors if another rank died or timed out."""
+_GPU_FAULT_PATTERNS = (
     "uncorrectable ECC error",
     "uncorrectable NVLink error",
     "memory over nvlink or a hardware error",
     "unspecified launch failure",
 )
-"""In messages of CUDA when a GPU or a link failed, also through NCCL. The last may be a bug: it is all that CUDA
-says of faults without a name."""
-_WOULD_COME_AGAIN = (
+"""Substrings of CUDA errors, also through NCCL, if a GPU or a link failed. The last may also be a bug: CUDA reports it
+for all unnamed faults."""
+_PERMANENT_PATTERNS = (
     *("Duplicate GPU detected", "invalid usage", "ncclInvalidUsage", "ncclInvalidArgument"),
     *("illegal memory access", "device-side assert"),
 )
-"""In messages of NCCL about ranks that it cannot serve as placed, and of CUDA about a bug."""
+"""Substrings of errors that a restart cannot fix: unsupported rank placement (NCCL) or a bug (CUDA)."""
 
 
 def join_group(
@@ -126,12 +126,12 @@ def join_group(
     rank: int,
     num_ranks: int,
     timeout: timedelta,
-    meets_within: timedelta | None = None,
+    rendezvous_timeout: timedelta | None = None,
 ) -> None:
-    """Join the process group at tcp://HOST:PORT, an address of the machine of rank 0; all ranks do so at the same time.
+    """Join the process group at tcp://HOST:PORT, an address on the host of rank 0; all ranks must call it.
 
-    Tensors on `device` are exchanged by NCCL, all others by gloo. `timeout` bounds every collective, `meets_within` the
-    rendezvous. DistStoreError if not all came in time, OSError if rank 0 cannot listen there.
+    Tensors on `device` use NCCL, all others gloo. `timeout` bounds every collective, `rendezvous_timeout` (None: the
+    same) the rendezvous. Raises DistStoreError if the rendezvous times out, OSError if rank 0 cannot listen there.
     """
     place = urlsplit(rendezvous)
     assert place.hostname is not None, rendezvous
@@ -139,14 +139,14 @@ def join_group(
     name = _interface_to(place.hostname, place.port)
     if name is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-        # a bare name would be a prefix
+        # "=" requests an exact match; a bare name is a prefix
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
     listening = None
-    if rank == 0:  # on this address alone; torch's own would listen on all. The store closes it
+    if rank == 0:  # listens on this address only; torch would listen on all. The store closes the socket
         family = socket.AF_INET6 if ":" in place.hostname else socket.AF_INET
         listening = socket.create_server((place.hostname, place.port), family=family, backlog=1024).detach()
     store = dist.TCPStore(  # type: ignore[attr-defined]
-        place.hostname, place.port, num_ranks, rank == 0, meets_within or timeout, master_listen_fd=listening
+        place.hostname, place.port, num_ranks, rank == 0, rendezvous_timeout or timeout, master_listen_fd=listening
     )
     store.set_timeout(timeout)
     on_gpu = device.type != "cpu"
@@ -156,16 +156,16 @@ def join_group(
         rank=rank,
         world_size=num_ranks,
         timeout=timeout,
-        # else NCCL guesses it from the thread of the first collective; for sends between stages see docs/learner.md
+        # otherwise NCCL infers it from the thread of the first collective; for sends between stages see docs/learner.md
         device_id=device if on_gpu else None,
     )
 
 
 def _interface_to(host: str, port: int) -> str | None:
-    """Return the interface over which this machine reaches the host; None if none has its own address."""
+    """Return the interface through which this machine reaches the host; None if no interface has that address."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, port))  # nothing is sent
+        probe.connect((host, port))  # UDP: sends nothing
         own = probe.getsockname()[0]
     for name, addresses in psutil.net_if_addrs().items():
         if any(address.address == own for address in addresses):
@@ -174,39 +174,39 @@ def _interface_to(host: str, port: int) -> str | None:
 
 
 COLLECTIVE_TIMEOUT_S = 600.0
-"""A rank that waits longer for another raises, and all are started again. A rank waits for the others' micro-batches,
-which may be long, and while it loads and exports for `common.run.STARTUP_S` instead."""
+"""Seconds before a collective times out; all ranks are then restarted. A rank waits for the micro-batches of others,
+which may be long. While loading and exporting, `leeway.common.run.STARTUP_S` applies instead."""
 
 R = TypeVar("R")
 
-_SAID_BYTES = 2048
-"""Length to which a rank's message to the others is cut."""
+_MESSAGE_BYTES = 2048
+"""Maximum length of a message between ranks; longer messages are truncated."""
 
 
-class Disagreement(RuntimeError):
-    """A rank could not do its part; the text, the same on all ranks, says which and why."""
+class RankFailed(RuntimeError):
+    """An action failed on a rank; the message, the same on all ranks, names the rank and the reason."""
 
 
 class Agreement:
-    """Has a gloo group of its own, so that another thread than that of training may use it."""
+    """Collective actions of all ranks; a separate gloo group allows use outside the training thread."""
 
     def __init__(self, rank: int, timeout_s: float) -> None:
-        """Make the group, all ranks together; one that is silent for longer is lost."""
+        """Create the group; all ranks must call it. Collectives time out after `timeout_s`."""
         self._rank = rank
         self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
 
-    def say(self, text: str) -> list[str]:
-        """Return every rank's text, in order, once all have come; RuntimeError if one died or was silent too long."""
-        said = text.encode()[:_SAID_BYTES].ljust(_SAID_BYTES, b"\0")
-        row = torch.frombuffer(bytearray(said), dtype=torch.uint8)
+    def all_gather(self, text: str) -> list[str]:
+        """Return the texts of all ranks, in rank order; raise RuntimeError if a rank died or timed out."""
+        message = text.encode()[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES, b"\0")
+        row = torch.frombuffer(bytearray(message), dtype=torch.uint8)
         rows = [torch.zeros_like(row) for _ in range(dist.get_world_size(self.group))]
         dist.all_gather(rows, row, group=self.group)
         return [found.numpy().tobytes().rstrip(b"\0").decode(errors="replace") for found in rows]
 
-    def together(self, action: Callable[[], R], what: str) -> R:
-        """Do something that may raise OSError or ValueError, or a collective of DCP, on every rank.
+    def run_on_all(self, action: Callable[[], R], what: str) -> R:
+        """Run an action that may raise OSError or ValueError, or a collective of DCP, on every rank.
 
-        Disagreement, on all ranks, if it failed on one: "rank 1 could not WHAT".
+        Raises RankFailed, on all ranks, if it failed on any: "rank 1 could not WHAT".
         """
         problem, results = "", []
         try:
@@ -216,9 +216,9 @@ class Agreement:
             problem = f"rank {rank} could not {what}: {first_line(cause)}"
         except (OSError, ValueError) as error:
             problem = f"rank {self._rank} could not {what}: {first_line(error)}"
-        problems = [said for said in self.say(problem) if said]
+        problems = [text for text in self.all_gather(problem) if text]
         if problems:
-            raise Disagreement(problems[0])
+            raise RankFailed(problems[0])
         return results[0]
 
     def close(self) -> None:
@@ -226,36 +226,36 @@ class Agreement:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the kind of error, and the first line of its text."""
+    """Return the type of an error and the first line of its message."""
     lines = str(error).splitlines() or [""]
     return f"{type(error).__name__}: {lines[0]}"
 
 
 class StageLost(RuntimeError):
-    """Another rank died or did not answer in time."""
+    """Another rank died or timed out."""
 
 
 class GpuFailed(StageLost):
-    """The GPU of this rank failed as hardware does: a new process often works on it again."""
+    """The GPU of this rank reported a hardware fault; a new process can often use it again."""
 
 
-def tells_of_loss(error: Exception) -> bool:
-    """Return whether an error says that another rank is gone or silent, so that a new start may help."""
+def is_rank_loss(error: Exception) -> bool:
+    """Return whether an error means that another rank died or timed out, so that a restart may help."""
     text = str(error)
-    if any(sign in text for sign in _WOULD_COME_AGAIN):
+    if any(pattern in text for pattern in _PERMANENT_PATTERNS):
         return False
-    # an error of ours, which has a class of its own, may name a folder that is called so
+    # subclasses of RuntimeError are excluded: the message of a learner error may contain these words in a path
     return isinstance(error, dist.DistError) or (
-        type(error) is RuntimeError and any(sign in text for sign in _SIGNS_OF_LOSS)
+        type(error) is RuntimeError and any(pattern in text for pattern in _LOSS_PATTERNS)
     )
 
 
-def tells_of_death(error: BaseException) -> bool:
-    """Return whether an error says that another rank is gone, rather than silent."""
-    return any(sign in str(error) for sign in _SIGNS_OF_DEATH)
+def is_rank_death(error: BaseException) -> bool:
+    """Return whether an error means that another rank died, rather than timed out."""
+    return any(pattern in str(error) for pattern in _DEATH_PATTERNS)
 
 
-def tells_of_fault(error: Exception) -> bool:
-    """Return whether an error says that the GPU of this rank failed, so that a new start may help."""
+def is_gpu_fault(error: Exception) -> bool:
+    """Return whether an error means that the GPU of this rank failed, so that a restart may help."""
     text = str(error)
-    return any(sign in text for sign in _SIGNS_OF_FAULT) and not any(sign in text for sign in _WOULD_COME_AGAIN)
+    return any(each in text for each in _GPU_FAULT_PATTERNS) and not any(each in text for each in _PERMANENT_PATTERNS)

@@ -1,11 +1,11 @@
-"""StageModule: a contiguous share of a Hugging Face decoder's layers.
+"""StageModule: a contiguous range of the layers of a Hugging Face decoder.
 
-The first stage owns the embedding, the last the final norm and the head; parameters keep the names of the Hugging Face
-checkpoint. The last stage returns log-probabilities, not logits: the schedule keeps every micro-batch's output, and V
-times less is kept.
+The first stage owns the embedding, the last one the final norm and the head. Parameters keep the names of the Hugging
+Face checkpoint. The last stage returns log-probabilities instead of logits: the schedule stores the output of every
+micro-batch, which is thus V times smaller.
 
-A critic is a value head, one linear map from the normed hidden state to a number: on the policy beside its LM head, or
-on a model of its own in place of it. It starts at zero, and is neither published nor exported.
+A critic is a value head, a linear map from the normed hidden state to a scalar. It sits on the policy next to the LM
+head, or on a separate model without LM head. It is initialized to zero, and neither published nor exported.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from common.hf_folder import HEAD, ModelFolderError, damaged, file_of_each_tensor, stored_tensors
-from learner.attention import IMPLEMENTATION, AttentionLayout
-from learner.decoders import StageShare, family_of, layer_types, logit_softcap, rotation_kinds, split_layers
-from learner.device import Offload
-from learner.kernels import fuse
-from learner.packing import PackedBatch
-from learner.products import (
+from leeway.common.hf_folder import HEAD, ModelFolderError, damaged, file_of_each_tensor, stored_tensors
+from leeway.learner.attention import IMPLEMENTATION, AttentionLayout
+from leeway.learner.decoders import StageShare, family_of, layer_types, logit_softcap, rotation_kinds, split_layers
+from leeway.learner.device import Offload
+from leeway.learner.kernels import fuse
+from leeway.learner.packing import PackedBatch
+from leeway.learner.products import (
     COMPUTED,
     LogitRule,
     add_gradients_in_place,
@@ -40,21 +40,21 @@ from learner.products import (
 
 EMBEDDING = "model.embed_tokens.weight"
 _COMPUTED_SUFFIX = "rotary_emb.inv_freq"
-"""Old checkpoints hold these tables, which models compute."""
+"""Suffix of buffers that old checkpoints contain but models compute."""
 _PLAIN = frozenset({"F64", "F32", "F16", "BF16"})
-"""Codes of dtypes that are weights as they are."""
+"""safetensors dtype codes of unquantized weights."""
 
 VALUE_HEAD = "value_head"
 
 Heads = Literal["token", "token_and_value", "value"]
-"""Of the last stage: the LM head, both, or the value head alone."""
+"""Heads of the last stage: LM head, both, or value head only."""
 
 
 class DeviceBatch:
     """A packed batch of one replica on the device of a stage.
 
-    All of it is copied here, once, but for grids without flash attention: a copy in the midst of a pass would wait
-    until the device has done all before it.
+    Everything is copied once, on construction, except the attention grids used without flash attention: a copy during a
+    pass would block until the device finishes all earlier work.
     """
 
     def __init__(self, packed: PackedBatch, device: torch.device) -> None:
@@ -62,7 +62,7 @@ class DeviceBatch:
         self.tokens_ML = torch.from_numpy(packed.tokens_ML).to(device)
         self.positions_ML = torch.from_numpy(packed.positions_ML).to(device)
         self.num_tokens = [int(places.max()) + 1 for places in packed.places]
-        """Per micro-batch, its tokens before the padding."""
+        """Per micro-batch: number of tokens before the padding."""
         self.layouts = [
             AttentionLayout.build(bounds, device, places)
             for bounds, places in zip(packed.bounds, packed.places, strict=True)
@@ -73,18 +73,18 @@ class DeviceBatch:
             torch.from_numpy(packed.output_T[where_T] - m * packed.width).to(device)
             for m, where_T in enumerate(packed.predicted)
         ]
-        """Per micro-batch, the positions of its completion tokens, in the order of `predicted`."""
+        """Per micro-batch: positions of its completion tokens, in the order of `predicted`."""
         self.output_T = torch.from_numpy(packed.output_T).to(device)
 
 
 class StageModule(nn.Module):
-    """One stage, or one chunk of one: [1, L] tokens or [1, L, hidden] states in; states out, or the heads' output.
+    """One stage or chunk, which maps [1, L] tokens or [1, L, hidden] states to states, or to the output of the heads.
 
-    The latter is [1, L]: the log-probability of the token, or ("value") the value of the state before it; both are 0 if
-    it is not a completion token. With "token_and_value" it is [1, 2, L].
+    The head output is [1, L]: the log-probability of each token, or ("value") the value of the state before it; 0 for
+    tokens that are not completion tokens. With "token_and_value" it is [1, 2, L].
 
-    All shapes are those of the token budget L, but only the tokens before a micro-batch's padding are computed; states
-    of padding are 0 on the way out and have gradient 0 on the way back.
+    All shapes have the token budget L, but only the tokens before the padding of a micro-batch are computed. States of
+    padding are 0 in the forward pass, and their gradients are 0 in the backward pass.
     """
 
     def __init__(
@@ -95,9 +95,9 @@ class StageModule(nn.Module):
         heads: Heads = "token",
         activation_checkpointing: bool = False,
     ) -> None:
-        """Take this stage's share out of a whole decoder (`ForCausalLM`) of a known family, usually on the meta device.
+        """Take the layers of `share` from a decoder (`ForCausalLM`) of a known family, usually on the meta device.
 
-        With `activation_checkpointing` each layer keeps its input, and the rest is computed again in the backward pass.
+        With `activation_checkpointing`, layers store only their input and recompute the rest in the backward pass.
         """
         super().__init__()
         body: Any = whole.model
@@ -106,10 +106,10 @@ class StageModule(nn.Module):
         self.hidden_size = int(whole.config.hidden_size)
         self.heads = heads
         self.tied = bool(whole.config.tie_word_embeddings) and heads != "value"
-        """Are embedding and LM head one tensor?"""
+        """Whether embedding and LM head are one tensor."""
         self.activation_checkpointing = activation_checkpointing
         self.masters: dict[str, nn.Parameter] = {}
-        """What is trained, if the parameter of that name is but a rounding of it."""
+        """Trained float32 weights by name, for parameters that are roundings of them."""
         self._is_rounded = False
         whole.config._attn_implementation = IMPLEMENTATION
         self._layer_types = layer_types(whole.config)
@@ -131,14 +131,14 @@ class StageModule(nn.Module):
             self.tie()
         if self.heads != "token":
             wide = torch.promote_types(next(self.model.norm.parameters()).dtype, torch.float32)
-            # made without a draw, so that the stages' random generators stay alike
+            # created without random numbers, so that the random generators of all stages stay in sync
             self.value_head = nn.Linear(self.hidden_size, 1, dtype=wide, device="meta").to_empty(device="cpu")
             nn.init.zeros_(self.value_head.weight)
             nn.init.zeros_(self.value_head.bias)
 
     @property
     def device(self) -> torch.device:
-        """Where the stage computes, also if its parameters are off-loaded."""
+        """Compute device of the stage, also while its parameters are offloaded."""
         return next(self.parameters()).device if self._offload is None else self._offload.device
 
     @property
@@ -147,16 +147,16 @@ class StageModule(nn.Module):
 
     @property
     def states_dtype(self) -> torch.dtype:
-        """Of hidden states, within stages and between them."""
+        """Dtype of hidden states within stages and between them."""
         return torch.float32 if self._is_rounded else self.dtype
 
     def compute_in_bfloat16(self, *, splits_backward: bool = False) -> None:
-        """Round all weights but a value head's, keep what they are rounded from, and run products in bfloat16.
+        """Round all weights except the value head to bfloat16, keep float32 masters, and run products in bfloat16.
 
-        Hidden states stay float32. `splits_backward`: gradients of inputs and of weights are asked for apart.
+        Hidden states stay float32. `splits_backward`: the schedule computes input and weight gradients separately.
         """
         self._is_rounded = True
-        self.masters = round_parameters(self, but=is_value_head)
+        self.masters = round_parameters(self, exclude=is_value_head)
         self.tie()
         narrow_norms(self.model.layers)
         if not splits_backward:
@@ -166,7 +166,7 @@ class StageModule(nn.Module):
 
     @property
     def batch(self) -> DeviceBatch | None:
-        """The batch that `forward`'s index refers to; None between passes. Setting one fetches off-loaded weights."""
+        """The batch that `forward` indexes; None between passes. Setting one fetches offloaded weights."""
         return self._batch
 
     @batch.setter
@@ -177,33 +177,33 @@ class StageModule(nn.Module):
             self.tie()
 
     def release(self) -> None:
-        """Drop the device's copy of an off-loaded stage's weights until a batch is set; else do nothing."""
-        assert self._batch is None, "a pass is under way"
+        """Free the device copy of offloaded weights until a batch is set; do nothing if the stage is not offloaded."""
+        assert self._batch is None, "a pass is in progress"
         if self._offload is not None:
             self._offload.release()
             self.tie()
 
     def offload(self) -> None:
-        """Keep a frozen stage's weights in host memory between passes from now on."""
+        """Keep the weights of this frozen stage in host memory between passes from now on."""
         self._offload = Offload(self, self.device)
         self.release()
 
     @property
     def num_heads(self) -> int:
-        """Numbers per token of the last stage."""
+        """Outputs per token of the last stage."""
         return 2 if self.heads == "token_and_value" else 1
 
     def output_shape(self, width: int) -> tuple[int, ...]:
-        """Of the last stage's output for a micro-batch of `width` tokens."""
+        """Return the shape of the last stage's output for a micro-batch of `width` tokens."""
         return (1, 2, width) if self.heads == "token_and_value" else (1, width)
 
     def forward(self, states: Tensor, micro_batch: Tensor) -> Tensor:
         """Run micro-batch `micro_batch` ([1], int64) of the bound batch through this stage."""
-        assert self._batch is not None, "bind a batch before running the stage"
+        assert self._batch is not None, "set `batch` before running the stage"
         m = int(micro_batch)
         width = states.shape[1]
         states = states[:, : self._batch.num_tokens[m]]
-        # a product of what is still wider would not fail but be slow, or refuse two dtypes: it is narrowed here
+        # autocast narrows operands that are still float32: their products would be slow, or fail on mixed dtypes
         with torch.autocast(states.device.type, dtype=COMPUTED, enabled=self._is_rounded):
             hidden = self._run_layers(self._embed(states) if self.share.is_first else states, m)
             if self.share.is_last:
@@ -217,27 +217,27 @@ class StageModule(nn.Module):
         return embed(embedding, tokens, adds_in_place=self.rule.adds_in_place)
 
     def _run_layers(self, hidden: Tensor, m: int) -> Tensor:
-        """[1, T, hidden] -> [1, T, hidden]."""
+        """Run the layers: [1, T, hidden] -> [1, T, hidden]."""
         batch = self._batch
         assert batch is not None
         positions = batch.positions_ML[m : m + 1, : hidden.shape[1]]
         rotations = {
-            kind: self.model.rotary_emb(hidden, positions, **told) for kind, told in self._rotation_kinds.items()
+            kind: self.model.rotary_emb(hidden, positions, **kwargs) for kind, kwargs in self._rotation_kinds.items()
         }
         for index, layer in self.model.layers.items():
-            known: dict[str, Any] = {
+            options: dict[str, Any] = {
                 "position_embeddings": rotations[self._layer_types[int(index)]],
                 "layout": batch.layouts[m],
             }
             if self.activation_checkpointing and torch.is_grad_enabled():
-                # no random number is drawn in a layer: dropout is refused
-                hidden = checkpoint(layer, hidden, use_reentrant=False, preserve_rng_state=False, **known)
+                # layers draw no random numbers: dropout is rejected
+                hidden = checkpoint(layer, hidden, use_reentrant=False, preserve_rng_state=False, **options)
             else:
-                hidden = layer(hidden, **known)
+                hidden = layer(hidden, **options)
         return hidden
 
     def _output(self, hidden: Tensor, m: int, width: int) -> Tensor:
-        """Return the output of the heads for completion tokens, 0 elsewhere, float32 or wider, from [1, T, hidden]."""
+        """Return the output of the heads from [1, T, hidden], float32 or wider; 0 except for completion tokens."""
         assert self._batch is not None
         where = self._batch.completions[m]
         selected = self.model.norm(hidden[0].index_select(0, self._batch.predicting[m]))
@@ -251,7 +251,7 @@ class StageModule(nn.Module):
         return empty.index_copy(1, where, torch.stack(found)).view(self.output_shape(width))
 
     def _values(self, selected: Tensor) -> Tensor:
-        """Values of the states: [n, hidden] -> [n], in float32 or wider also under autocast: they are regressed."""
+        """Return the values of states, [n, hidden] -> [n], in float32 or wider even under autocast, for regression."""
         with torch.autocast(selected.device.type, enabled=False):
             values: Tensor = self.value_head(selected.to(self.value_head.weight.dtype))
         return values.squeeze(1)
@@ -262,14 +262,14 @@ class StageModule(nn.Module):
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def weights(self) -> dict[str, nn.Parameter]:
-        """What is trained, by the names of the parameters."""
+        """Return the trained weights by parameter name."""
         return {name: self.masters.get(name, parameter) for name, parameter in self.named_parameters()}
 
     def published_tensors(self, *, rounded: bool = False) -> dict[str, Tensor]:
-        """Return this stage's weights by checkpoint name; the last stage always has `lm_head.weight`.
+        """Return the weights of this stage by checkpoint name; the last stage always has `lm_head.weight`.
 
-        A tied head is sent too: an engine that serves an untied copy would keep the old one. A value head is not.
-        `rounded`: as they are computed with.
+        A tied head is included: an engine that serves an untied copy would otherwise keep the old one. A value head is
+        excluded. `rounded` returns the weights that modules compute with.
         """
         weights = dict(self.named_parameters()) if rounded else self.weights()
         tensors = {name: weight.detach() for name, weight in weights.items() if not is_value_head(name)}
@@ -278,16 +278,16 @@ class StageModule(nn.Module):
         return tensors
 
     def exported_tensors(self) -> dict[str, Tensor]:
-        """Return this stage's weights for a Hugging Face folder, without a tied head."""
+        """Return the weights of this stage for a Hugging Face folder, without a tied head."""
         return {name: tensor for name, tensor in self.published_tensors().items() if self.stored_name(name) == name}
 
     def stored_name(self, name: str) -> str:
-        """Return the name under which a parameter is stored: a tied head as the embedding."""
+        """Return the name under which a parameter is stored; a tied head is stored as the embedding."""
         return name.replace(HEAD, EMBEDDING) if self.tied else name
 
 
 def is_value_head(name: str) -> bool:
-    """Return whether this parameter is a value head's, which no checkpoint of the model has."""
+    """Return whether this parameter belongs to a value head, which model checkpoints do not contain."""
     return name.startswith(f"{VALUE_HEAD}.")
 
 
@@ -302,11 +302,10 @@ def load_stage(
     heads: Heads = "token",
     activation_checkpointing: bool = False,
 ) -> StageModule:
-    """Build chunk `index` (from 0) of the `total` of a pipeline, and read its own tensors alone from a checkpoint.
+    """Build chunk `index` (from 0) of `total` and load only its tensors from a checkpoint, cast to `dtype`.
 
-    The weights are of `dtype`, whatever the checkpoint's is.
-    ValueError if the model is of an unknown family, cannot be split so, or its files are damaged or not its own;
-    FileNotFoundError without a safetensors checkpoint.
+    Raises ValueError if the model family is unknown, the model cannot be split into `total` chunks, or its files are
+    damaged or do not match its config; FileNotFoundError without a safetensors checkpoint.
     """
     whole = _empty_model(model_path, dtype)
     recomputed = activation_checkpointing
@@ -316,9 +315,9 @@ def load_stage(
     share = StageShare(index, total, *split[index])
     stage = StageModule(whole, share, rule, heads, activation_checkpointing)
     named = {name: parameter for name, parameter in stage.named_parameters() if not is_value_head(name)}
-    # what a tied checkpoint may hold of a head besides is not read by anyone
+    # a separate head in a tied checkpoint is ignored
     shapes = {stage.stored_name(name): tuple(parameter.shape) for name, parameter in named.items()}
-    # one tensor after the other, copied: the file's own pages are given up at once
+    # copied one tensor at a time, so that the file's pages are released at once
     stored = {name: tensor.to(device, dtype, copy=True) for name, tensor in _read_tensors(model_path, shapes)}
     state = {name: stored[stage.stored_name(name)] for name in named}
     stage.load_state_dict(state, strict=False, assign=True)
@@ -329,14 +328,14 @@ def load_stage(
 
 
 def check_checkpoint(model_path: Path) -> None:
-    """Refuse what `load_stage` would refuse on any rank, from config.json and the headers of the files alone."""
+    """Raise what `load_stage` would raise on any rank, reading only config.json and file headers."""
     whole = _empty_model(model_path, torch.float32)
-    # a tied head has the embedding's name here
+    # named_parameters() lists a tied head as the embedding
     _files_of(model_path, {name: tuple(parameter.shape) for name, parameter in whole.named_parameters()})
 
 
 def _empty_model(model_path: Path, dtype: torch.dtype) -> PreTrainedModel:
-    """Return the whole model on the meta device; ModelFolderError if the checkpoint has other tensors than its own."""
+    """Return the whole model on the meta device; raise ModelFolderError if the checkpoint has unknown tensors."""
     config = AutoConfig.from_pretrained(model_path, local_files_only=True)
     family_of(config)
     with torch.device("meta"):
@@ -346,7 +345,7 @@ def _empty_model(model_path: Path, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def _compute_buffers(whole: PreTrainedModel) -> None:
-    """Fill in what modules compute when they are made, and could not on the meta device."""
+    """Create buffers that modules compute on construction, which the meta device prevented."""
     body: Any = whole.model
     body.rotary_emb = type(body.rotary_emb)(whole.config)
     embedding = body.embed_tokens
@@ -356,21 +355,21 @@ def _compute_buffers(whole: PreTrainedModel) -> None:
 
 def _check_names(folder: Path, known: Iterable[str]) -> None:
     found = {name for name in file_of_each_tensor(folder) if not name.endswith(_COMPUTED_SUFFIX)}
-    strange = sorted(found - set(known))
-    if strange:
+    unknown = sorted(found - set(known))
+    if unknown:
         raise ModelFolderError(
-            f"checkpoint {folder} holds {len(strange)} tensors that the model of its config.json does not have, the "
-            f"first of them {strange[0]}; its weights do not belong to its config.json. Fetch the checkpoint again, or "
-            "give another model_path"
+            f"checkpoint {folder} has {len(unknown)} tensors that are not in the model of its config.json, the first "
+            f"is {unknown[0]}: its weights do not match its config.json. Download the checkpoint again, or set another "
+            "model_path"
         )
 
 
 def _read_tensors(folder: Path, shapes: Mapping[str, Sequence[int]]) -> Iterator[tuple[str, Tensor]]:
-    """Read the named tensors one by one, as stored. Keep a tensor no longer than needed: the next is read after it."""
+    """Yield the named tensors as stored, reading one at a time; drop each before the next to save memory."""
     for path, names in _files_of(folder, shapes).items():
         try:
             opened = safe_open(path, framework="pt")
-        except (SafetensorError, OSError) as error:  # stricter than our own look at its header
+        except (SafetensorError, OSError) as error:  # stricter than the header check in `_check_tensors`
             raise damaged(path, error) from error
         with opened as file:
             for name in names:
@@ -378,13 +377,13 @@ def _read_tensors(folder: Path, shapes: Mapping[str, Sequence[int]]) -> Iterator
 
 
 def _files_of(folder: Path, shapes: Mapping[str, Sequence[int]]) -> dict[Path, list[str]]:
-    """Return the files that hold the named tensors, each with their names; ModelFolderError if they do not fit."""
+    """Return the names of the tensors to read from each file; raise ModelFolderError if they do not match."""
     file_of = file_of_each_tensor(folder)
     missing = sorted(shapes.keys() - file_of.keys())
     if missing:
         raise ModelFolderError(
-            f"checkpoint {folder} has no tensor {missing[0]} ({len(missing)} of {len(shapes)} are missing); its "
-            "weights do not belong to its config.json. Fetch the checkpoint again, or give another model_path"
+            f"checkpoint {folder} has no tensor {missing[0]} ({len(missing)} of {len(shapes)} are missing): its "
+            "weights do not match its config.json. Download the checkpoint again, or set another model_path"
         )
     files: dict[Path, list[str]] = {}
     for name in sorted(shapes, key=lambda name: (file_of[name], name)):
@@ -394,21 +393,18 @@ def _files_of(folder: Path, shapes: Mapping[str, Sequence[int]]) -> dict[Path, l
     return files
 
 
-def _check_tensors(path: Path, wanted: Mapping[str, tuple[int, ...]]) -> None:
+def _check_tensors(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
     stored = stored_tensors(path)
-    for name, shape in wanted.items():
+    for name, shape in shapes.items():
         if name not in stored:
-            raise ModelFolderError(
-                f"{path} does not hold the tensor {name} that its checkpoint says. Fetch the file again"
-            )
+            raise ModelFolderError(f"{path} has no tensor {name}, but its index lists it: download the file again")
         if stored[name].shape != shape:
             raise ModelFolderError(
-                f"{path}: tensor {name} has shape {list(stored[name].shape)}, and the model of config.json wants "
-                f"{list(shape)}; the weights are of another model. Fetch the checkpoint again, or give another "
-                "model_path"
+                f"{path}: tensor {name} has shape {list(stored[name].shape)}, but config.json implies {list(shape)}: "
+                "the weights belong to another model. Download the checkpoint again, or set another model_path"
             )
         if stored[name].code not in _PLAIN:
             raise ModelFolderError(
-                f"{path}: tensor {name} is stored as {stored[name].code}, and the learner trains plain weights. Use a "
+                f"{path}: tensor {name} is stored as {stored[name].code}, but the learner trains plain weights: use a "
                 "checkpoint in float32, bfloat16 or float16"
             )

@@ -1,7 +1,7 @@
-"""Networks: what a run trains, as one thing: the policy, and a critic that is its second head or a model of its own.
+"""Networks: the trained models behind one interface: the policy, and a critic (its second head or a separate model).
 
-The step asks for log-probabilities and values and hands back their gradients. Which network and which replica computes
-them is known here alone. Reference: the frozen models, which score what no earlier step has scored.
+A step reads log-probabilities and values and returns their gradients; this module maps both to networks and replicas.
+Reference: the frozen models, which score trajectories that no earlier step has scored.
 """
 
 from __future__ import annotations
@@ -18,38 +18,38 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from algorithms.base import CriticKind
-from common.run import RunContext
-from learner.batch import Leaves, StepBatch
-from learner.config import LearnerConfig, LearnerSections, stage_of
-from learner.device import most_kept_mib
-from learner.mesh import Mesh
-from learner.model import DeviceBatch, Heads, StageModule, is_value_head, load_stage
-from learner.optimizer import StageOptimizer, UpdateResult, learning_rate, update_together
-from learner.packing import IntArray, PackedBatch
-from learner.pipeline import Coefficients, Pipeline
-from learner.products import COMPUTED
+from leeway.algorithms.base import CriticKind
+from leeway.common.run import RunContext
+from leeway.learner.batch import Leaves, StepBatch
+from leeway.learner.config import LearnerConfig, LearnerSections, stage_of
+from leeway.learner.device import most_kept_mib
+from leeway.learner.mesh import Mesh
+from leeway.learner.model import DeviceBatch, Heads, StageModule, is_value_head, load_stage
+from leeway.learner.optimizer import StageOptimizer, UpdateResult, learning_rate, update_together
+from leeway.learner.packing import IntArray, PackedBatch
+from leeway.learner.pipeline import Coefficients, Pipeline
+from leeway.learner.products import COMPUTED
 
-FUSED = "planning.fused:fused_passes"
-"""Makes the passes of `learner.schedule = "fused"`."""
+FUSED = "leeway.planning.fused:fused_passes"
+"""Factory of the passes for `learner.schedule = "fused"`; imported by name."""
 Gradient = Callable[[Tensor, Tensor], Tensor]
-"""(which of the T tokens, their log-probabilities) -> dL / d(log-probability) of them, float32 or wider."""
+"""(indices into the T tokens, their log-probabilities) -> dL / d(log-probability), float32 or wider."""
 Scores = dict[int, npt.NDArray[np.float32]]
-"""Log-probabilities of a completion's tokens, by index of the trajectory in the batch."""
+"""Index of a trajectory in the batch -> log-probabilities of its completion tokens."""
 
 
 @dataclass(frozen=True)
 class Network:
-    """One model that is trained: this rank's chunks of it, its pipeline and its optimizers."""
+    """One trained model: the chunks on this rank, their pipeline and optimizers."""
 
     modules: tuple[StageModule, ...]
     pipeline: Pipeline
     optimizers: tuple[StageOptimizer, ...]
-    """Of the model, and one of a policy's value head."""
+    """One for the model, and a second one for the value head of a policy."""
 
     @classmethod
     def build(cls, modules: Sequence[StageModule], config: LearnerConfig, mesh: Mesh) -> Network:
-        """Make this rank's chunks, in the order of their layers, trainable; all ranks call it together."""
+        """Build the pipeline and optimizers of this rank's chunks, given in layer order; all ranks must call it."""
         heads, tied, device = modules[0].heads, modules[0].tied, modules[0].device
         named = {name: weight for module in modules for name, weight in module.weights().items()}
         computed = {name: parameter for module in modules for name, parameter in module.named_parameters()}
@@ -74,7 +74,7 @@ class Network:
         return self.modules[0].dtype
 
     def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield what is trained of all chunks, under the names of the whole model."""
+        """Yield the trained weights of all chunks, under names of the whole model."""
         for module in self.modules:
             yield from module.weights().items()
 
@@ -89,11 +89,11 @@ class Network:
         return {name: tensor for module in self.modules for name, tensor in module.exported_tensors().items()}
 
 
-class PassesOfBoth(Protocol):
-    """Runs a pass of the policy and one of a critic model at once; the critic's stages count from the other end."""
+class PolicyAndCriticPasses(Protocol):
+    """Concurrent passes of the policy and a critic model; the stages of the critic are in reverse order."""
 
     modules: tuple[StageModule, ...]
-    """This rank's stage of each; set before the first pass."""
+    """The stage of each network on this rank; set before the first pass."""
 
     def forward_only(self, batch: DeviceBatch) -> list[Tensor | None]: ...
 
@@ -102,25 +102,25 @@ class PassesOfBoth(Protocol):
 
 @dataclass(eq=False)
 class Networks:
-    """The policy and perhaps a critic; every method is called by all ranks."""
+    """The policy and an optional critic; all ranks must call every method."""
 
     policy: Network
     critic: Network | None
     config: LearnerConfig
     mesh: Mesh
-    fused: PassesOfBoth | None = None
-    """With these the critic's stages are counted from the other end."""
+    fused: PolicyAndCriticPasses | None = None
+    """If set, the stages of the critic are in reverse order."""
     rate: float = 0.0
-    """That the schedule had for the last update; 0 before the first."""
+    """Scheduled learning rate of the last update; 0 before the first."""
 
     @property
     def all(self) -> tuple[Network, ...]:
-        """The policy, and a critic model after it."""
+        """The policy, followed by the critic model, if any."""
         return (self.policy,) if self.critic is None else (self.policy, self.critic)
 
     @property
     def optimizers(self) -> list[StageOptimizer]:
-        """Of the policy, then of a critic of either kind."""
+        """Optimizers of the policy, followed by that of the critic, if any."""
         return [optimizer for network in self.all for optimizer in network.optimizers]
 
     def on_device(self, packed: PackedBatch) -> DeviceBatch:
@@ -128,13 +128,13 @@ class Networks:
         return share_of(packed, self.mesh, self.policy.device)
 
     def forward_only(self, batch: DeviceBatch) -> Leaves | None:
-        """Return log-probabilities, and a critic's values, of all T completion tokens; None but on the last stages."""
+        """Return log-probabilities and critic values of all T completion tokens on the last stages; None elsewhere."""
         if self.fused is not None:
-            said = [gather_tokens(outputs, batch, self.mesh) for outputs in self.fused.forward_only(batch)]
-            said[1] = self._carry(said[1], batch, to_last=True)
+            gathered = [gather_tokens(outputs, batch, self.mesh) for outputs in self.fused.forward_only(batch)]
+            gathered[1] = self._carry(gathered[1], batch, to_last=True)
         else:
-            said = [gather_tokens(network.pipeline.forward_only(batch), batch, self.mesh) for network in self.all]
-        by_token = [found for found in said if found is not None]
+            gathered = [gather_tokens(network.pipeline.forward_only(batch), batch, self.mesh) for network in self.all]
+        by_token = [found for found in gathered if found is not None]
         if not by_token:
             return None
         logprobs_T, *values = torch.cat(by_token).unbind()
@@ -143,14 +143,14 @@ class Networks:
     def train(self, batch: DeviceBatch, gradient: Leaves | None) -> None:
         """Add the gradient of the loss to the parameters' gradients.
 
-        `gradient` is dL / d(leaf) of all T tokens, read on the coordinator alone. None there changes nothing, but
-        passes through the pipeline, for the other stages wait in it.
+        `gradient` is dL / d(leaf) of all T tokens, read only on the coordinator. If it is None there, the pass changes
+        nothing but still runs, because the other stages take part in it.
         """
         place = self.mesh.place
         rows = self._rows(batch, gradient) if place.is_last else None
         if self.fused is not None:
-            of_values = self._carry(None if rows is None else rows[1:], batch, to_last=False)
-            own = (None if rows is None else rows[:1], of_values)
+            value_rows = self._carry(None if rows is None else rows[1:], batch, to_last=False)
+            own = (None if rows is None else rows[:1], value_rows)
             self.fused.train(batch, [None if each is None else _spread(each, batch) for each in own])
             return
         for network in self.all:
@@ -161,12 +161,12 @@ class Networks:
             network.pipeline.train(batch, coefficients)
 
     def _carry(self, values_1T: Tensor | None, batch: DeviceBatch, *, to_last: bool) -> Tensor | None:
-        """Send values from one end of the pipeline to the other: [1, T] there, None elsewhere."""
+        """Send values from one end of the pipeline to the other; return [1, T] on the receiver, None elsewhere."""
         place = self.mesh.place
         if self.mesh.ends is None:
             return None
         if is_sender := place.is_last != to_last:
-            assert values_1T is not None, "the sender has them"
+            assert values_1T is not None, "the sender has values"
             values_1T = values_1T.contiguous()
         else:
             wide = torch.promote_types(self.policy.dtype, torch.float32)
@@ -176,7 +176,7 @@ class Networks:
         return None if is_sender else values_1T
 
     def _rows(self, batch: DeviceBatch, gradient: Leaves | None) -> Tensor:
-        """Return the gradient as [heads, T], on the last stages of all replicas."""
+        """Return the gradient as [heads, T] on the last stages of all replicas."""
         columns = [] if gradient is None else [gradient.logprobs_T, gradient.values_T]
         wide = torch.promote_types(self.policy.dtype, torch.float32)
         num_heads = sum(network.modules[-1].num_heads for network in self.all)
@@ -185,27 +185,27 @@ class Networks:
             if column_T is not None:
                 row.copy_(column_T)
         if self.mesh.place.num_replicas > 1:
-            # one rank evaluates the loss: another might round otherwise, and replicas must not come apart
+            # one rank evaluates the loss: others might round differently, and replicas must not diverge
             dist.broadcast(rows, src=self.mesh.place.coordinator, group=self.mesh.replicas)
         return rows
 
     def train_in_one_pass(self, batch: DeviceBatch, gradient: Gradient | None) -> Tensor | None:
-        """As `train`, for a loss whose gradient for a sequence depends on its unit alone (`Needs.separable`).
+        """Train as `train`, for a loss whose gradient for a sequence depends only on its unit (`Needs.separable`).
 
-        The gradient is asked for the tokens of each micro-batch. Returns the log-probabilities of all T tokens; None,
-        as `gradient`, but on the last stages.
+        `gradient` is called for the tokens of each micro-batch. Returns the log-probabilities of all T tokens. Both are
+        None except on the last stages.
         """
-        assert self.critic is None, "values are leaves of the whole batch"
-        coefficients = None if gradient is None else _asked(gradient, batch)
+        assert self.critic is None, "a critic needs two passes"
+        coefficients = None if gradient is None else _coefficients(gradient, batch)
         found = gather_tokens(self.policy.pipeline.train(batch, coefficients), batch, self.mesh)
         return None if found is None else found[0]
 
     def next_rate(self, number: int) -> float:
-        """Return the learning rate that the schedule has for the next update, 0-based over all steps."""
+        """Return the scheduled learning rate of update `number`, 0-based over all steps."""
         return learning_rate(self.config, number, self.rate)
 
     def update(self, number: int, lr_scale: float | None) -> UpdateResult:
-        """Take the optimizer step of the next update; `lr_scale` as for `update_together`."""
+        """Take the optimizer step of update `number`; `lr_scale` as in `update_together`."""
         self.rate = self.next_rate(number)
         return update_together(self.optimizers, self.rate, lr_scale, self.mesh)
 
@@ -215,9 +215,9 @@ def share_of(packed: PackedBatch, mesh: Mesh, device: torch.device) -> DeviceBat
 
 
 def gather_tokens(outputs: Tensor | None, batch: DeviceBatch, mesh: Mesh) -> Tensor | None:
-    """Map a replica's outputs to the tokens they speak of, over all replicas.
+    """Gather the outputs of all replicas by token: [M, L] or [M, heads, L] -> [heads, T].
 
-    [M, L] or [M, heads, L] -> [heads, T], alike on all last stages; None on the others.
+    The result is the same on all last stages; None on other stages.
     """
     if outputs is None:
         return None
@@ -225,14 +225,14 @@ def gather_tokens(outputs: Tensor | None, batch: DeviceBatch, mesh: Mesh) -> Ten
     by_head = outputs.reshape(packed.num_micro_batches, -1, packed.width).transpose(0, 1).flatten(1)
     tokens = by_head[:, output_T.clamp_min(0)]
     if mesh.place.num_replicas > 1:
-        # each token is of one replica and zero in the others: adding zeros is exact
+        # each token belongs to one replica and is zero in the others: adding zeros is exact
         tokens = tokens.masked_fill(output_T < 0, 0.0)
         dist.all_reduce(tokens, group=mesh.replicas)
     return tokens
 
 
 def _spread(rows: Tensor, batch: DeviceBatch) -> Coefficients:
-    """Split coefficients [heads, T] of the whole batch by micro-batch of this replica."""
+    """Split the coefficients [heads, T] of the whole batch by micro-batches of this replica."""
     packed, output_T = batch.packed, batch.output_T
     own_T = output_T >= 0
     flat = rows.new_zeros(len(rows), packed.num_micro_batches * packed.width)
@@ -241,8 +241,8 @@ def _spread(rows: Tensor, batch: DeviceBatch) -> Coefficients:
     return lambda micro_batch, outputs: by_micro_batch[:, micro_batch].reshape(outputs.shape)
 
 
-def _asked(gradient: Gradient, batch: DeviceBatch) -> Coefficients:
-    """Ask for coefficients of log-probabilities when the outputs of a micro-batch are there."""
+def _coefficients(gradient: Gradient, batch: DeviceBatch) -> Coefficients:
+    """Compute the coefficients of a micro-batch from its outputs, once they are available."""
 
     def coefficients(micro_batch: int, outputs: Tensor) -> Tensor:
         where, at = batch.predicted[micro_batch], batch.completions[micro_batch]
@@ -264,9 +264,9 @@ def load_chunks(
     frozen: bool = False,
     backwards: bool = False,
 ) -> list[StageModule]:
-    """Load this rank's chunks of a checkpoint folder: stage p of P has p, p + P, p + 2P, ... of P * learner.num_chunks.
+    """Load this rank's chunks of a checkpoint: stage p of P has p, p + P, p + 2P, ... of P * learner.num_chunks.
 
-    What is frozen needs no float32 to be rounded from. `backwards` counts stages from the other end.
+    With bfloat16, `frozen` chunks keep no float32 masters. `backwards` reverses the order of the stages.
     """
     num_stages = mesh.place.num_stages
     stage = stage_of(int(backwards), mesh.place.stage, num_stages)
@@ -296,14 +296,14 @@ def load_chunks(
 def load_networks(
     path: Path, config: LearnerConfig, critic: CriticKind | None, temperature: float, mesh: Mesh, device: torch.device
 ) -> Networks:
-    """Load this rank's share of a checkpoint as policy, and as a critic of this kind; all ranks call it together."""
+    """Load this rank's chunks of the policy, and of a critic of this kind; all ranks must call it."""
     is_fused = critic == "model" and config.schedule == "fused" and mesh.place.num_stages > 1
 
     def loaded(heads: Heads, *, backwards: bool = False) -> Network:
         chunks = load_chunks(path, heads, config, temperature, mesh, device, backwards=backwards)
         return Network.build(chunks, config, mesh)
 
-    fused: PassesOfBoth | None = resolve_name(FUSED)(path, config, mesh, device) if is_fused else None
+    fused: PolicyAndCriticPasses | None = resolve_name(FUSED)(path, config, mesh, device) if is_fused else None
     policy = loaded("token_and_value" if critic == "head" else "token")
     values = loaded("value", backwards=is_fused) if critic == "model" else None
     if fused is not None and values is not None:
@@ -313,22 +313,22 @@ def load_networks(
 
 @dataclass(eq=False)
 class Reference:
-    """Frozen models that score every sample once: one for all, or several teachers, each for its own prompts."""
+    """Frozen models that score every sample once: one for all prompts, or several teachers with their own prompts."""
 
     pipelines: Sequence[Pipeline]
-    """This rank's chunks; empty if the algorithm needs no reference."""
+    """One pipeline per model, over this rank's chunks; empty if the algorithm needs no reference."""
     mesh: Mesh
     device: torch.device
     dtype: torch.dtype
-    """Of the log-probabilities which a loss reads."""
+    """Dtype of the log-probabilities that a loss reads."""
     teachers: bytes = b""
-    """The number of the model of each prompt, by its id; empty if one scores all."""
+    """Model index of each prompt, by prompt id; empty if one model scores all."""
 
     def score(self, batch: StepBatch, on_device: DeviceBatch) -> tuple[Tensor | None, Scores]:
-        """Return reference log-probabilities, and those computed anew. All ranks call it together.
+        """Return all reference log-probabilities [T], and the newly computed ones. All ranks must call it.
 
-        On the last stages [T], to float32 in any precision, NaN without a reference, and the new ones; None and nothing
-        on the others. Off-loaded models leave the device after it.
+        They are rounded to float32 in any precision, and NaN without a reference. Stages other than the last return
+        None and an empty dict. Offloaded models are released afterwards.
         """
         reference_T = self._stored(batch) if self.mesh.place.is_last else None
         unscored = batch.unscored()
@@ -337,11 +337,11 @@ class Reference:
             own = unscored[found]
             is_all = len(own) == batch.rows.num_rows
             packed = on_device if is_all else share_of(batch.pack(own), self.mesh, self.device)
-            self._release(but=pipeline)
+            self._release(exclude=pipeline)
             logprobs = gather_tokens(pipeline.forward_only(packed), packed, self.mesh)
             if logprobs is None or reference_T is None:
                 continue
-            # as stored, so that a step taken again reads the same numbers also in float64
+            # rounded as in the buffer, so that a repeated step reads the same values even in float64
             new_T = logprobs[0].to(torch.float32)
             where_T = torch.from_numpy(batch.tokens_of(own)).to(reference_T.device)
             reference_T[where_T] = new_T.to(reference_T.dtype)
@@ -351,20 +351,20 @@ class Reference:
         return reference_T, scores
 
     def _by_model(self, prompt_B: IntArray) -> Iterator[tuple[Pipeline, IntArray]]:
-        """Yield the models that have some of these sequences, in the same order on all ranks, and which each has."""
+        """Yield each model that scores some of these sequences, with their indices, in the same order on all ranks."""
         if not self.pipelines:
             return
         number_B = np.frombuffer(self.teachers, np.uint8)[prompt_B] if self.teachers else np.zeros_like(prompt_B)
         for number in np.unique(number_B):
             yield self.pipelines[number], np.flatnonzero(number_B == number)
 
-    def _release(self, but: Pipeline | None = None) -> None:
+    def _release(self, exclude: Pipeline | None = None) -> None:
         for pipeline in self.pipelines:
-            for module in pipeline.modules if pipeline is not but else ():
+            for module in pipeline.modules if pipeline is not exclude else ():
                 module.release()
 
     def _stored(self, batch: StepBatch) -> Tensor:
-        """Return what earlier steps have scored, NaN elsewhere: [T]."""
+        """Return the log-probabilities scored by earlier steps: [T], NaN elsewhere."""
         column = batch.rows.column("reference_logprobs")
         known_T = np.full(len(batch.sequence_T), np.nan)
         known_T[np.asarray(column.is_valid())[batch.sequence_T]] = column.flatten()
@@ -372,7 +372,7 @@ class Reference:
 
 
 def build_reference(context: RunContext[LearnerSections], mesh: Mesh, device: torch.device) -> Reference:
-    """Load the frozen models, each split like the policy, if the algorithm needs some; all ranks call it together."""
+    """Load the frozen models that the algorithm needs, each split like the policy; all ranks must call it."""
     config = context.config.learner
     dtype = torch.float64 if config.precision == "float64" else torch.float32
     if not context.config.algorithm.needs.reference:

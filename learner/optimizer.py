@@ -1,8 +1,8 @@
-"""AdamW on float32 master weights, with one decision over all stages and all that is trained together.
+"""AdamW on float32 master weights; an update is applied on all stages and networks, or on none.
 
-An update is an optimizer step of the policy and of a critic, model or value head: both are taken or none is. Each is
-clipped to its own gradient norm, over all stages. With bfloat16, what modules compute with is rounded from the masters
-here, once per update.
+An update is one optimizer step of the policy and of its critic (model or value head): both are taken or neither is. The
+gradient of each is clipped by its own norm over all stages. With bfloat16, the weights that modules compute with are
+rounded from the masters once per update.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from common.hf_folder import HEAD
-from learner.config import LearnerConfig
-from learner.mesh import Mesh
-from learner.model import EMBEDDING
+from leeway.common.hf_folder import HEAD
+from leeway.learner.config import LearnerConfig
+from leeway.learner.mesh import Mesh
+from leeway.learner.model import EMBEDDING
 
 ADAM_BETAS = (0.9, 0.99)
-"""Decay of the moments: an average over 100 updates follows rewards that change as the policy does."""
+"""Decay of the moments; averaging over 100 updates tracks rewards that change with the policy."""
 ADAM_EPS = 1e-8
 
 CLIP_EPS = 1e-6
-"""Added to the norm before it divides, as torch.nn.utils.clip_grad_norm_ does."""
+"""Added to the norm before dividing by it, as in torch.nn.utils.clip_grad_norm_."""
 
 BUCKET_ELEMENTS = 2**24
-"""Gradients that replicas sum at a time (64 MiB in float32): more would need a second copy of them all."""
+"""Gradient elements per all-reduce between replicas (64 MiB in float32); bounds the size of the temporary copy."""
 
 
 def learning_rate(config: LearnerConfig, update: int, last: float) -> float:
-    """Return the learning rate of an update: after warm-up a decay, which reaches 0 with the last step.
+    """Return the learning rate of an update: warm-up, then a decay that reaches 0 with the last step.
 
-    Warm-up is a bound on how fast it grows: it is above `last`, that of the update before, by at most 1 / warmup of the
-    peak. A run thus enters a longer schedule without a jump. Updates are 0-based, and counted over all steps as if none
-    were skipped; before the first the rate is 0.
+    Warm-up bounds the growth of the rate: it exceeds `last`, the rate of the previous update, by at most 1 / warmup of
+    the peak. A resumed run thus enters a longer schedule without a jump. Updates are 0-based over all steps, including
+    skipped ones; before the first the rate is 0.
     """
     warmup = config.warmup_steps * config.updates_per_step
     progress = min(1.0, max(0, update - warmup) / max(1, config.num_steps * config.updates_per_step - warmup))
@@ -48,18 +48,18 @@ def learning_rate(config: LearnerConfig, update: int, last: float) -> float:
 
 @dataclass(frozen=True)
 class UpdateResult:
-    """What an update did; the same on all ranks. If it was not taken, no weight of any stage changed."""
+    """Result of an update, the same on all ranks. If it was not taken, no weight of any stage changed."""
 
     taken: bool
-    """False: loss or gradient were not finite."""
+    """False if the loss or gradient was not finite."""
     grad_norms: tuple[float, ...]
-    """Of each optimizer over all its stages, before clipping."""
+    """Gradient norm of each optimizer over all stages, before clipping."""
     learning_rate: float
     lr_scale: float
 
 
 class StageOptimizer:
-    """Updates one rank's share of a policy's weights, or of a critic's, when `update_together` decides so."""
+    """Optimizer of one rank's share of the weights of a policy or critic; driven by `update_together`."""
 
     def __init__(
         self,
@@ -74,9 +74,9 @@ class StageOptimizer:
     ) -> None:
         """Create AdamW without weight decay.
 
-        Parameters go by the names of the whole model; a stage may hold none of a value head. `computed`: by the same
-        names what modules compute with, a rounding or the parameter itself. `tied`: embedding and LM head are one
-        tensor.
+        `parameters` are named as in the whole model; it is empty for a value head on another stage. `computed` maps the
+        same names to what modules compute with: a rounding, or the parameter itself. `tied`: embedding and LM head are
+        one tensor.
         """
         self.parameters = dict(parameters)
         rounded = [(computed[name], master) for name, master in self.parameters.items() if computed[name] is not master]
@@ -95,19 +95,19 @@ class StageOptimizer:
                 lr=config.learning_rate,
                 betas=ADAM_BETAS,
                 eps=ADAM_EPS,
-                weight_decay=0.0,  # at learning rates of reinforcement learning it would move nothing
+                weight_decay=0.0,  # negligible at the learning rates of reinforcement learning
                 fused=True,
             )
 
     def squared_norm(self) -> Tensor:
         """Return this rank's share of the squared gradient norm, float64.
 
-        Sums gradients over replicas, and those of a tied weight over its two copies, so all ranks call it.
+        Sums gradients over replicas, and gradients of a tied weight over its two copies; all ranks must call it.
         """
-        self._hand_over()
+        self._move_gradients()
         self._sum_over_replicas()
         self._sum_tied_gradients()
-        # of a tied weight the first stage counts its copy, with the same summed gradient
+        # a tied weight has the same summed gradient on both stages: only the first stage counts it
         second_copy = HEAD if self._shares_embedding and self._mesh.place.is_last else None
         gradients = [
             each.grad for name, each in self.parameters.items() if name != second_copy and each.grad is not None
@@ -117,12 +117,12 @@ class StageOptimizer:
         return nn.utils.get_total_norm(gradients).double().square()
 
     def apply(self, norm: float, rate: float) -> None:
-        """Clip by the norm over all stages, and step; a critic's rate is scaled as its peak is."""
+        """Clip by the norm over all stages and step; the rate of a critic is scaled by the ratio of the peaks."""
         if self.adam is None:
             return
         coefficient = self._config.max_grad_norm / (norm + CLIP_EPS)
         if coefficient < 1:
-            # of a number, and not of a tensor: that would be float64, for which foreach has no kernel
+            # a float, not a tensor: a float64 tensor has no foreach kernel
             torch._foreach_mul_([p.grad for p in self.parameters.values() if p.grad is not None], coefficient)
         for group in self.adam.param_groups:
             group["lr"] = rate * self._rate_factor
@@ -131,22 +131,22 @@ class StageOptimizer:
 
     @torch.no_grad()
     def round(self) -> None:
-        """Have modules compute with the parameters as they are now."""
+        """Copy the masters into the roundings that modules compute with."""
         if self._roundings:
             torch._foreach_copy_(self._roundings, self._masters)
 
-    def _hand_over(self) -> None:
+    def _move_gradients(self) -> None:
         """Move the gradients of the roundings to their masters."""
         for rounding, master in zip(self._roundings, self._masters, strict=True):
             master.grad, rounding.grad = rounding.grad, None
 
     def clear(self) -> None:
-        self._hand_over()
+        self._move_gradients()
         for parameter in self.parameters.values():
             parameter.grad = None
 
     def _sum_over_replicas(self) -> None:
-        """Once per update, in buckets: every replica has a gradient of each parameter, or makes zeros."""
+        """All-reduce gradients in buckets, once per update; a missing gradient counts as zeros."""
         if self._mesh.place.num_replicas == 1:
             return
         for bucket in _buckets(list(self.parameters.values())):
@@ -165,9 +165,9 @@ class StageOptimizer:
         dist.all_reduce(weight.grad, group=self._mesh.ends)
 
     def state(self) -> dict[str, Tensor]:
-        """Return moments by `exp_avg.NAME` and `exp_avg_sq.NAME`, and the number of updates of each parameter.
+        """Return `exp_avg.NAME`, `exp_avg_sq.NAME` and `step.NAME` (number of updates) of each parameter.
 
-        Before the first update the moments are created as zeros, so that a checkpoint can be read into them.
+        Before the first update, moments are created as zeros, so that a checkpoint can be loaded into them.
         """
         tensors: dict[str, Tensor] = {}
         for name, parameter in self.parameters.items():
@@ -182,7 +182,7 @@ class StageOptimizer:
 
 
 def _buckets(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Yield neighbours of one dtype, up to `BUCKET_ELEMENTS` at a time."""
+    """Yield consecutive parameters of one dtype, up to `BUCKET_ELEMENTS` elements at a time."""
     bucket: list[nn.Parameter] = []
     for parameter in parameters:
         full = sum(p.numel() for p in bucket) + parameter.numel() > BUCKET_ELEMENTS
@@ -197,12 +197,13 @@ def _buckets(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
 def update_together(
     optimizers: Sequence[StageOptimizer], rate: float, lr_scale: float | None, mesh: Mesh
 ) -> UpdateResult:
-    """Step all optimizers, in the same order everywhere, or none, and clear the gradients; all ranks call it.
+    """Step all optimizers or none, then clear the gradients. All ranks must call it, in the same order.
 
-    `rate` is the policy's. `lr_scale`, its factor, is from 0 to 1, or NaN to take no step; None but on the coordinator.
+    `rate` is the learning rate of the policy. `lr_scale` is its factor, from 0 to 1, or NaN to skip the update; it is
+    None except on the coordinator.
     """
-    assert (lr_scale is not None) == mesh.place.is_coordinator, "the coordinator alone decides"
-    # one reduction carries everything: a NaN of one stage's norm makes the sum NaN on all
+    assert (lr_scale is not None) == mesh.place.is_coordinator, "only the coordinator sets lr_scale"
+    # a single reduction: a NaN norm on one stage makes the sum NaN on all
     shares = [torch.tensor([lr_scale or 0.0], dtype=torch.float64, device=optimizers[0].device)]
     shares.append(torch.stack([optimizer.squared_norm() for optimizer in optimizers]))
     total = torch.cat(shares)

@@ -1,17 +1,17 @@
-"""Packing: whole sequences into micro-batches of one shape, and micro-batches onto replicas.
+"""Packing of whole sequences into micro-batches of one shape, and assignment of micro-batches to replicas.
 
-    best fit   longest first, each into the fullest micro-batch that takes it: a least number
-    spread     over that number, or more if a schedule asks for it: each sequence into the cheapest micro-batch that
-               takes it; if one finds no room, the layout of best fit stands
-    deal       onto the replicas, equal counts, the dearest replica cheap
-    order      within a replica: from the cheapest up to the dearest, and down again
-    whole      all of it with groups or prompts in the place of sequences, if a loss compares no further or samples
-               share prompts
-    lay out    sequences with the same prompt in a micro-batch have it there once
+    best fit   place sequences, longest first, into the fullest micro-batch with room; determines their number
+    spread     redistribute over that number of micro-batches, or more if the schedule requires it: each sequence goes
+               into the cheapest micro-batch with room; if one does not fit, the best-fit result is used
+    deal       assign equal numbers of micro-batches to the replicas, keeping the most expensive replica cheap
+    order      sort the micro-batches of a replica: increasing cost up to the most expensive, then decreasing
+    whole      do the same with groups or prompts instead of sequences, if the loss only compares within them or if
+               samples share prompts
+    lay out    store a prompt that several sequences of a micro-batch share once
 
-Every micro-batch is [1, L] with L = token_budget: one shape lets the pipeline keep its buffers. Attention gathers a
-prompt's keys for each sequence, so a budget is filled as if none were shared. All of it follows from the sequences
-alone: every rank finds the same packing.
+Every micro-batch is [1, L] with L = token_budget: a single shape lets the pipeline keep its buffers. Attention gathers
+the keys of a prompt for each sequence, so shared prompts count in full towards the budget. The packing depends only on
+the sequences, so every rank computes the same one.
 """
 
 from __future__ import annotations
@@ -25,73 +25,73 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-if TYPE_CHECKING:  # with torch, which planning does without
-    from algorithms.base import Unit
+if TYPE_CHECKING:  # imports torch, which planning does not need
+    from leeway.algorithms.base import Unit
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 
 MOST_EVALUATED = 2**27
-"""Tokens times micro-batches up to which one pass is cheaper than two: a second or two of evaluating the loss."""
+"""Maximum tokens times micro-batches for which one pass is cheaper than two: 1 to 2 s of loss evaluation."""
 ONE_PASS = 3 / 4
-"""Cost of an update in one pass, if a forward pass costs a third of a forward and backward one."""
+"""Relative cost of a one-pass update, if a forward pass costs a third of a forward and backward pass."""
 
 PAD_TOKEN = 0
-"""Any valid token id."""
+"""Token id of padding; any valid id works."""
 
 
 @dataclass(frozen=True)
 class CostModel:
     """Cost of a sequence of n tokens: per_token * n + per_token_squared * n^2, in any unit.
 
-    The first term is the weights' share, the second that of attention. Only their ratio matters. The default counts
-    tokens.
+    The first term is the cost of the weights, the second that of attention. Only their ratio matters. The default
+    counts tokens.
     """
 
     per_token: float = 1.0
     per_token_squared: float = 0.0
 
     def of(self, lengths_B: npt.ArrayLike) -> npt.NDArray[np.float64]:
-        """Return the cost of each sequence, from its tokens: [B] -> [B]."""
+        """Return the cost of each sequence from its length in tokens: [B] -> [B]."""
         tokens_B = np.asarray(lengths_B, np.float64)
         return self.per_token * tokens_B + self.per_token_squared * tokens_B**2
 
 
 @dataclass(frozen=True)
 class PackingRule:
-    """The number and the shape of micro-batches."""
+    """Constraints on the number and shape of micro-batches."""
 
     token_budget: int
     num_replicas: int = 1
-    """R, which share the micro-batches, as many each."""
+    """R, the number of replicas; each gets the same number of micro-batches."""
     min_micro_batches: int = 1
     multiple: int = 1
-    """The number per replica is a multiple of this."""
+    """The number of micro-batches per replica is a multiple of this."""
     cost: CostModel = field(default_factory=CostModel)
     unit: Unit = "sequence"
-    """What a loss that compares no further has to find whole in a micro-batch to take one pass; packed so if every
-    one fits the budget and it pays."""
+    """Unit within which the loss compares. Keeping units whole in a micro-batch allows a one-pass update; done if every
+    unit fits the budget and it saves time."""
     num_stages: int = 1
-    """P, of the pipeline of a replica."""
+    """P, the number of pipeline stages per replica."""
 
     @classmethod
     def of_schedule(
         cls, schedule: str, num_stages: int, token_budget: int, num_replicas: int, cost: CostModel, unit: Unit
     ) -> PackingRule:
-        """Return the rule of a pipeline whose schedule decides how many micro-batches it runs."""
-        least, multiple = micro_batches_asked(schedule, num_stages)
+        """Return the rule for a pipeline whose schedule constrains the number of micro-batches."""
+        least, multiple = micro_batches_required(schedule, num_stages)
         return cls(token_budget, num_replicas, least, multiple, cost, unit, num_stages)
 
     def num_micro_batches(self, needed: int) -> int:
-        """Of all replicas, if `needed` would hold the tokens."""
+        """Return the number over all replicas, given that `needed` micro-batches hold the tokens."""
         per_replica = max(-(-needed // self.num_replicas), self.min_micro_batches, 1)
         return self.num_replicas * (-(-per_replica // self.multiple) * self.multiple)
 
 
-def micro_batches_asked(schedule: str, num_stages: int) -> tuple[int, int]:
-    """Return the least number of micro-batches that a replica has to run by its schedule, and of what it is a multiple.
+def micro_batches_required(schedule: str, num_stages: int) -> tuple[int, int]:
+    """Return the minimum number of micro-batches per replica that a schedule requires, and the required multiple.
 
-    1F1B and fused passes take at least one per stage, schedules in rounds whole rounds of them.
+    1F1B and fused passes need at least one per stage; interleaved schedules need whole rounds of one per stage.
     """
     if num_stages == 1:
         return 1, 1
@@ -100,32 +100,32 @@ def micro_batches_asked(schedule: str, num_stages: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """A batch as M micro-batches of L tokens, and the way back to its T completion tokens.
+    """A batch as M micro-batches of L tokens, and the mapping back to its T completion tokens.
 
-    T runs over the sequences in the order they were given. M is R times what each replica runs, and rows r * M / R and
-    on are replica r's; `of_replica` cuts them out.
+    T indexes completion tokens in the order of the given sequences. Each replica runs M / R micro-batches; those of
+    replica r start at row r * M / R (see `of_replica`).
     """
 
     tokens_ML: IntArray
     positions_ML: IntArray
-    """Position within its sequence; 0 on padding."""
+    """Position of each token within its sequence; 0 on padding."""
     members: tuple[IntArray, ...]
-    """Per micro-batch: the indices of its sequences, from left to right."""
+    """Per micro-batch: indices of its sequences, from left to right."""
     bounds: tuple[IntArray, ...]
-    """Per micro-batch: the starts of its sequences, each with its own prompt, and the end of the last. An empty one
-    shows a sequence of one padding token, [0, 1]."""
+    """Per micro-batch: starts of its sequences, counting a prompt for each, and the end of the last. An empty
+    micro-batch has one sequence of one padding token, [0, 1]."""
     places: tuple[IntArray, ...]
-    """Per micro-batch: the place of each token of those sequences; that of a shared prompt occurs several times."""
+    """Per micro-batch: packed position of each token of those sequences; positions of a shared prompt repeat."""
     predicting: tuple[IntArray, ...]
-    """Per micro-batch: the positions before its completion tokens."""
+    """Per micro-batch: positions of the states that predict its completion tokens."""
     predicted: tuple[IntArray, ...]
-    """Per micro-batch: which of the T completion tokens those are."""
+    """Per micro-batch: indices of its completion tokens in T."""
     output_T: IntArray
-    """For each completion token, the flat index m * L + l of it and of its log-probability in the output; -1 if that
-    is another replica's."""
+    """Flat index m * L + l of each completion token, and of its log-probability in the output; -1 if it belongs to
+    another replica."""
     cost_M: FloatArray
     unit: Unit = "sequence"
-    """What lies in one micro-batch as a whole."""
+    """Unit that is never split across micro-batches."""
 
     @property
     def num_micro_batches(self) -> int:
@@ -133,7 +133,7 @@ class PackedBatch:
 
     @property
     def num_tokens(self) -> int:
-        """Real tokens, with a prompt for each sequence."""
+        """Number of tokens without padding, counting a prompt for each sequence."""
         return sum(int(edges[-1]) for edges, members in zip(self.bounds, self.members, strict=True) if len(members))
 
     @property
@@ -142,35 +142,35 @@ class PackedBatch:
 
     @property
     def width(self) -> int:
-        """L, tokens of each micro-batch with padding."""
+        """L, tokens per micro-batch, including padding."""
         return int(self.tokens_ML.shape[1])
 
     @property
     def efficiency(self) -> float:
-        """Real tokens over the room of the micro-batches."""
+        """Fraction of the micro-batches that is not padding, counting a prompt for each sequence."""
         return self.num_tokens / self.tokens_ML.size
 
     @property
     def shared_frac(self) -> float:
-        """Share of the real tokens that is not computed: prompts that another sample has in its micro-batch."""
+        """Fraction of `num_tokens` that is not computed: prompts shared with another sample of the micro-batch."""
         held = [
             int(places.max()) + 1 for places, members in zip(self.places, self.members, strict=True) if len(members)
         ]
         return 1 - sum(held) / self.num_tokens
 
     def cost_balance(self, num_replicas: int) -> float:
-        """Mean cost of the replicas over that of the dearest: 1 is even."""
+        """Return the mean cost of the replicas divided by the maximum; 1 is balanced."""
         cost_R = self.cost_M.reshape(num_replicas, -1).sum(axis=1)
         return float(cost_R.mean() / cost_R.max())
 
     def of_replica(self, replica: int, num_replicas: int) -> PackedBatch:
-        """Return what one replica runs: its M / R micro-batches, and all T entries of `output_T`."""
+        """Return the M / R micro-batches of one replica, with all T entries of `output_T`."""
         if num_replicas == 1:
             return self
         share = self.num_micro_batches // num_replicas
         rows = slice(replica * share, (replica + 1) * share)
         first = replica * share * self.width
-        is_ours_T = (self.output_T >= first) & (self.output_T < first + share * self.width)
+        is_own_T = (self.output_T >= first) & (self.output_T < first + share * self.width)
         return replace(
             self,
             tokens_ML=self.tokens_ML[rows],
@@ -180,21 +180,21 @@ class PackedBatch:
             places=self.places[rows],
             predicting=self.predicting[rows],
             predicted=self.predicted[rows],
-            output_T=np.where(is_ours_T, self.output_T - first, -1),
+            output_T=np.where(is_own_T, self.output_T - first, -1),
             cost_M=self.cost_M[rows],
         )
 
 
 def best_fit(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
-    """Assign sequences to bins, longest first, each into the fullest that takes it; ValueError if one is too long."""
+    """Assign sequences, longest first, to the fullest bin with room; raise ValueError if one exceeds the budget."""
     descending = longest_first(lengths)
     if descending and lengths[descending[0]] > token_budget:
         raise ValueError(
-            f"sequence {descending[0]} of the batch has {lengths[descending[0]]} tokens, and a micro-batch takes "
-            f"learner.token_budget = {token_budget}. Raise token_budget to the longest prompt plus completion, or more"
+            f"sequence {descending[0]} of the batch has {lengths[descending[0]]} tokens, but learner.token_budget = "
+            f"{token_budget}: raise token_budget to at least the longest prompt plus completion"
         )
     bins: list[list[int]] = []
-    free: list[tuple[int, int]] = []  # (room left, bin), ascending
+    free: list[tuple[int, int]] = []  # (free tokens, bin), ascending
     for i in descending:
         at = bisect_left(free, (lengths[i], -1))
         if at == len(free):
@@ -208,9 +208,9 @@ def best_fit(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
 
 
 def spread(lengths: Sequence[int], cost_B: FloatArray, token_budget: int, num_bins: int) -> list[list[int]] | None:
-    """Assign sequences to `num_bins` bins of like cost: longest first, each into the cheapest bin that takes it.
+    """Assign sequences to `num_bins` bins of similar cost: longest first, each to the cheapest bin with room.
 
-    None if a sequence finds no room, which best fit may have.
+    Return None if a sequence does not fit, even if best fit succeeds.
     """
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     room_N, costs = [token_budget] * num_bins, cost_B.tolist()
@@ -225,45 +225,45 @@ def spread(lengths: Sequence[int], cost_B: FloatArray, token_budget: int, num_bi
         bins[chosen].append(i)
         room_N[chosen] -= lengths[i]
         heapreplace(cheapest, (cost + costs[i], chosen))
-        for each in full:  # there may be room for what is shorter
+        for each in full:  # may still have room for shorter sequences
             heappush(cheapest, each)
     return bins
 
 
 def deal(cost_N: FloatArray, num_replicas: int) -> list[list[int]]:
-    """Share N bins among R replicas, N / R each, so that the dearest replica is cheap.
+    """Assign N bins to R replicas, N / R each, keeping the most expensive replica cheap.
 
-    In rounds of R bins, dearest first, the replica with least so far gets the dearest. No bin of a round is cheaper
-    than one of the next, so two replicas differ by no more than the dearest bin from the cheapest, and the dearest
-    replica is above the mean by (1 - 1/R) (max - min) at most.
+    Bins are assigned in rounds of R, in decreasing order of cost; in each round, the cheapest replica so far gets the
+    most expensive bin. No bin of a round is cheaper than a bin of the next, so two replicas differ by at most max - min
+    (over bins), and the most expensive replica exceeds the mean by at most (1 - 1/R) (max - min).
     """
     rounds_MR = np.argsort(-cost_N, kind="stable").reshape(-1, num_replicas)
     share_RM = np.zeros(rounds_MR.T.shape, np.int64)
     cost_R = np.zeros(num_replicas)
     for m, round_R in enumerate(rounds_MR):
-        poorest_first = np.argsort(cost_R, kind="stable")
-        share_RM[poorest_first, m] = round_R
-        cost_R[poorest_first] += cost_N[round_R]
+        cheapest_first = np.argsort(cost_R, kind="stable")
+        share_RM[cheapest_first, m] = round_R
+        cost_R[cheapest_first] += cost_N[round_R]
     return [share.tolist() for share in share_RM]
 
 
 def order(cost_N: FloatArray, bins: Sequence[int]) -> list[int]:
-    """Return the order in which a pipeline runs bins: the cheap ones at both ends, the dearest in the middle.
+    """Return the order in which a pipeline runs bins: cheap ones at both ends, the most expensive in the middle.
 
-    Stages are idle while the first bins fill the pipeline and the last ones drain it, and 1F1B has a stage do forward
-    and backward of neighbouring bins at one time. A forward-only pass (GPipe) takes sum + (P - 1) max in any order.
+    Stages are idle while the first bins fill the pipeline and the last ones drain it, and 1F1B overlaps forward and
+    backward of adjacent bins. A forward-only pass (GPipe) takes sum + (P - 1) max in any order.
     """
     rising = sorted(bins, key=lambda n: (cost_N[n], n))
     return rising[0::2] + rising[1::2][::-1]
 
 
 def longest_first(lengths: Sequence[int]) -> list[int]:
-    """Return the order by length, then by index."""
+    """Return indices sorted by decreasing length, then by index."""
     return sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
 
 
 def plan(lengths: Sequence[int], cost_B: FloatArray, rule: PackingRule) -> list[list[int]]:
-    """Return the sequences of each micro-batch, replica by replica; errors as `best_fit`."""
+    """Return the sequences of each micro-batch, replica by replica; raises as `best_fit`."""
     fewest = best_fit(lengths, rule.token_budget)
     num_bins = rule.num_micro_batches(len(fewest))
     bins = spread(lengths, cost_B, rule.token_budget, num_bins)
@@ -278,25 +278,25 @@ class _Samples:
     length_B: IntArray
     prompt_B: IntArray
     same_B: IntArray
-    """A number of the prompt: the same for the same tokens."""
+    """Prompt number of each sequence; equal prompts have equal numbers."""
     cost_B: FloatArray
     rule: PackingRule
 
-    def cost_of(self, home_B: IntArray, num_homes: int) -> FloatArray:
-        """Return the cost of each home, a micro-batch or a unit, which computes each prompt once."""
-        _, first = np.unique(home_B * len(home_B) + self.same_B, return_index=True)
+    def cost_of(self, bin_B: IntArray, num_bins: int) -> FloatArray:
+        """Return the cost of each bin (a micro-batch or unit); a bin computes each prompt once."""
+        _, first = np.unique(bin_B * len(bin_B) + self.same_B, return_index=True)
         saved_B = self.rule.cost.of(self.prompt_B)
         saved_B[first] = 0.0
-        return np.bincount(home_B, self.cost_B - saved_B, num_homes).astype(np.float64, copy=False)
+        return np.bincount(bin_B, self.cost_B - saved_B, num_bins).astype(np.float64, copy=False)
 
     def cost_of_bins(self, bins: Sequence[Sequence[int]]) -> FloatArray:
-        home_B = np.zeros(len(self.length_B), np.int64)
+        bin_B = np.zeros(len(self.length_B), np.int64)
         for m, members in enumerate(bins):
-            home_B[members] = m
-        return self.cost_of(home_B, len(bins))
+            bin_B[members] = m
+        return self.cost_of(bin_B, len(bins))
 
     def bins(self, unit_B: IntArray | None) -> tuple[list[list[int]], FloatArray, Unit]:
-        """Return the sequences and the cost of each micro-batch, and what lies in one whole."""
+        """Return the sequences and cost of each micro-batch, and the unit that is kept whole."""
         bins = plan(self.length_B.tolist(), self.cost_B, self.rule)
         cost_M = self.cost_of_bins(bins)
         shares = len(np.unique(self.same_B)) < len(self.same_B)
@@ -309,7 +309,7 @@ class _Samples:
         return bins, cost_M, PackedBatch.unit
 
     def whole(self, unit_B: IntArray) -> list[list[int]] | None:
-        """As `plan`, with the sequences of a unit in one micro-batch; None if one does not fit."""
+        """Return `plan` with the sequences of each unit in one micro-batch; None if a unit does not fit."""
         length_U = np.bincount(unit_B, self.length_B).astype(np.int64)
         if length_U.max() > self.rule.token_budget:
             return None
@@ -319,7 +319,7 @@ class _Samples:
 
 
 def _duration(cost_M: FloatArray, rule: PackingRule) -> float:
-    """Return a pipeline's time for micro-batches, in units of cost: see `order`."""
+    """Return the time that the pipelines need for micro-batches, in units of cost; see `order`."""
     cost_RM = cost_M.reshape(rule.num_replicas, -1)
     return float((cost_RM.sum(axis=1) + (rule.num_stages - 1) * cost_RM.max(axis=1)).max())
 
@@ -332,14 +332,14 @@ def pack(
 ) -> PackedBatch:
     """Pack sequences (prompt of at least 1 token, then completion) into the micro-batches of all replicas.
 
-    `unit_B` is the unit of each sequence, numbered from 0; of a rule without one, whose prompt it may share. ValueError
-    if there is no sequence, one is longer than the budget, or one has no prompt.
+    `unit_B` is the unit of each sequence, numbered from 0; if `rule.unit` is "sequence", it groups sequences that may
+    share a prompt. Raises ValueError if there is no sequence, or if one exceeds the budget or has no prompt.
     """
     if not sequences:
-        raise ValueError("there is nothing to pack: the batch has no sequence")
+        raise ValueError("cannot pack an empty batch: it has no sequences")
     for i, prompt_length in enumerate(prompt_lengths):
         if prompt_length < 1:
-            raise ValueError(f"sequence {i} has no prompt token, so nothing predicts its first completion token")
+            raise ValueError(f"sequence {i} has no prompt token to predict its first completion token from")
     lengths = [len(sequence) for sequence in sequences]
     same_B = same_prompts(sequences, prompt_lengths)
     samples = _Samples(np.array(lengths), np.array(prompt_lengths), same_B, rule.cost.of(lengths), rule)
@@ -348,7 +348,7 @@ def pack(
 
 
 def same_prompts(sequences: Sequence[npt.NDArray[np.integer]], prompt_lengths: Sequence[int]) -> IntArray:
-    """Number each sequence's prompt from 0, the same for the same tokens: [B]."""
+    """Return the prompt number of each sequence, from 0; equal prompts have equal numbers: [B]."""
     numbers: dict[bytes, int] = {}
     return np.array(
         [
@@ -361,9 +361,9 @@ def same_prompts(sequences: Sequence[npt.NDArray[np.integer]], prompt_lengths: S
 def cost_of_micro_batches(
     length_B: IntArray, prompt_B: IntArray, same_B: IntArray, rule: PackingRule, unit_B: IntArray
 ) -> tuple[FloatArray, Unit]:
-    """Return the cost of each micro-batch that `pack` would make, and what lies in one whole, from lengths alone.
+    """Return the cost of each micro-batch that `pack` would create, and the unit kept whole, from lengths only.
 
-    `same_B` numbers prompts as `same_prompts`; the rule has costs in the unit that is wanted.
+    `same_B` numbers prompts as `same_prompts`. Costs are in the unit of `rule.cost`.
     """
     samples = _Samples(length_B, prompt_B, same_B, rule.cost.of(length_B), rule)
     _, cost_M, unit = samples.bins(unit_B)
@@ -377,17 +377,17 @@ def _lay_out(
     cost_M: FloatArray,
     unit: Unit,
 ) -> PackedBatch:
-    """Lay out the micro-batches of these sequences; S runs over them as they stand there."""
+    """Build the micro-batches of these sequences; S indexes sequences in packed order."""
     width, length_B, prompt_B = samples.rule.token_budget, samples.length_B, samples.prompt_B
     completion_B = length_B - prompt_B
-    order_S, home_S = np.concatenate(members), np.repeat(np.arange(len(members)), list(map(len, members)))
+    order_S, bin_S = np.concatenate(members), np.repeat(np.arange(len(members)), list(map(len, members)))
     _, first, which_S = np.unique(
-        home_S * len(order_S) + samples.same_B[order_S], return_index=True, return_inverse=True
+        bin_S * len(order_S) + samples.same_B[order_S], return_index=True, return_inverse=True
     )
-    holder_S = first[which_S.reshape(-1)]  # who has the prompt that this one reads
+    holder_S = first[which_S.reshape(-1)]  # the sequence that stores the prompt of this one
     own_S = completion_B[order_S] + np.where(holder_S == np.arange(len(order_S)), prompt_B[order_S], 0)
-    before_S, filled_M = np.cumsum(own_S) - own_S, np.bincount(home_S, own_S, len(members)).astype(np.int64)
-    start_S = before_S + (np.arange(len(members)) * width - np.cumsum(filled_M) + filled_M)[home_S]
+    before_S, filled_M = np.cumsum(own_S) - own_S, np.bincount(bin_S, own_S, len(members)).astype(np.int64)
+    start_S = before_S + (np.arange(len(members)) * width - np.cumsum(filled_M) + filled_M)[bin_S]
     prompt_at_B, completion_at_B = np.zeros_like(length_B), np.zeros_like(length_B)
     prompt_at_B[order_S], completion_at_B[order_S] = start_S[holder_S], start_S + own_S - completion_B[order_S]
     runs = np.stack([prompt_at_B, completion_at_B, prompt_B, completion_B])[:, order_S]
@@ -418,7 +418,7 @@ def _lay_out(
 
 
 def _runs(start_B: IntArray, length_B: IntArray) -> IntArray:
-    """Return start, start + 1 .. start + length - 1 of each, one behind the other."""
+    """Return the concatenated ranges start, start + 1, ..., start + length - 1."""
     ends_B = np.cumsum(length_B)
     offsets = np.arange(ends_B[-1] if len(ends_B) else 0)
     return offsets + np.repeat(start_B - (ends_B - length_B), length_B)

@@ -1,7 +1,7 @@
 """Pipeline: forward-only and training schedules over torch.distributed.pipelining.
 
-One schedule object serves one mode and one shape [M, L]: switching modes would make it infer shapes anew. Shapes are
-given, never inferred, so nothing is pickled between stages.
+Each schedule object serves one mode and one shape [M, L], because switching modes would trigger shape inference again.
+Shapes are always given, never inferred, so nothing is pickled between stages.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from torch.distributed.pipelining import (
 )
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
-from learner.config import ScheduleName
-from learner.mesh import Mesh, MeshPlace
-from learner.model import DeviceBatch, StageModule
-from learner.packing import PackedBatch
+from leeway.learner.config import ScheduleName
+from leeway.learner.mesh import Mesh, MeshPlace
+from leeway.learner.model import DeviceBatch, StageModule
+from leeway.learner.packing import PackedBatch
 
 KEPT_BYTES = 256 * 2**20
-"""Bound of the receive buffers of the schedules that a pipeline keeps between passes."""
+"""Maximum bytes of receive buffers of the schedules that a pipeline caches between passes."""
 
-_PAGE = re.compile(r"failed to run (forward|stage backward)", re.IGNORECASE)
-"""Beginning of torch's wrapper of any error of a chunk; arguments and their shapes follow."""
+_WRAPPED = re.compile(r"failed to run (forward|stage backward)", re.IGNORECASE)
+"""Prefix of torch's wrapper around errors of a chunk; a long list of arguments and shapes follows."""
 
 Coefficients = Callable[[int, Tensor], Tensor]
 """(micro-batch, its outputs without their graph) -> dL / d(outputs), of the same shape."""
@@ -40,11 +40,11 @@ ScheduleKey = tuple[bool, int, int]
 
 
 class OutOfMemory(RuntimeError):
-    """A pass did not fit into the memory of the device; the text says which, and what to lower."""
+    """A pass exceeded the device memory; the message names the pass and the keys to change."""
 
 
 class Pipeline:
-    """Runs packed batches through this rank's chunks and their neighbours. All ranks of a replica call alike."""
+    """Pipeline over the chunks of this rank and its neighbours; all ranks of a replica must make the same calls."""
 
     def __init__(self, modules: Sequence[StageModule], mesh: Mesh, schedule: ScheduleName) -> None:
         self.modules = tuple(modules)
@@ -55,13 +55,13 @@ class Pipeline:
 
     @torch.no_grad()
     def forward_only(self, batch: DeviceBatch) -> Tensor | None:
-        """Return the outputs on the last stage, [M, L] or [M, 2, L], else None; OutOfMemory if it does not fit."""
+        """Return the outputs on the last stage, [M, L] or [M, 2, L], and None elsewhere; may raise OutOfMemory."""
         return self._run(batch, train=False)
 
     def train(self, batch: DeviceBatch, coefficients: Coefficients | None) -> Tensor | None:
-        """Add the gradient of sum(coefficients * outputs) to the parameters' gradients; the rest as `forward_only`.
+        """Accumulate the gradient of sum(coefficients * outputs) in the parameters; otherwise as `forward_only`.
 
-        Coefficients are asked for each micro-batch on the last stage, and not read on the others.
+        On the last stage, `coefficients` is called for each micro-batch; the other stages ignore it.
         """
         self._coefficients = coefficients
         try:
@@ -84,7 +84,7 @@ class Pipeline:
         finally:
             for module in self.modules:
                 module.batch = None
-        # the other pipelines of this rank need the memory of outputs, and of what was received, in their passes
+        # release outputs and received tensors: other pipelines of this rank need the memory
         for stage in stages:
             stage.clear_runtime_states()
         if self._buffer_bytes(key) > KEPT_BYTES:
@@ -103,23 +103,22 @@ class Pipeline:
         else:
             assert outputs is None or isinstance(outputs, Tensor)
             return outputs
-        # raised out here, so that torch's page about its arguments does not become the context of the cause
+        # raised outside the except block, so that torch's long wrapper does not become the context of the cause
         if isinstance(failed, torch.OutOfMemoryError):
-            raise OutOfMemory(
-                say_memory(self._mesh.place, self.modules[0], batch.packed, failed, train=key[0])
-            ) from failed
+            message = explain_out_of_memory(self._mesh.place, self.modules[0], batch.packed, failed, train=key[0])
+            raise OutOfMemory(message) from failed
         raise failed
 
     def _weighted_sum(self, outputs: Tensor, micro_batch: Tensor) -> Tensor:
-        """Return the scalar whose gradient is that of the whole batch's loss: sum(coefficient * output)."""
-        assert self._coefficients is not None, "the last stage needs coefficients to train"
+        """Return the scalar whose gradient equals that of the loss of the whole batch: sum(coefficient * output)."""
+        assert self._coefficients is not None, "training needs coefficients on the last stage"
         return (outputs * self._coefficients(int(micro_batch), outputs.detach())).sum()
 
     def _buffer_bytes(self, key: ScheduleKey) -> int:
-        """Of states received on the way out, and of gradients on the way back.
+        """Return the bytes of the receive buffers for states and, if training, gradients.
 
-        The first and the last chunk receive less, but all ranks must agree: a new schedule speaks to its neighbours
-        before its first pass, so they have to drop theirs too.
+        The first and last chunks receive less, but all ranks must get the same number: a new schedule communicates with
+        its neighbours before its first pass, so all ranks must evict a schedule together.
         """
         train, num_micro_batches, width = key
         per_micro_batch = width * self.modules[0].hidden_size * self.modules[0].states_dtype.itemsize
@@ -127,7 +126,7 @@ class Pipeline:
 
     def _build(self, train: bool, num_micro_batches: int, width: int) -> tuple[Schedule, list[PipelineStage]]:
         stages = [self._stage(module, width, train=train) for module in self.modules]
-        # the loss's denominators are global already: gradients are summed over micro-batches, not averaged
+        # the denominators of the loss are global: gradients are summed over micro-batches, not averaged
         loss = self._weighted_sum if train else None
         return build_schedule(self._schedule_name, stages, num_micro_batches, loss), stages
 
@@ -149,17 +148,17 @@ class Pipeline:
         )
 
 
-def say_memory(
+def explain_out_of_memory(
     place: MeshPlace, module: StageModule, packed: PackedBatch, error: torch.OutOfMemoryError, *, train: bool
 ) -> str:
-    """Return which pass did not fit, and what to lower, in one line."""
+    """Return a one-line message with the failed pass and the keys to change."""
     remedy = "lower learner.token_budget"
     if train and not module.activation_checkpointing:
-        remedy += ", or set learner.activation_checkpointing = true"
+        remedy += ", set learner.activation_checkpointing = true"
     return (
-        f"{place.name} has not the memory for a {'training' if train else 'forward-only'} pass of "
+        f"{place.name} ran out of memory in a {'training' if train else 'forward-only'} pass of "
         f"{packed.num_micro_batches} micro-batches of {packed.width} tokens: {remedy}, or split the model over more "
-        f"stages. Reported: {' '.join(str(error).split())}"
+        f"stages. Original error: {' '.join(str(error).split())}"
     )
 
 
@@ -169,9 +168,9 @@ def build_schedule(
     num_micro_batches: int,
     loss: Callable[[Tensor, Tensor], Tensor] | None,
 ) -> Schedule:
-    """Build a schedule of torch.distributed.pipelining over this rank's stages, several only if it interleaves.
+    """Build a schedule over the stages of this rank; several stages require an interleaved schedule.
 
-    `loss` is of (outputs, target) of a micro-batch; None: forward only.
+    `loss` maps (outputs, target) of a micro-batch to a scalar; None builds a forward-only schedule.
     """
     several = len(stages) > 1
     if loss is None:
@@ -179,15 +178,15 @@ def build_schedule(
             return ScheduleLoopedBFS(list(stages), num_micro_batches, None, scale_grads=False)
         return ScheduleGPipe(stages[0], num_micro_batches, None, scale_grads=False)
     if name in ("1f1b", "fused") or stages[0].num_stages == 1:
-        assert not several, f"the schedule {name} takes one chunk per stage"
+        assert not several, f"schedule {name} supports one chunk per stage"
         return Schedule1F1B(stages[0], num_micro_batches, loss, scale_grads=False)
     multi = ScheduleInterleaved1F1B if name == "interleaved_1f1b" else ScheduleInterleavedZeroBubble
     return multi(list(stages), num_micro_batches, loss, scale_grads=False)
 
 
 def _cause(error: RuntimeError) -> BaseException:
-    """Return the error in a chunk, out of torch's page "failed to run forward: args ..." or "... backward: ..."."""
+    """Return the original error inside torch's wrapper "failed to run forward: args ..." or "... backward: ..."."""
     found: BaseException = error
-    while isinstance(found, RuntimeError) and _PAGE.search(str(found)) and found.__cause__ is not None:
+    while isinstance(found, RuntimeError) and _WRAPPED.search(str(found)) and found.__cause__ is not None:
         found = found.__cause__
     return found

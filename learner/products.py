@@ -1,22 +1,23 @@
-"""Products of matrices that the learner computes itself: of embeddings, linear maps and the head.
+"""Custom matrix products of the learner: embeddings, linear maps and the head.
 
-In bfloat16, modules hold roundings of the float32 masters, made anew once per update (docs/learner.md). The gradient of
-a rounding is that of its master, float32: on a GPU each micro-batch's product is added to it unrounded. On a CPU, and
-with a schedule that takes gradients of inputs and of weights apart, it is a product in bfloat16 that is widened and
-added.
+In bfloat16, modules hold roundings of the float32 masters, refreshed once per update (docs/learner.md). The gradient of
+a rounding is the float32 gradient of its master. On a GPU, the product of each micro-batch is added to it unrounded. On
+a CPU, or if a schedule computes input and weight gradients separately, a bfloat16 product is widened and added.
 
-The head gives log-probabilities of given tokens without all logits at once. With z = logits / temperature, log pi(y) is
-z_y - logsumexp(z). Logits exist a chunk of tokens at a time, in the backward pass too. The gradient
+The head computes log-probabilities of given tokens without materializing all logits. With z = logits / temperature,
+log pi(y) = z_y - logsumexp(z). Logits exist for one chunk of tokens at a time, also in the backward pass. The gradient
 
     d log pi(y) / dh = (W_y - sum_v p_v W_v) / temperature
 
-depends on the loss by one factor c per token alone, so the forward pass computes it at once ([n, hidden]). The other,
+depends on the loss only through one factor c per token, so the forward pass computes it directly ([n, hidden]). The
+gradient
 
-    dL/dW_v = sum_t c_t (1[y_t = v] - p_tv) h_t / temperature,
+    dL/dW_v = sum_t c_t (1[y_t = v] - p_tv) h_t / temperature
 
-needs all c first: the first pass keeps p, rounded as products read it, of as many chunks as it may, and the backward
-pass makes it again for the others. The two are separate nodes of the graph, for a zero-bubble schedule asks for them at
-different times. Soft-capped logits (Gemma 2), cap * tanh(l / cap), multiply p_v and 1[y = v] by 1 - tanh^2.
+needs all c first. The forward pass keeps p, rounded to the dtype of products, for as many chunks as allowed, and the
+backward pass recomputes it for the others. The two gradients are separate graph nodes, because a zero-bubble schedule
+requests them at different times. Soft-capped logits (Gemma 2), cap * tanh(l / cap), multiply both p_v and 1[y = v] by
+1 - tanh^2.
 """
 
 from __future__ import annotations
@@ -31,27 +32,27 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from learner import kernels
+from leeway.learner import kernels
 
 COMPUTED = torch.bfloat16
 
 LOGITS_MIB: Mapping[str, float] = {"cpu": 64.0, "cuda": 1024.0}
-"""By type of device, logits held at a time: little beside a micro-batch's states, and enough that products take
-longer than reading the head."""
+"""Device type -> MiB of logits in memory at a time; small compared with the states of a micro-batch, and large enough
+that products take longer than reading the head."""
 KEPT_MIB: Mapping[str, float] = {"cpu": 64.0, "cuda": 2048.0}
-"""By type of device, probabilities kept for the backward pass, of all micro-batches that have come to the head. On a
-GPU those of 7,000 tokens and 152k words: that saves a product in four and two passes over logits."""
+"""Device type -> MiB of probabilities kept for the backward pass, over all micro-batches in flight. On a GPU this holds
+7,000 tokens with a vocabulary of 152k, and saves one product in four and two passes over logits."""
 
 
-def round_parameters(module: nn.Module, *, but: Callable[[str], bool]) -> dict[str, nn.Parameter]:
-    """Replace each wider parameter by a rounding, but for some; return the parameters of before by name.
+def round_parameters(module: nn.Module, *, exclude: Callable[[str], bool]) -> dict[str, nn.Parameter]:
+    """Replace parameters wider than bfloat16 by roundings, except excluded names; return the originals by name.
 
-    Of parameters that are tied the first alone is replaced: tie them again.
+    Only the first of several tied parameters is replaced: the caller must tie them again.
     """
     masters = {
         name: parameter
         for name, parameter in module.named_parameters()
-        if parameter.dtype != COMPUTED and not but(name)
+        if parameter.dtype != COMPUTED and not exclude(name)
     }
     roundings = {}
     for name, master in masters.items():
@@ -62,9 +63,9 @@ def round_parameters(module: nn.Module, *, but: Callable[[str], bool]) -> dict[s
 
 
 def narrow_norms(layers: nn.Module) -> None:
-    """Have every norm of some layers give what products read, so that not each of them casts it again."""
+    """Make every norm of these layers return the dtype of products, so that each product need not cast its input."""
     for name, module in layers.named_modules():
-        if name.endswith("norm"):  # as of every norm of a decoder layer
+        if name.endswith("norm"):  # holds for every norm of a decoder layer
             module.register_forward_hook(lambda _module, _inputs, output: output.to(COMPUTED))
 
 
@@ -72,14 +73,14 @@ def narrow_norms(layers: nn.Module) -> None:
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:
-    """Multiply matrices; in float32 if 16-bit numbers can be multiplied as they are and summed and kept in it."""
+    """Multiply matrices; the result of 16-bit factors is summed and stored in float32 if the device supports it."""
     if sums_in_float32(left):
         return torch.mm(left, right, out_dtype=torch.float32)
     return left @ right
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor, alpha: float = 1.0) -> None:
-    """`total += alpha * left @ right`, without another matrix like `total` if possible."""
+    """Compute `total += alpha * left @ right`, without a temporary of the size of `total` if possible."""
     if total.dtype == left.dtype:
         total.addmm_(left, right, alpha=alpha)
     elif sums_in_float32(left):
@@ -89,12 +90,12 @@ def add_product(total: Tensor, left: Tensor, right: Tensor, alpha: float = 1.0) 
 
 
 def sums_in_float32(factor: Tensor) -> bool:
-    """Return whether a product with this matrix can have a result that is wider than its factors."""
+    """Return whether a product with this matrix can have a result wider than its factors."""
     return factor.device.type == "cuda" and factor.dtype in (torch.bfloat16, torch.float16)
 
 
 def gradient_of(weight: Tensor) -> Tensor:
-    """Return what gradients of a weight are added to, float32 or wider: its `grad`, or zeros."""
+    """Return the gradient accumulator of a weight, float32 or wider; create it as zeros if missing."""
     if weight.grad is None:
         weight.grad = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
     return weight.grad
@@ -104,21 +105,21 @@ def gradient_of(weight: Tensor) -> Tensor:
 
 
 def embed(embedding: nn.Embedding, tokens: Tensor, *, adds_in_place: bool = False) -> Tensor:
-    """Look rows of a rounded embedding up as float32 states, with a gradient that is summed in float32.
+    """Look up rows of a rounded embedding as float32 states; the gradient is summed in float32.
 
-    `adds_in_place`: it is added to `grad` itself, without another table.
+    `adds_in_place` adds the gradient directly to `grad`, without a temporary table.
     """
-    asked = (embedding.padding_idx, adds_in_place)
-    states: Tensor = _Lookup.apply(embedding.weight, tokens, *asked)  # type: ignore[no-untyped-call]
-    scale: Tensor | None = getattr(embedding, "embed_scale", None)  # Gemma, whose scale is rounded like its weights
+    options = (embedding.padding_idx, adds_in_place)
+    states: Tensor = _Lookup.apply(embedding.weight, tokens, *options)  # type: ignore[no-untyped-call]
+    scale: Tensor | None = getattr(embedding, "embed_scale", None)  # Gemma; the scale is rounded like the weights
     return states if scale is None else states * scale.to(embedding.weight.dtype)
 
 
 def add_gradients_in_place(layers: nn.Module) -> None:
-    """Have every linear map of some rounded layers add to its weight's gradient itself.
+    """Make every linear map of these rounded layers add directly to the gradient of its weight.
 
-    Autograd would keep a product in bfloat16, widen it and add it up: three passes over a matrix. Not for a schedule
-    that takes gradients of inputs and of weights apart, for one node of the graph makes both here.
+    Autograd would store a bfloat16 product, widen it and add it: three passes over a matrix. Unusable with a schedule
+    that computes input and weight gradients separately, because one graph node computes both here.
     """
     for module in layers.modules():
         if isinstance(module, nn.Linear):
@@ -133,7 +134,7 @@ def _mapped(module: nn.Linear, states: Tensor) -> Tensor:
 
 
 class _Lookup(torch.autograd.Function):
-    """Torch's own lookup sums the gradients of a token in the dtype of the weight."""
+    """Embedding lookup with float32 gradient sums; torch's own lookup sums in the dtype of the weight."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, tokens: Tensor, padding: int | None, adds_in_place: bool) -> Tensor:  # noqa: ANN401 -- torch's
@@ -155,12 +156,12 @@ class _Lookup(torch.autograd.Function):
 
 
 class _Map(torch.autograd.Function):
-    """A linear map that adds the gradient of its weight where it is kept."""
+    """Linear map that accumulates the gradient of its weight in place."""
 
     @staticmethod
     def forward(ctx: Any, states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:  # noqa: ANN401 -- torch's
         ctx.save_for_backward(states)
-        ctx.weight = weight  # itself: what is saved comes back as another tensor where activations are computed again
+        ctx.weight = weight  # save_for_backward would return a different tensor under activation checkpointing
         return F.linear(states, weight, bias)
 
     @staticmethod
@@ -173,8 +174,8 @@ class _Map(torch.autograd.Function):
             weight.grad = product(*factors).to(torch.float32)
         else:
             add_product(weight.grad, *factors)
-        of_states = gradient @ weight if ctx.needs_input_grad[0] else None
-        return of_states, None, rows.sum(0, dtype=torch.float32) if ctx.needs_input_grad[2] else None
+        states_gradient = gradient @ weight if ctx.needs_input_grad[0] else None
+        return states_gradient, None, rows.sum(0, dtype=torch.float32) if ctx.needs_input_grad[2] else None
 
 
 # --- the head -------------------------------------------------------------------------------------
@@ -182,43 +183,43 @@ class _Map(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class LogitRule:
-    """How hidden states become log-probabilities."""
+    """Options of the map from hidden states to log-probabilities."""
 
     temperature: float
     softcap: float | None = None
     """Logits l become softcap * tanh(l / softcap), before the temperature."""
     chunk_mib: float | None = None
-    """Logits (float32 or wider) held at a time; None: `LOGITS_MIB`."""
+    """MiB of logits (float32 or wider) in memory at a time; None: `LOGITS_MIB`."""
     kept_mib: float | None = None
-    """Probabilities kept for the backward pass; None: `KEPT_MIB`."""
+    """MiB of probabilities kept for the backward pass; None: `KEPT_MIB`."""
     is_fused: bool = False
-    """Is their softmax that of `learner.kernels`? Only if products are of 16 bits."""
+    """Whether to use the softmax of `leeway.learner.kernels`; requires 16-bit products."""
     adds_in_place: bool = False
-    """Is the gradient of the head added to `grad` itself?"""
+    """Whether the gradient of the head is added directly to `grad`."""
 
     def chunk_tokens(self, vocab_size: int, dtype: torch.dtype, device: str) -> int:
-        """Tokens whose logits over V words make one chunk on a device of this type, at least 1."""
+        """Return the tokens per chunk of logits over V words on a device of this type, at least 1."""
         mib = LOGITS_MIB[device] if self.chunk_mib is None else self.chunk_mib
         return max(1, int(mib * 2**20) // (vocab_size * _wide(dtype).itemsize))
 
     def kept_tokens(self, vocab_size: int, dtype: torch.dtype, device: str) -> int:
-        """Tokens whose probabilities over V words, in the dtype of products, may be kept."""
+        """Return the maximum number of tokens whose probabilities over V words, in the dtype of products, are kept."""
         mib = KEPT_MIB[device] if self.kept_mib is None else self.kept_mib
         return int(mib * 2**20) // (vocab_size * dtype.itemsize)
 
 
 def token_logprobs(hidden: Tensor, weight: Tensor, tokens: Tensor, rule: LogitRule) -> Tensor:
-    """Log pi of the given tokens: [n, hidden] (normed), [V, hidden], int64 [n] -> [n].
+    """Return log pi of the given tokens: [n, hidden] (normed), [V, hidden], int64 [n] -> [n].
 
-    Float32 or wider, as is the gradient of the weight, also under autocast: the products alone are of 16 bits.
+    The result and the gradient of the weight are float32 or wider, even under autocast; only products use 16 bits.
     """
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
     learning = torch.is_grad_enabled()
     most_kept = rule.kept_tokens(len(weight), dtype, device) if learning and weight.requires_grad else 0
     with torch.autocast(device, enabled=False):
-        asked = (rule, dtype, learning and hidden.requires_grad, most_kept)
-        found = _OfHidden.apply(hidden, weight.detach(), tokens, *asked)  # type: ignore[no-untyped-call]
+        options = (rule, dtype, learning and hidden.requires_grad, most_kept)
+        found = _OfHidden.apply(hidden, weight.detach(), tokens, *options)  # type: ignore[no-untyped-call]
         logprobs: Tensor = found[0]
         if learning and weight.requires_grad:
             fixed = (hidden.detach(), tokens, rule, dtype)
@@ -227,7 +228,7 @@ def token_logprobs(hidden: Tensor, weight: Tensor, tokens: Tensor, rule: LogitRu
 
 
 class _OfHidden(torch.autograd.Function):
-    """The log-probabilities, as a function of the hidden states alone."""
+    """Log-probabilities as a function of the hidden states only."""
 
     @staticmethod
     def forward(
@@ -237,19 +238,19 @@ class _OfHidden(torch.autograd.Function):
         tokens: Tensor,
         rule: LogitRule,
         dtype: torch.dtype,
-        wants_slopes: bool,
+        needs_slopes: bool,
         most_kept: int,
     ) -> tuple[Tensor, ...]:
         logprobs = torch.empty(len(tokens), dtype=_wide(dtype), device=hidden.device)
         partition = torch.empty_like(logprobs)
-        slopes = torch.empty_like(hidden) if wants_slopes else hidden.new_empty(0)
+        slopes = torch.empty_like(hidden) if needs_slopes else hidden.new_empty(0)
         kept: list[Tensor] = []
         cast = weight.to(dtype)
         for rows in _chunks(len(tokens), rule.chunk_tokens(len(weight), dtype, hidden.device.type)):
-            own = weight.index_select(0, tokens[rows]).to(_wide(dtype)) if wants_slopes else None
+            own = weight.index_select(0, tokens[rows]).to(_wide(dtype)) if needs_slopes else None
             keep = rows.stop <= most_kept
-            asked = (hidden[rows].to(dtype), cast, tokens[rows], rule, own, keep)
-            logprobs[rows], partition[rows], slopes_of_rows, shares = _chunk(*asked)
+            inputs = (hidden[rows].to(dtype), cast, tokens[rows], rule, own, keep)
+            logprobs[rows], partition[rows], slopes_of_rows, shares = _chunk(*inputs)
             if slopes_of_rows is not None:
                 slopes[rows] = slopes_of_rows.to(slopes.dtype)
             kept += shares
@@ -265,7 +266,7 @@ class _OfHidden(torch.autograd.Function):
 
 
 class _OfWeight(torch.autograd.Function):
-    """Zeros [n] whose gradient is the head's part in that of the log-probabilities."""
+    """Zeros [n] that carry the gradient of the log-probabilities with respect to the head."""
 
     @staticmethod
     def forward(
@@ -295,39 +296,39 @@ class _OfWeight(torch.autograd.Function):
             shares, pull = kept[2 * number : 2 * number + 2] or _shares_again(
                 hidden[rows].to(dtype), cast, tokens[rows], partition[rows], rule
             )
-            # the factor is put on the states, which are few, and not on the vocabulary
+            # scale the states, which are small, instead of the matrix over the vocabulary
             wide = hidden[rows].to(factors.dtype) * factors[rows, None]
             total.index_add_(0, tokens[rows], (wide * pull[:, None]).to(total.dtype))
             add_product(total, shares.T, wide.to(dtype), alpha=-1)
-            del shares  # before the next chunk is made
+            del shares  # freed before the next chunk is computed
         return (None if rule.adds_in_place else total, *[None] * (5 + len(kept)))
 
 
 def _chunk(
     hidden: Tensor, cast: Tensor, tokens: Tensor, rule: LogitRule, own: Tensor | None, keep: bool
 ) -> tuple[Tensor, Tensor, Tensor | None, tuple[Tensor, ...]]:
-    """Compute one chunk, in the memory of its logits and half as much: [c, hidden], [V, hidden] (`cast`), [c].
+    """Compute one chunk in 1.5 times the memory of its logits: [c, hidden], [V, hidden] (`cast`), [c].
 
-    `own` holds the head's rows of the tokens, [c, hidden], if slopes are wanted; `keep` asks for the shares. Returns
-    log pi [c], the log of the sum of exp z [c], d log pi / dh [c, hidden], and what `_shares_again` returns if kept.
+    `own` holds the head rows of the tokens, [c, hidden], if slopes are needed; `keep` requests the shares. Returns
+    log pi [c], logsumexp(z) [c], d log pi / dh [c, hidden], and the result of `_shares_again` if kept.
     """
     scaled = _scaled_logits(hidden, cast, rule)
     picked = scaled.gather(1, tokens[:, None]).squeeze(1)
-    wants_shares = own is not None or keep
-    slant = _steepness(scaled, rule) if wants_shares and rule.softcap is not None else None
+    needs_shares = own is not None or keep
+    slant = _steepness(scaled, rule) if needs_shares and rule.softcap is not None else None
     probabilities = scaled
     if rule.is_fused:
-        if slant is None and wants_shares:
+        if slant is None and needs_shares:
             probabilities = torch.empty_like(scaled, dtype=hidden.dtype)
-        partition = picked - kernels.softmax(scaled, tokens, probabilities if wants_shares else None)
+        partition = picked - kernels.softmax(scaled, tokens, probabilities if needs_shares else None)
     else:
-        # logsumexp in place, which leaves the probabilities behind
+        # logsumexp in place; `scaled` then holds the probabilities
         top = scaled.amax(1)
         sums = scaled.sub_(top[:, None]).exp_().sum(1)
         partition = top + sums.log()
-        if wants_shares:
+        if needs_shares:
             scaled.div_(sums[:, None])
-    if not wants_shares:
+    if not needs_shares:
         return picked - partition, partition, None, ()
     del scaled
     shares, pull = _shares(probabilities, slant, tokens, picked, partition, rule, hidden.dtype)
@@ -353,20 +354,21 @@ def _shares(
     rule: LogitRule,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """Return how the rows of the head pull at a state: all words away from them [c, V], the tokens towards theirs [c].
+    """Return the coefficients of head rows in d log pi / dh: [c, V] of all words, subtracted; [c] of the tokens, added.
 
-    P and 1, each times the steepness of the soft cap; if p is rounded, the tokens' own is left out, and 1 - p pulls.
+    They are p and 1, each times the steepness of the soft cap. If p is rounded, p of the token itself is set to 0, and
+    its coefficient is 1 - p.
     """
     pull = _steepness(picked, rule)
     if dtype != _wide(dtype):
-        if probabilities.dtype != dtype:  # before they are rounded: a CPU would cast all 16-bit ones there and back
+        if probabilities.dtype != dtype:  # set before rounding: on a CPU, scatter_ casts 16-bit tensors back and forth
             probabilities.scatter_(1, tokens[:, None], 0)
         pull = pull * -torch.expm1(picked - partition)
     return (probabilities if slant is None else probabilities.mul_(slant)).to(dtype), pull
 
 
 def _scaled_logits(hidden: Tensor, weight: Tensor, rule: LogitRule) -> Tensor:
-    """Z of a chunk, [c, hidden], [V, hidden] -> [c, V]; in place from the product on."""
+    """Return z of a chunk, [c, hidden], [V, hidden] -> [c, V]; in place after the product."""
     logits = product(hidden, weight.T)
     logits = logits.to(_wide(logits.dtype))
     if rule.softcap is not None:
@@ -375,7 +377,7 @@ def _scaled_logits(hidden: Tensor, weight: Tensor, rule: LogitRule) -> Tensor:
 
 
 def _steepness(scaled: Tensor, rule: LogitRule) -> Tensor:
-    """Return the derivative of the soft cap at scaled logits; 1 without one."""
+    """Return the derivative of the soft cap at scaled logits; 1 without a soft cap."""
     if rule.softcap is None:
         return torch.ones_like(scaled)
     return (scaled * (rule.temperature / rule.softcap)).square_().neg_().add_(1)

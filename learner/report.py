@@ -1,4 +1,4 @@
-"""What becomes of a step: its row of metrics.jsonl; and its draw, where that could not be trained."""
+"""Results of a step: its row of metrics.jsonl, and its batch if the batch could not be trained."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from algorithms.base import BadInputs, Needs, check_inputs
-from buffer.ledger import LEDGER_METRICS
-from buffer.lengths import LengthFidelity
-from learner.batch import Lag0ByActor, LagByActor, Leaves, StepBatch, lag_by_actor
-from learner.packing import IntArray
+from leeway.algorithms.base import BadInputs, Needs, check_inputs
+from leeway.buffer.ledger import LEDGER_METRICS
+from leeway.buffer.lengths import LengthFidelity
+from leeway.learner.batch import Lag0ByActor, LagByActor, Leaves, StepBatch, lag_by_actor
+from leeway.learner.packing import IntArray
 
-if TYPE_CHECKING:  # with Transformers, which the launcher does not need
-    from learner.step import Metrics, StepResult
+if TYPE_CHECKING:  # imports Transformers, which the launcher does not need
+    from leeway.learner.step import Metrics, StepResult
 
 logger = logging.getLogger(__name__)
 
 NON_FINITE_STEPS_IN_A_ROW = 3
-"""Steps in a row without a finite loss and gradient that end the run: what broke stays broken.
-Steps are counted and not updates, for the updates of one bad draw fail together."""
+"""Consecutive steps without a finite loss and gradient that end the run, because the failure persists.
+Steps are counted instead of updates, because the updates of one bad batch fail together."""
 
 Report = dict[str, float | int | bool | Lag0ByActor | LagByActor | None]
-"""Metrics by name; and tables by actor, which a reader joins with the pools of the actors."""
+"""Metrics by name, and tables by actor, which readers join with the pools of the actors."""
 
 MAX_PARTS = 16
-"""Reward functions that have a metric each."""
+"""Maximum number of reward functions that get a metric each."""
 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Wall times of a step, seconds since the epoch: its batch was asked for, was there, and its update was done."""
+    """Times of a step in seconds since the epoch: batch requested, batch received, step finished."""
 
-    asked_s: float
+    requested_s: float
     started_s: float
     finished_s: float
 
@@ -47,10 +47,10 @@ class StepTimes:
 def lag_metrics(
     updates: Sequence[StepBatch], start: StepBatch, newest_published: int | None, started_s: float
 ) -> Metrics:
-    """Return the lags over the tokens and trajectories that were trained.
+    """Return lag metrics over the trained tokens and trajectories.
 
-    Updates are at their own versions, and a sample counts once for each; `start` is the draw, at the version that the
-    step began with. `newest_published` could be pulled then; None: this learner had published nothing yet.
+    `updates` are at their own versions; a sample counts once per update. `start` is the whole batch, at the version of
+    the start of the step. `newest_published` is the newest version available then; None if nothing was published yet.
     """
     lag_T = np.concatenate([batch.lag_T for batch in updates])
     first_B, last_B = (np.concatenate(ends) for ends in zip(*map(_ends, updates), strict=True))
@@ -69,7 +69,7 @@ def lag_metrics(
 
 
 def replay_metrics(start: StepBatch, ledger: Mapping[str, int]) -> Metrics:
-    """Return how often samples are used, and their age then, by the buffer's counts as the batch was drawn."""
+    """Return how often samples are used, and their age at use; `ledger` holds the buffer counts at that time."""
     bounds_T = start.bounds_T()
     written_B = np.flatnonzero(bounds_T[1:] > bounds_T[:-1])
     age_G = np.zeros(start.num_groups, np.int64)
@@ -84,7 +84,7 @@ def replay_metrics(start: StepBatch, ledger: Mapping[str, int]) -> Metrics:
 
 
 def uninformative_frac(start: StepBatch) -> float:
-    """Return the share of the draw's groups, of several samples, whose rewards are all equal."""
+    """Return the fraction of groups in the batch that have several samples and only equal rewards."""
     rewards = np.asarray(start.rows.column("reward"))
     low_G, high_G = np.full(start.num_groups, np.inf), np.full(start.num_groups, -np.inf)
     np.minimum.at(low_G, start.group_B, rewards)
@@ -93,7 +93,7 @@ def uninformative_frac(start: StepBatch) -> float:
 
 
 def part_metrics(start: StepBatch) -> Metrics:
-    """Return the mean of each of several reward functions, over the samples that it applies to."""
+    """Return the mean of each reward function over the samples it applies to, if there are several functions."""
     names, values = start.rows.column("reward_parts").flatten().flatten()
     parts = pa.table({"name": names, "value": values})
     means = parts.group_by("name", use_threads=False).aggregate([("value", "mean")])  # in order of appearance
@@ -102,7 +102,7 @@ def part_metrics(start: StepBatch) -> Metrics:
 
 
 def _ends(batch: StepBatch) -> tuple[IntArray, IntArray]:
-    """Return the lag of the first and of the last token of each sequence that has any."""
+    """Return the lags of the first and last token of each non-empty sequence."""
     bounds_T = batch.bounds_T()
     written = bounds_T[1:] > bounds_T[:-1]
     return batch.lag_T[bounds_T[:-1][written]], batch.lag_T[bounds_T[1:][written] - 1]
@@ -117,13 +117,13 @@ def step_report(
     ledger: Mapping[str, int],
     fidelity: LengthFidelity,
 ) -> Report:
-    """Return the row of one step (from 1); the arguments as for `lag_metrics` and `replay_metrics`."""
+    """Return the metrics row of one step (from 1); arguments as in `lag_metrics` and `replay_metrics`."""
     rewards = np.asarray(batch.rows.column("reward"))
     duration_s = times.finished_s - times.started_s
     trained = [update.batch for update in result.counted]
     trained_tokens = 0 if result.skipped else len(batch.sequence_T)
     return {
-        **result.metrics,  # first: names of a user's loss replace none of these
+        **result.metrics,  # first, so that metrics of a user's loss cannot override the others
         "step": step,
         "version": result.version,
         "skipped": result.skipped,
@@ -136,7 +136,7 @@ def step_report(
         "length/fidelity_ks": fidelity.ks,
         "length/p95_ratio": fidelity.p95_ratio,
         "length/covered": fidelity.covered,
-        "length/foretold": fidelity.foretold,
+        "length/predicted": fidelity.predicted,
         "length/late": fidelity.late,
         "batch/trajectories": batch.rows.num_rows,
         "batch/groups": batch.num_groups,
@@ -147,10 +147,10 @@ def step_report(
         "batch/pack_efficiency": batch.packed.efficiency,
         "batch/shared_frac": batch.packed.shared_frac,
         "batch/cost_balance": batch.packed.cost_balance(batch.rule.num_replicas),
-        "time/wait_for_batch": times.started_s - times.asked_s,
+        "time/wait_for_batch": times.started_s - times.requested_s,
         "time/step": duration_s,
         "perf/learner_tokens_per_s": batch.packed.num_tokens / max(duration_s, 1e-9),
-        "perf/trained_tokens_per_s": trained_tokens / max(times.finished_s - times.asked_s, 1e-9),
+        "perf/trained_tokens_per_s": trained_tokens / max(times.finished_s - times.requested_s, 1e-9),
         **lag_metrics(trained, batch, newest_published, times.started_s),
         **replay_metrics(batch, ledger),
         "buffer/uninformative_frac": uninformative_frac(batch),
@@ -161,17 +161,18 @@ def step_report(
 
 
 class MetricsFile:
-    """metrics.jsonl of a run: one row per step, in their order. The coordinator alone writes it."""
+    """Writer of metrics.jsonl: one row per step, in order. Used only on the coordinator."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._size = 0
         self._unwritten = b""
 
-    def go_back(self, step: int) -> None:
-        """Cut off the rows after `step`, which is trained again from there, and a row that a crash cut off.
+    def truncate(self, step: int) -> None:
+        """Remove the rows after `step`, where training resumes, and an incomplete row left by a crash.
 
-        OSError if the file, which the launcher makes, cannot be read or written; ValueError if a line is no JSON.
+        Raises OSError if the file, which the launcher creates, cannot be read or written, and ValueError if a line is
+        not JSON.
         """
         try:
             with self._path.open("r+b") as file:
@@ -181,42 +182,42 @@ class MetricsFile:
                     self._size += len(line)
                 file.truncate(self._size)
         except msgspec.DecodeError as error:
-            raise ValueError(f"{self._path} has a line that is no JSON: {error}; remove that line") from None
+            raise ValueError(f"{self._path} has a line that is not JSON: {error}; remove that line") from None
         except FileNotFoundError:
             raise FileNotFoundError(
-                f"{self._path} is not there: the learner's hosts must share the folder of the run (docs/cluster.md)"
+                f"{self._path} does not exist: share the run folder with all hosts of the learner (docs/cluster.md)"
             ) from None
 
     def append(self, row: Report) -> None:
-        """Append a row; null stands for what is not finite. On a full disk rows wait for the next call."""
+        """Append a row, with null for non-finite values. If the disk is full, rows are written with the next call."""
         self._unwritten += msgspec.json.encode(row, enc_hook=float) + b"\n"
         self.write()
 
     def write(self) -> None:
         try:
-            # opened anew: NFS shows a reader on another host what was written before a file was closed
+            # reopened on every write: on NFS, readers on other hosts see data only after the file is closed
             with self._path.open("r+b") as file:
-                file.seek(self._size)  # over what is left of a write that failed
+                file.seek(self._size)  # overwrites the remains of a failed write
                 file.write(self._unwritten)
         except OSError as error:
-            logger.warning("%s cannot be written; its rows wait for the next step: %s", self._path, error)
+            logger.warning("%s cannot be written; retrying with the next step: %s", self._path, error)
             return
         self._size += len(self._unwritten)
         self._unwritten = b""
 
 
 class BadSample(ValueError):
-    """No loss can be right on a drawn sample."""
+    """A sample has invalid values that no loss can use."""
 
 
 class TrainingDiverged(RuntimeError):
-    """Several steps in a row had no finite loss or gradient."""
+    """Several consecutive steps had no finite loss or gradient."""
 
 
 def check_samples(batch: StepBatch, needs: Needs, record_ids: Sequence[int] | None) -> None:
-    """Check what came from outside, as the loss with these needs will see it; every rank finds the same.
+    """Validate external data as seen by a loss with these needs; the result is the same on all ranks.
 
-    BadSample names the trajectory, its record in the buffer if known, and what is wrong.
+    Raises BadSample, which names the trajectory, its buffer record if known, and the problem.
     """
     unknown_T = torch.zeros(len(batch.sequence_T), dtype=torch.float32)
     leaves = Leaves(unknown_T)
@@ -232,19 +233,19 @@ def check_samples(batch: StepBatch, needs: Needs, record_ids: Sequence[int] | No
 
 
 class BadBatches:
-    """One run's folder of them. `keep` is the coordinator's; all ranks count."""
+    """Folder of batches that could not be trained. Only the coordinator writes; all ranks count non-finite steps."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self.non_finite_steps: Sequence[int] = ()
-        """Steps in a row, up to the newest, without a finite loss or gradient; a restart takes them from the
-        checkpoint."""
+        """Most recent consecutive steps without a finite loss or gradient; restored from the checkpoint after a
+        restart."""
 
     def keep(self, step: int, body: bytes | memoryview | None) -> str:
-        """Write the draw of a step down, as the Arrow IPC stream that the buffer sent; return where, or why not.
+        """Save the batch of a step as the Arrow IPC stream from the buffer; return a sentence with the path or error.
 
-        A full disk is no reason to end a run that leaves a step out. Without the `body`, which the coordinator has,
-        return where that has written it.
+        A full disk does not end the run. If `body` is None (on ranks other than the coordinator), only return the
+        sentence.
         """
         path = self._folder / f"step-{step}.arrow"
         try:
@@ -252,19 +253,19 @@ class BadBatches:
                 self._folder.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(body)
         except OSError as error:
-            return f"the draw is not kept: {error}"
-        return f"the draw is kept in {path}"
+            return f"the batch could not be saved: {error}"
+        return f"the batch is saved in {path}"
 
-    def note(self, step: int, result: StepResult, body: bytes | memoryview | None) -> None:
-        """Count a step without a finite loss or gradient, and keep its draw; TrainingDiverged if one too many."""
+    def record(self, step: int, result: StepResult, body: bytes | memoryview | None) -> None:
+        """Count a step without a finite loss or gradient and save its batch; raise TrainingDiverged at the limit."""
         num_skipped = sum(not update.result.taken for update in result.updates)
         if body is not None and num_skipped:
-            text = "step %d: loss or gradient not finite, %d of %d updates not taken; %s"
+            text = "step %d: loss or gradient not finite, %d of %d updates skipped; %s"
             logger.warning(text, step, num_skipped, len(result.updates), self.keep(step, body))
         self.non_finite_steps = (*self.non_finite_steps, step) if result.skipped else ()
         if len(self.non_finite_steps) >= NON_FINITE_STEPS_IN_A_ROW:
             raise TrainingDiverged(
-                f"steps {', '.join(map(str, self.non_finite_steps))} had no finite loss or gradient, so the run stops "
-                f"at version {result.version}. The draws are in {self._folder}. Usual causes: a learning rate "
-                "(learner.learning_rate) too high, or rewards that are very large"
+                f"steps {', '.join(map(str, self.non_finite_steps))} had no finite loss or gradient; stopped at "
+                f"version {result.version}. The batches are in {self._folder}. Lower learner.learning_rate, or check "
+                "the rewards for very large values"
             )

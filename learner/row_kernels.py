@@ -1,9 +1,9 @@
-"""Kernels over rows of a matrix, in Triton. Imported where Triton is.
+"""Triton kernels over the rows of a matrix; imported only if Triton is available.
 
-add_norm   the sum of states and what a block adds to them, and its RMS norm: one pass over memory in place of three,
-           and in the backward pass one in place of five. The sum stays as wide as the states, and the norm is
-           rounded to what the products behind it read
-softmax    of float32 logits: log-probabilities of the tokens, and all others' probabilities, rounded as written
+add_norm   sum of states and the output of a block, and the RMS norm of the sum: one pass over memory instead of three,
+           and one instead of five in the backward pass. The sum keeps the dtype of the states; the norm is rounded to
+           the dtype of the products that read it
+softmax    from float32 logits: log-probabilities of the tokens, and probabilities of all other words, rounded on write
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from torch.autograd.function import once_differentiable
 _LOGITS_AT_ONCE = 4096
 _WARPS = 8
 _PROGRAMS_PER_PROCESSOR = 4
-"""Of the backward pass of norms: each sums the weight's gradient of its rows."""
-_PROCESSORS_ELSEWHERE = 2
-"""Without a GPU, where Triton interprets."""
+"""Programs per multiprocessor in the backward pass of add_norm; each sums the weight gradient of its rows."""
+_INTERPRETED_PROCESSORS = 2
+"""Assumed number of multiprocessors without a GPU, where Triton runs its interpreter."""
 
 
 @torch.no_grad()
 def softmax(logits: Tensor, tokens: Tensor, out: Tensor | None) -> Tensor:
-    """Log-probabilities of the tokens: [c, V] float32, int64 [c] -> [c] float32.
+    """Return the log-probabilities of the tokens: [c, V] float32, int64 [c] -> [c] float32.
 
-    `out`, [c, V], gets the probabilities, with 0 for the tokens' own; it may be the logits.
+    `out`, [c, V], receives the probabilities, with 0 at the given tokens; it may be the same tensor as `logits`.
     """
     assert logits.is_contiguous()
     assert out is None or out.is_contiguous()
@@ -43,16 +43,16 @@ def softmax(logits: Tensor, tokens: Tensor, out: Tensor | None) -> Tensor:
 
 
 def add_norm(states: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return the sum of states and what is added to them (None: nothing), and its RMS norm.
+    """Return the sum of `states` and `added` (None: zeros), and its RMS norm.
 
-    [..., H], [..., H] and a weight [H] -> two of [..., H], of the states' dtype and of the weight's.
+    [..., H], [..., H] and a weight [H] -> [..., H] in the dtype of the states, and [..., H] in that of the weight.
     """
     found: tuple[Tensor, Tensor] = _AddNorm.apply(states, added, weight, eps)  # type: ignore[no-untyped-call]
     return found
 
 
 class _AddNorm(torch.autograd.Function):
-    """Rounds where Transformers does: the sum and the normed states as the states are, the product as the weight."""
+    """Rounding as in Transformers: sum and normed states to the dtype of the states, product to that of the weight."""
 
     @staticmethod
     def forward(
@@ -101,7 +101,7 @@ def _warps(width: int) -> int:
 @functools.cache
 def _processors(device: torch.device) -> int:
     if device.type != "cuda":
-        return _PROCESSORS_ELSEWHERE
+        return _INTERPRETED_PROCESSORS
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
@@ -111,7 +111,7 @@ def _softmax(logits, tokens, logprobs, out, width, WRITES: tl.constexpr, BLOCK: 
     token = tl.load(tokens + row)
     picked = tl.load(logits + row * width + token)
     lanes = tl.arange(0, BLOCK)
-    # each lane has a maximum and a sum of its own; those of the lanes are put together at the end
+    # each lane has its own maximum and sum, which are combined at the end
     tops = tl.full([BLOCK], -1e30, tl.float32)
     sums = tl.zeros([BLOCK], tl.float32)
     for start in range(0, width, BLOCK):

@@ -1,17 +1,17 @@
-"""TrainStep: a step trains one draw, in one or several updates that are exact for every loss built from its leaves.
+"""TrainStep: trains one batch in one or more updates; the gradient is exact for any loss that depends on its leaves.
 
-    scores   log-probabilities of the reference; of the whole draw forward only: the proximal policy's, and old values,
-             if the loss reads them
-    then for every minibatch of every epoch an update, which makes a policy version:
-    pass 1   forward only: log-probabilities, and the critic's values, of the minibatch as the weights are now
+    scores   reference log-probabilities; if the loss reads them, a forward-only pass over the whole batch for the
+             log-probabilities of the proximal policy and old values
+    then one update, which creates a policy version, for every minibatch of every epoch:
+    pass 1   forward only: log-probabilities and critic values of the minibatch under the current weights
     loss     on the coordinator: evaluate the algorithm once on the whole minibatch, g = dL / d(leaf)
     pass 2   the training schedule with the scalar sum(sg[g] * leaf) per micro-batch
-    update   gradients summed over replicas; AdamW on every stage, or on none if loss or gradient are not finite
+    update   gradients summed over replicas; AdamW on all stages, or on none if loss or gradient are not finite
 
-A group-level loss cannot be cut into micro-batches and a pipeline can run nothing else; with the coefficients in
-between neither knows of the other. Minibatches hold whole groups. The first update of a draw that is not divided needs
-no pass 1 of its own, and a separable loss none at all: if all that it compares lies in one micro-batch, that brings the
-log-probabilities that its own coefficients need. All ranks call `run` with the same batch.
+A group-level loss cannot be split into micro-batches, but a pipeline runs only micro-batches; the coefficients g
+decouple the two. Minibatches hold whole groups. The first update of an undivided batch needs no pass 1 of its own. A
+separable loss needs none at all: if a micro-batch holds whole units, its own log-probabilities determine its
+coefficients. All ranks call `run` with the same batch.
 """
 
 from __future__ import annotations
@@ -25,36 +25,36 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from algorithms.base import LossInputs
-from algorithms.corrections import off_policy_metrics
-from algorithms.registry import AlgorithmConfig, loss_for
-from learner.batch import Lag0ByActor, Leaves, StepBatch, lag0_by_actor
-from learner.config import LearnerConfig
-from learner.lag_control import LagControl, drift_of, masked, older_lag
-from learner.model import DeviceBatch
-from learner.networks import Gradient, Networks, Reference, Scores
-from learner.optimizer import UpdateResult
-from learner.packing import MOST_EVALUATED, IntArray
+from leeway.algorithms.base import LossInputs
+from leeway.algorithms.corrections import off_policy_metrics
+from leeway.algorithms.registry import AlgorithmConfig, loss_for
+from leeway.learner.batch import Lag0ByActor, Leaves, StepBatch, lag0_by_actor
+from leeway.learner.config import LearnerConfig
+from leeway.learner.lag_control import LagControl, drift_of, masked, older_lag
+from leeway.learner.model import DeviceBatch
+from leeway.learner.networks import Gradient, Networks, Reference, Scores
+from leeway.learner.optimizer import UpdateResult
+from leeway.learner.packing import MOST_EVALUATED, IntArray
 
 BetweenUpdates = Callable[[int], object]
 Metrics = dict[str, float | None]
 
 
-OF_CONTROL = ("lag/allowed", "brake/lr_scale", "brake/masked_frac")
-"""Metrics that are null where lag is not controlled."""
+CONTROL_METRICS = ("lag/allowed", "brake/lr_scale", "brake/masked_frac")
+"""Metrics that are null if lag is not controlled."""
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step did. The loss and its metrics are missing but on the coordinator."""
+    """Result of a step. The loss and its metrics exist only on the coordinator."""
 
     version: int
-    """After the step."""
+    """Policy version after the step."""
     updates: tuple[Update, ...]
     metrics: Metrics
     new_scores: Scores = field(default_factory=dict)
     lag0_by_actor: Lag0ByActor = field(default_factory=dict)
-    """At lag 0, how far each actor's log-probabilities are from the learner's."""
+    """Difference between the log-probabilities of each actor and the learner at lag 0."""
 
     @property
     def skipped(self) -> bool:
@@ -62,12 +62,12 @@ class StepResult:
 
     @property
     def counted(self) -> list[Update]:
-        """The updates that the step's figures are about."""
+        """The updates that the metrics of the step cover."""
         return counted(self.updates)
 
 
 class TrainStep:
-    """Runs steps on one rank."""
+    """The training step on one rank."""
 
     def __init__(
         self,
@@ -80,10 +80,10 @@ class TrainStep:
         control: LagControl | None = None,
         one_pass: bool = True,
     ) -> None:
-        """The seed, of the order of minibatches, is the same on all ranks.
+        """Create a step; `seed`, the same on all ranks, determines the order of minibatches.
 
-        Lag control masks gradients where losses are evaluated, and is asked for each rate on the coordinator alone.
-        Without `one_pass` a separable loss takes two passes as well, to compare them.
+        `control` masks gradients on ranks that evaluate losses, and scales the learning rate on the coordinator.
+        `one_pass=False` makes separable losses take two passes, for comparison.
         """
         self._networks = networks
         self._reference = reference
@@ -97,24 +97,24 @@ class TrainStep:
         self._control = control
 
     def run(self, batch: StepBatch, step: int, between_updates: BetweenUpdates | None = None) -> StepResult:
-        """Take step `step`, counted from 0, with the same batch, at the version that it begins with, on all ranks.
+        """Run step `step` (from 0) on a batch, which is the same on all ranks and at the initial version of the step.
 
-        `report.check_samples` has found no fault of it. `between_updates` is called with the version before every
-        update but the first.
+        The batch must pass `report.check_samples`. `between_updates` is called with the version before every update
+        except the first.
         """
         clock = _Clock(self._networks.policy.device)
         on_device = self._networks.on_device(batch.packed)
         reference_T, new_scores = self._reference.score(batch, on_device)
         clock.lap("time/reference")
         old: Leaves | None = None
-        # one update in one pass meets the weights of the draw's start in that very pass
+        # a single one-pass update computes the outputs of the initial weights in that pass
         if self._reads_start and not (self._takes_one_pass(batch) and self._config.updates_per_step == 1):
             old = self._networks.forward_only(on_device)
             clock.lap("time/forward")
         policy, num_tokens = self._networks.policy, len(batch.sequence_T)
         wide = torch.promote_types(policy.dtype, torch.float32)
         unweighted_T = torch.full((num_tokens,), torch.nan, dtype=wide, device=policy.device)
-        draw = _Draw(batch, on_device, self._networks, reference_T, old, unweighted_T)
+        state = _StepState(batch, on_device, self._networks, reference_T, old, unweighted_T)
         updates: list[Update] = []
         version = batch.version
         unit_B = batch.prompt_B if self._keeps_prompts_whole else batch.group_B
@@ -123,9 +123,9 @@ class TrainStep:
             if updates and between_updates is not None:
                 between_updates(version)
                 clock.lap("time/publish")
-            # as the learning rate, as if no update were skipped: a schedule ends with the run
+            # counts skipped updates, as the learning rate does, so that schedules end with the run
             update = step * self._config.updates_per_step + number
-            part = draw.part(sequences, version, update)
+            part = state.part(sequences, version, update)
             if self._takes_one_pass(part.batch):
                 evaluation = self._train_at_once(part, clock)
             else:
@@ -135,27 +135,27 @@ class TrainStep:
             clock.lap("time/optimizer")
             updates.append(Update(part.batch, result, {} if evaluation is None else evaluation.metrics))
             version += updates[-1].result.taken
-        distances, by_actor = draw.distances()
+        distances, by_actor = state.distances()
         clock.lap("time/loss")
         return StepResult(
             version, tuple(updates), {**mean_metrics(updates), **distances, **clock.laps_s}, new_scores, by_actor
         )
 
     def _takes_one_pass(self, batch: StepBatch) -> bool:
-        """Return whether that is allowed, and cheaper: each micro-batch has the loss of the whole batch evaluated."""
+        """Return whether one pass is exact and cheaper; each micro-batch then evaluates the loss of the whole batch."""
         if self._separable is None or (self._separable != "sequence" and batch.packed.unit != self._separable):
             return False
         micro_batches = batch.packed.num_micro_batches // batch.rule.num_replicas
         return micro_batches * len(batch.sequence_T) <= MOST_EVALUATED
 
     def _train_twice(self, part: _Part, clock: _Clock, *, is_first: bool) -> LossEvaluation | None:
-        """Passes 1 and 2; the first update of a whole draw needs no pass 1: these are its scores."""
+        """Run passes 1 and 2; the scores replace pass 1 in the first update of an undivided batch."""
         if self._reads_start and is_first and part.is_whole:
             leaves = part.old
         else:
             leaves = self._networks.forward_only(part.on_device)
             clock.lap("time/forward")
-            part.found(leaves)
+            part.set_leaves(leaves)
         evaluation = self._evaluate(part, leaves)
         clock.lap("time/loss")
         self._networks.train(part.on_device, None if evaluation is None else evaluation.gradient)
@@ -163,20 +163,20 @@ class TrainStep:
         return evaluation
 
     def _train_at_once(self, part: _Part, clock: _Clock) -> LossEvaluation | None:
-        """Pass 2 alone, each micro-batch with the gradient of the loss at its own log-probabilities."""
+        """Run pass 2 only; each micro-batch uses the gradient of the loss at its own log-probabilities."""
         logprobs_T = self._networks.train_in_one_pass(part.on_device, self._gradient_by_micro_batch(part))
         clock.lap("time/backward")
         leaves = None if logprobs_T is None else Leaves(logprobs_T)
-        part.found(leaves)
+        part.set_leaves(leaves)
         evaluation = self._evaluate(part, leaves)
         clock.lap("time/loss")
         return evaluation
 
     def _gradient_by_micro_batch(self, part: _Part) -> Gradient | None:
-        """Return the gradient of the loss at some tokens, from their log-probabilities alone; on the last stages."""
+        """Return the map from log-probabilities of given tokens to their loss gradient; None before the last stage."""
         if part.reference_T is None:
             return None
-        # what stands in for the tokens of other micro-batches does not matter: they are of other units of the loss
+        # placeholder values for tokens of other micro-batches have no effect: they belong to other units of the loss
         blank = Leaves(torch.zeros_like(part.reference_T))
         constant = part.batch.loss_inputs(blank, part.old or blank, part.reference_T, self._progress(part))
 
@@ -185,13 +185,13 @@ class TrainStep:
             inputs = replace(constant, logprobs_T=logprobs_T.clone().requires_grad_())
             if part.old is None:
                 inputs = replace(inputs, proximal_logprobs_T=logprobs_T)
-            with torch.enable_grad():  # with every micro-batch, so nothing is read back from the device
-                return self._pushed(torch.autograd.grad(self._loss(inputs).loss, inputs.logprobs_T)[0], inputs)[where]
+            with torch.enable_grad():  # runs per micro-batch: must not synchronize with the device
+                return self._masked(torch.autograd.grad(self._loss(inputs).loss, inputs.logprobs_T)[0], inputs)[where]
 
         return gradient
 
-    def _pushed(self, gradient_T: Tensor, inputs: LossInputs) -> Tensor:
-        """Return the gradient that is followed."""
+    def _masked(self, gradient_T: Tensor, inputs: LossInputs) -> Tensor:
+        """Return the gradient after the mask of lag control, if lag is controlled."""
         return gradient_T if self._control is None else masked(gradient_T, inputs)
 
     def _progress(self, part: _Part) -> float:
@@ -200,58 +200,58 @@ class TrainStep:
     def _evaluate(self, part: _Part, leaves: Leaves | None) -> LossEvaluation | None:
         if not self._networks.mesh.place.is_coordinator:
             return None
-        assert leaves is not None, "the coordinator has the last stage"
-        assert part.old is not None, "the coordinator has the last stage"
-        assert part.reference_T is not None, "the coordinator has the last stage"
+        assert leaves is not None, "the coordinator runs the last stage"
+        assert part.old is not None, "the coordinator runs the last stage"
+        assert part.reference_T is not None, "the coordinator runs the last stage"
         inputs = part.batch.loss_inputs(leaves, part.old, part.reference_T, self._progress(part))
         output = self._loss(inputs)
         if output.weights_T is not None:
-            part.draw.applied_T[part.where_T] = output.weights_T
-        wanted = [inputs.logprobs_T] if inputs.values_T is None else [inputs.logprobs_T, inputs.values_T]
-        gradient_T, *of_values = torch.autograd.grad(output.loss, wanted)
+            part.state.applied_T[part.where_T] = output.weights_T
+        variables = [inputs.logprobs_T] if inputs.values_T is None else [inputs.logprobs_T, inputs.values_T]
+        gradient_T, *value_gradients = torch.autograd.grad(output.loss, variables)
         drift = drift_of(inputs)
-        metrics: Metrics = {**dict.fromkeys(OF_CONTROL), **output.metrics, "loss": output.loss.item()}
+        metrics: Metrics = {**dict.fromkeys(CONTROL_METRICS), **output.metrics, "loss": output.loss.item()}
         metrics["lag/drift"] = drift
-        if not all(bool(torch.isfinite(tensor).all()) for tensor in (output.loss, gradient_T, *of_values)):
+        if not all(bool(torch.isfinite(tensor).all()) for tensor in (output.loss, gradient_T, *value_gradients)):
             return LossEvaluation(None, math.nan, metrics)
         if self._control is None:
-            return LossEvaluation(Leaves(gradient_T, *of_values), 1.0, metrics)
-        pushed_T = masked(gradient_T, inputs)
+            return LossEvaluation(Leaves(gradient_T, *value_gradients), 1.0, metrics)
+        masked_T = masked(gradient_T, inputs)
         rate = self._networks.next_rate(part.update)
-        lr_scale = self._control.take_in(drift, older_lag(part.batch.lag_T), rate)
-        num_masked, num_tokens = int((pushed_T != gradient_T).sum()), max(1, gradient_T.numel())
-        metrics |= zip(OF_CONTROL, (self._control.allowed, lr_scale, num_masked / num_tokens), strict=True)
-        return LossEvaluation(Leaves(pushed_T, *of_values), lr_scale, metrics)
+        lr_scale = self._control.observe(drift, older_lag(part.batch.lag_T), rate)
+        num_masked, num_tokens = int((masked_T != gradient_T).sum()), max(1, gradient_T.numel())
+        metrics |= zip(CONTROL_METRICS, (self._control.allowed, lr_scale, num_masked / num_tokens), strict=True)
+        return LossEvaluation(Leaves(masked_T, *value_gradients), lr_scale, metrics)
 
 
 @dataclass
 class _Part:
-    draw: _Draw
+    state: _StepState
     batch: StepBatch
     on_device: DeviceBatch
     where_T: Tensor
-    """Its tokens among those of the draw."""
+    """Indices of its tokens among those of the whole batch."""
     reference_T: Tensor | None
     old: Leaves | None
-    """Log-probabilities of the policy at the start of the draw, and the critic's values; or of the policy that this
-    update met, if the loss does not read them."""
+    """Log-probabilities and critic values at the start of the step; or at the start of this update, if the loss does
+    not read them."""
     update: int
-    """0-based, over all steps."""
+    """Number of the update, 0-based over all steps."""
 
     @property
     def is_whole(self) -> bool:
-        return self.batch.rows.num_rows == self.draw.batch.rows.num_rows
+        return self.batch.rows.num_rows == self.state.batch.rows.num_rows
 
-    def found(self, leaves: Leaves | None) -> None:
-        """Take the leaves of this update's pass for those of the start, if there was no pass for those."""
+    def set_leaves(self, leaves: Leaves | None) -> None:
+        """Use the leaves of this update's pass as `old` if no pass was run at the start of the step."""
         if self.old is None:
             self.old = leaves
-            self.draw.first = self.draw.first or self
+            self.state.first = self.state.first or self
 
 
 @dataclass
-class _Draw:
-    """A draw on its way through its updates; leaves and reference are known on the last stages alone."""
+class _StepState:
+    """State shared by the updates of a step; leaves and reference exist only on the last stages."""
 
     batch: StepBatch
     on_device: DeviceBatch
@@ -259,12 +259,12 @@ class _Draw:
     reference_T: Tensor | None
     old: Leaves | None
     applied_T: Tensor
-    """The applied importance weights; NaN stands for none."""
+    """Importance weights applied by the loss; NaN if none."""
     first: _Part | None = None
-    """The first part that met the policy, which was as at the start."""
+    """The first part whose pass ran; its policy was that of the start of the step."""
 
     def part(self, sequences: IntArray, version: int, update: int = 0) -> _Part:
-        """Return some of its sequences, to be trained at a version."""
+        """Return the part with these sequences, trained at `version`."""
         where_T = torch.from_numpy(self.batch.tokens_of(sequences)).to(self.applied_T.device)
         old = None if self.old is None else self.old.of(where_T)
         reference_T = None if self.reference_T is None else self.reference_T[where_T]
@@ -276,15 +276,15 @@ class _Draw:
         return _Part(self, batch, on_device, where_T, reference_T, old, update)
 
     def distances(self) -> tuple[Metrics, Lag0ByActor]:
-        """On the coordinator: return how far the data were from the policy when the draw began; of lag 0 by actor too.
+        """Return, on the coordinator, off-policy metrics at the start of the step, and the lag-0 mismatch by actor.
 
-        Without a pass at the start, these are of what the first update trained.
+        Without a pass at the start, they cover only the part that the first update trained.
         """
         if not self.networks.mesh.place.is_coordinator:
             return {}, {}
         start = self.first or self.part(np.arange(self.batch.rows.num_rows), self.batch.version)
-        assert start.old is not None, "the coordinator has the last stage"
-        assert start.reference_T is not None, "the coordinator has the last stage"
+        assert start.old is not None, "the coordinator runs the last stage"
+        assert start.reference_T is not None, "the coordinator runs the last stage"
         inputs = start.batch.loss_inputs(start.old, start.old, start.reference_T)
         applied_T = self.applied_T[start.where_T]
         applied = bool(torch.isfinite(applied_T).all()) and applied_T.numel() > 0
@@ -293,7 +293,7 @@ class _Draw:
 
 
 class _Clock:
-    """Seconds by what they were spent on."""
+    """Timer of the phases of a step, in seconds."""
 
     def __init__(self, device: torch.device) -> None:
         self.laps_s: dict[str, float] = {}
@@ -302,7 +302,7 @@ class _Clock:
 
     def lap(self, name: str) -> None:
         if self._device.type == "cuda":
-            # kernels run on after the calls that start them, and would count for the part that waits for them first
+            # kernels are asynchronous: without this, their time would count for the phase that synchronizes first
             torch.cuda.synchronize(self._device)
         now_s = time.perf_counter()
         self.laps_s[name] = self.laps_s.get(name, 0.0) + now_s - self._last_s
@@ -310,10 +310,10 @@ class _Clock:
 
 
 def minibatches(unit_B: IntArray, num_minibatches: int, num_epochs: int, seed: tuple[int, ...]) -> list[IntArray]:
-    """Divide a draw into minibatches of whole units (groups, or prompts), anew in every epoch.
+    """Split a batch into minibatches of whole units (groups or prompts), differently in every epoch.
 
-    Units come in random order, and each goes to the minibatch with the fewest sequences so far. The same seed gives the
-    same division on every rank and after a restart. Returns per update the indices of its sequences, ascending.
+    Units are visited in random order, and each goes to the minibatch with the fewest sequences so far. The same seed
+    gives the same split on every rank and after a restart. Returns the ascending sequence indices of each update.
     """
     units, unit_of_B, sizes = np.unique(unit_B, return_inverse=True, return_counts=True)
     num_parts = min(num_minibatches, len(units))
@@ -331,12 +331,12 @@ def minibatches(unit_B: IntArray, num_minibatches: int, num_epochs: int, seed: t
 
 @dataclass(frozen=True)
 class LossEvaluation:
-    """Result of evaluating the loss of an update on its batch, at the leaves of the present weights."""
+    """Result of evaluating the loss of an update on its batch, at the leaves of the current weights."""
 
     gradient: Leaves | None
-    """dL / d(leaf) of each token; None if it is not finite."""
+    """dL / d(leaf) of each token; None if not finite."""
     lr_scale: float
-    """Factor of the learning rate; NaN if the update is not to be taken."""
+    """Factor of the learning rate; NaN skips the update."""
     metrics: Metrics
 
 
@@ -348,27 +348,27 @@ def distance(batch: StepBatch, inputs: LossInputs, weights_T: Tensor | None) -> 
 @dataclass(frozen=True)
 class Update:
     batch: StepBatch
-    """What it trained, at the version that it found."""
+    """The trained batch, at the version before the update."""
     result: UpdateResult
     metrics: Metrics
-    """Of the loss; empty but on the coordinator."""
+    """Metrics of the loss; empty except on the coordinator."""
 
 
 def counted(updates: Sequence[Update]) -> list[Update]:
-    """Return the updates that a step's figures are about: those that were taken, or all if none was."""
+    """Return the updates that the metrics of a step cover: the updates taken, or all if none was taken."""
     return [update for update in updates if update.result.taken] or list(updates)
 
 
 def mean_metrics(updates: Sequence[Update]) -> Metrics:
-    """Return means over the updates of a step, weighted by completion tokens; None where no update has the metric."""
+    """Return means over the updates of a step, weighted by completion tokens; None if no update has the metric."""
     chosen = counted(updates)
     rows = [_row(update) for update in chosen]
     weights = [max(1, len(update.batch.sequence_T)) for update in chosen]
     means: Metrics = {}
     for name in {name: None for row in rows for name in row}:
         pairs = [(row[name], weight) for row, weight in zip(rows, weights, strict=True)]
-        known = [(value, weight) for value, weight in pairs if value is not None]
-        means[name] = sum(v * w for v, w in known) / sum(w for _, w in known) if known else None
+        present = [(value, weight) for value, weight in pairs if value is not None]
+        means[name] = sum(v * w for v, w in present) / sum(w for _, w in present) if present else None
     means["updates/taken"] = sum(update.result.taken for update in updates)
     means["updates/skipped"] = sum(not update.result.taken for update in updates)
     return means

@@ -1,7 +1,7 @@
-"""The buffer of a simulated run, under the rules of the real one.
+"""The buffer of a simulated run, under the rules of the real buffer.
 
-SimulatedBuffer    its groups: index, samplers
-SimulatedPrompts   which prompt is leased next: law, window, policies, what was learned of lengths
+SimulatedBuffer    groups, with the index and the samplers of the real buffer
+SimulatedPrompts   prompt selection: sampler, window, dispatch policy, length model
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from buffer.groups import MOST_LOOKED_AT, Pace
-from buffer.index import ELIGIBLE, Evictable, GroupIndex, Place, ReadyGroup
-from buffer.samplers import build
-from buffer.tables import Group, Waiting
-from planning.dispatch import POLICIES, Speeds
-from planning.lengths import LengthModel, PromptStream
-from planning.prompts import WINDOW_STEPS, ByChance, Window, lag_budget_s, likely_tokens
-from planning.world import EnginePool, World
+from leeway.buffer.groups import MAX_CANDIDATES, StepTimer
+from leeway.buffer.index import ELIGIBLE, Evictable, GroupIndex, Place, ReadyGroup
+from leeway.buffer.samplers import build
+from leeway.buffer.tables import Group, Waiting
+from leeway.planning.dispatch import POLICIES, Speeds
+from leeway.planning.lengths import LengthModel, PromptStream
+from leeway.planning.prompts import WINDOW_STEPS, ByChance, Window, lag_budget_s, likely_tokens
+from leeway.planning.world import EnginePool, World
 
 _UNREWARDED = Group.new(0, 0, 2)
-"""What a sampler by rewards sees: none is known."""
+"""Group passed to samplers that weigh by rewards: rewards are not simulated."""
 
 
 @dataclass(slots=True, eq=False)
@@ -32,20 +32,20 @@ class SimulatedGroup:
     min_version: int
     missing: int
     oldest: int
-    """Version of the oldest token of its samples, and while some are missing at most `min_version`."""
+    """Version of the oldest token generated so far; an open group counts as `min_version` or older."""
     lengths: list[float]
     tokens: list[int]
-    """Of each of its samples, prompt and completion."""
+    """Tokens of each sample, prompt and completion."""
     usual_tokens: float = 0.0
-    """Of a completion of its prompt, as foretold."""
+    """Predicted tokens of a completion of the prompt."""
     uses: int = 0
     made: list[float] = field(default_factory=list)
-    """Tokens that there are of each completion; those in an engine count when they leave it."""
-    resting: list[int] = field(default_factory=list)
+    """Tokens of each completion so far; updated when a sample leaves its engine."""
+    requeued: list[int] = field(default_factory=list)
 
 
 class SimulatedBuffer:
-    """Groups that are open, and those that are ready to be drawn."""
+    """Open groups, and groups that are ready for a step."""
 
     def __init__(self, world: World, seed: int) -> None:
         self._world = world
@@ -57,40 +57,40 @@ class SimulatedBuffer:
         self._open: dict[int, SimulatedGroup] = {}
         self._ready: dict[int, SimulatedGroup] = {}
         self._drawn: list[SimulatedGroup] = []
-        """Those of the step in progress."""
+        """Groups of the step in progress."""
 
     @property
     def num_outstanding(self) -> int:
-        """Number of groups that count for admission, without those of the step in progress."""
+        """Number of groups that admission counts, without those of the step in progress."""
         return len(self._open) + (0 if self._runs_free else self._index.num_unused)
 
     @property
     def is_full(self) -> bool:
         """Whether `buffer.replay_steps` is reached; groups of the step in progress do not count."""
         groups_per_step = self._world.contract.groups_per_step
-        return len(self._open) + len(self._ready) >= self._world.buffer.most_alive(groups_per_step)
+        return len(self._open) + len(self._ready) >= self._world.buffer.max_live_groups(groups_per_step)
 
     def open(self, group: SimulatedGroup) -> None:
         self._open[group.id] = group
 
     def complete(self, group: SimulatedGroup) -> None:
-        """Store a group whose samples have all ended, and evict others if there is no room."""
+        """Store a finished group; evict others if the buffer exceeds its capacity."""
         self._ready[group.id] = self._open.pop(group.id)
         self._place(group)
         self._num_stored += len(group.lengths)
         if self._world.buffer.replays:
             while self._num_stored > self._world.buffer.capacity_trajectories:
-                first = self._index.first_to_go
+                first = self._index.next_evictable
                 if first is None:
                     break
-                self._leave(first.group_id)
+                self._remove(first.group_id)
 
     def drop_stale(self, version: int) -> list[SimulatedGroup]:
         """Remove and return the groups that no step at this version or later may use."""
-        return [self._leave(group_id) for group_id in list(self._world.contract.evict(self._index.ready, version))]
+        return [self._remove(group_id) for group_id in list(self._world.contract.evict(self._index.ready, version))]
 
     def draw(self, version: int) -> list[SimulatedGroup]:
-        """Return the groups that the next step takes; none if it has to wait."""
+        """Return the groups of the next step, none if it has to wait."""
         contract = self._world.contract
         num = contract.groups_per_step
         if len(self._index.ready) < num:
@@ -109,7 +109,7 @@ class SimulatedBuffer:
             self._index.put(group.id, None)
 
     def finish(self) -> None:
-        """End the step: groups with uses left may be drawn again."""
+        """End the step; groups with uses left become ready again."""
         for group in self._drawn:
             if group.uses < self._index.max_uses:
                 self._ready[group.id] = group
@@ -129,7 +129,7 @@ class SimulatedBuffer:
         )
         self._index.put(group.id, place)
 
-    def _leave(self, group_id: int) -> SimulatedGroup:
+    def _remove(self, group_id: int) -> SimulatedGroup:
         group = self._ready.pop(group_id)
         self._index.put(group_id, None)
         self._num_stored -= len(group.lengths)
@@ -153,9 +153,9 @@ class SimulatedBuffer:
 
 class SimulatedPrompts:
     def __init__(self, world: World, stream: PromptStream, seed: int, clock: Callable[[], float]) -> None:
-        """Take prompts in the order of a stream or by chance; lengths are learned, and rewards not simulated."""
+        """Take prompts in the order of a stream or at random; lengths are learned, rewards are not simulated."""
         self._world, self._stream = world, stream
-        self._law = None if world.buffer.prompt_law == "epoch" else ByChance(world.num_prompts, seed)
+        self._sampler = None if world.buffer.prompt_law == "epoch" else ByChance(world.num_prompts, seed)
         self._policy = POLICIES[world.buffer.dispatch]()
         self._group_size = world.group_size
         self._longest = round(world.lengths.longest)
@@ -165,56 +165,56 @@ class SimulatedPrompts:
         self._learns = may_be_full or self._policy.needs_lengths(len(self._lanes))
         self._lengths = LengthModel(world.num_prompts if self._learns else 0)
         self._returned: list[int] = []
-        self._handed_on: list[SimulatedGroup] = []
+        self._requeued: list[SimulatedGroup] = []
         self._window = Window()
         self._order = 0
-        self.pace = Pace(clock)
+        self.pace = StepTimer(clock)
 
     def next(self, pool: EnginePool, version: int) -> tuple[int, list[float]]:
-        """Return the prompt that an engine of a pool gets, and the tokens of its samples."""
+        """Return the next prompt for an engine of a pool, and the tokens of each sample."""
         speeds = self._speeds(pool)
-        prompt = self._came_back(speeds, version) if self._returned else None
+        prompt = self._take_returned(speeds, version) if self._returned else None
         if prompt is None:
             prompt = self._next(speeds, version)
         return prompt, self._stream.lengths(prompt)
 
-    def hand_on(self, group: SimulatedGroup) -> None:
-        self._handed_on.append(group)
+    def requeue(self, group: SimulatedGroup) -> None:
+        self._requeued.append(group)
 
-    def take_up(self, pool: EnginePool) -> SimulatedGroup | None:
-        """Return a requeued group that an engine of a pool continues; None if there is none for it."""
-        if not self._handed_on:
+    def take_requeued(self, pool: EnginePool) -> SimulatedGroup | None:
+        """Remove and return a requeued group that an engine of a pool may continue, None if there is none."""
+        if not self._requeued:
             return None
         speeds = self._speeds(pool)
-        for place, group in enumerate(self._handed_on):
-            if self._policy.takes(likely_tokens(max(group.made[index] for index in group.resting)), speeds):
-                return self._handed_on.pop(place)
+        for place, group in enumerate(self._requeued):
+            if self._policy.takes(likely_tokens(max(group.made[index] for index in group.requeued)), speeds):
+                return self._requeued.pop(place)
         return None
 
     @property
-    def has_handed_on(self) -> bool:
-        return bool(self._handed_on)
+    def has_requeued(self) -> bool:
+        return bool(self._requeued)
 
-    def hands_on_at(self, pool: EnginePool) -> float:
-        return self._policy.hands_on_at(self._speeds(pool))
+    def requeue_at(self, pool: EnginePool) -> float:
+        return self._policy.requeue_at(self._speeds(pool))
 
     def give_back(self, prompt: int) -> None:
-        """Requeue the prompt of a dropped group: it is leased before new ones."""
+        """Requeue the prompt of a dropped group, ahead of new prompts."""
         self._returned.append(prompt)
 
     def usual_tokens(self, prompt: int, version: int) -> float:
-        return min(float(self._longest), self._lengths.usual(prompt, version)) if self._learns else 0.0
+        return min(float(self._longest), self._lengths.predicted_length(prompt, version)) if self._learns else 0.0
 
-    def saw(self, group: SimulatedGroup, version: int) -> None:
+    def observe(self, group: SimulatedGroup, version: int) -> None:
         if self._learns:
             lengths = [round(length) for length in group.lengths]
-            self._lengths.see(group.prompt, lengths, [length >= self._longest for length in lengths], version)
+            self._lengths.update(group.prompt, lengths, [length >= self._longest for length in lengths], version)
 
     def _speeds(self, pool: EnginePool) -> Speeds:
         return Speeds(self._token_s[pool.name], self._lanes, lag_budget_s(self.pace, self._world.contract))
 
-    def _came_back(self, speeds: Speeds, version: int) -> int | None:
-        first = self._returned[: 1 if self._policy.is_in_order(speeds) else MOST_LOOKED_AT]
+    def _take_returned(self, speeds: Speeds, version: int) -> int | None:
+        first = self._returned[: 1 if self._policy.is_in_order(speeds) else MAX_CANDIDATES]
         longest = [0.0] * len(first)
         if self._learns:
             longest = self._lengths.longest_of(np.array(first), self._group_size, version).tolist()
@@ -225,7 +225,7 @@ class SimulatedPrompts:
 
     def _next(self, speeds: Speeds, version: int) -> int:
         if not self._window:
-            if self._law is None and self._policy.is_in_order(speeds):
+            if self._sampler is None and self._policy.is_in_order(speeds):
                 return self._stream.next()
             self._open_window(version)
         waiting = self._policy.choose(self._window, speeds)
@@ -234,10 +234,10 @@ class SimulatedPrompts:
 
     def _open_window(self, version: int) -> None:
         many = WINDOW_STEPS * self._world.contract.groups_per_step
-        if self._law is None:
+        if self._sampler is None:
             prompts = [self._stream.next() for _ in range(many)]
         else:
-            prompts = self._law.ahead(self._order, many, version).tolist()
+            prompts = self._sampler.ahead(self._order, many, version).tolist()
         longest = np.zeros(len(prompts))
         if self._learns:
             longest = self._lengths.longest_of(np.array(prompts), self._group_size, version)

@@ -1,14 +1,14 @@
-"""What work costs: linear laws without negative coefficients, and their fit to work that was measured.
+"""Cost models: linear laws with non-negative coefficients, fitted to measured steps.
 
-TokenTime    one token of every sample that runs in an engine
-LearnerTime  a step of the learner, for any shape of it, from what its parts cost on one stage
-Moments      sums over many measurements, from which a law is fitted by least squares
+TokenTime     seconds of an engine step, which generates one token of every running sample
+LearnerTime   seconds of a learner step, for any parallel shape, from the costs of its parts on one stage
+LeastSquares  sums over measurements, from which a law is fitted by least squares
 
     seconds of a step = step + sum over minibatches of  (M + b) * (micro_batch + work / (P * M))
 
-The dearest replica has so much work in M micro-batches, P stages share it, and b is the bubble of the schedule. The
-work of a batch is what `learner.packing` counts, shared prompts once, at the price of a token and of a squared token.
-Further epochs are in the coefficients, and so is a forward pass that an update takes however it is packed.
+`work` is that of the most expensive replica, which splits it into M micro-batches on P stages; b is the bubble of the
+schedule. `leeway.learner.packing` computes the work of a batch from a cost per token and per squared token; shared
+prompts count once. The coefficients include further epochs, and a forward pass that updates take with any packing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from itertools import combinations
 
 import numpy as np
 
-from learner.packing import (
+from leeway.learner.packing import (
     MOST_EVALUATED,
     ONE_PASS,
     CostModel,
@@ -27,26 +27,26 @@ from learner.packing import (
     IntArray,
     PackingRule,
     cost_of_micro_batches,
-    micro_batches_asked,
+    micro_batches_required,
 )
 
 NUM_TERMS = 4
 MANY_SAMPLES = 4096
-"""Of a minibatch with more samples than these every n-th group is packed, and the rest is taken to be like it."""
+"""Samples of a minibatch above which only every n-th group is packed, and its cost is extrapolated."""
 _ALIKE = 1e7
-"""Condition of the scaled products from which on terms are not told apart."""
+"""Condition number of the scaled products above which terms count as collinear."""
 _NO_GAIN = 1e-4
-"""A law with more terms has to lower the squared error by so large a share."""
+"""Minimum relative decrease of the squared error for a law with more terms."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenTime:
-    """Seconds of an engine's step, which makes one token of every running sample.
+    """Seconds of an engine step, which generates one token of every running sample.
 
         base + per_sample * b + per_kv_token * c + per_prompt_token * p
 
-    b samples run, their contexts have c tokens together, and p prompt tokens are computed in the step. The base is
-    what reading the weights once costs, `per_kv_token` what reading the keys and values of a token does.
+    b is the number of running samples, c the total tokens of their contexts, p the prompt tokens computed in the step.
+    `base` covers one read of the weights, `per_kv_token` one read of the keys and values of a token.
     """
 
     base: float
@@ -65,19 +65,19 @@ class TokenTime:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Coefficients of a law, in the order of its terms, and how well they describe what they were fitted to."""
+    """Coefficients of a law, in the order of its terms, and their goodness of fit."""
 
     coefficients: tuple[float, ...]
     num_measured: int
     relative_error: float
-    """Root mean square of the residuals over the mean of what was measured."""
+    """Root mean square of the residuals, divided by the mean of the measurements."""
 
 
-class Moments:
-    """Sums over many measurements, from which a law is fitted by least squares; they can be stored and added.
+class LeastSquares:
+    """Sums over measurements, from which a law is fitted by least squares; they can be stored and added.
 
-    Stored are the sum of squares, the number and the sum of what was measured, its products with the terms of the law,
-    and the products of the terms with each other.
+    The sums are: squares, number and total of the measurements, their products with the terms of the law, and the
+    products of the terms with each other.
     """
 
     def __init__(self, num_terms: int) -> None:
@@ -86,10 +86,10 @@ class Moments:
         self._squares = 0.0
         self.num_measured = 0
         self.total = 0.0
-        """Sum of what was measured."""
+        """Sum of the measurements."""
 
     def add(self, terms: Sequence[float], measured: float) -> None:
-        """Add one measurement, and the values of the terms at which it was taken."""
+        """Add a measurement with the values of its terms."""
         values = np.asarray(terms, np.float64)
         self._products += np.outer(values, values)
         self._targets += measured * values
@@ -102,28 +102,28 @@ class Moments:
         return [*map(float, sums), *self._targets.tolist(), *self._products.reshape(-1).tolist()]
 
     @classmethod
-    def from_list(cls, sums: Sequence[float]) -> Moments:
-        """Rebuild them from `as_list`; ValueError if these are the sums of no law."""
+    def from_list(cls, sums: Sequence[float]) -> LeastSquares:
+        """Restore the sums of `as_list`; ValueError if their number fits no law."""
         num_terms = int(len(sums) ** 0.5)
         while num_terms and 3 + num_terms + num_terms**2 > len(sums):
             num_terms -= 1
         if not num_terms or 3 + num_terms + num_terms**2 != len(sums):
-            raise ValueError(f"{len(sums)} numbers are not the sums of any law")
+            raise ValueError(f"{len(sums)} numbers cannot be the sums of a law")
         found, values = cls(num_terms), np.array(sums, np.float64)
         found._squares, found.num_measured, found.total = float(values[0]), int(values[1]), float(values[2])
         found._targets = values[3 : 3 + num_terms]
         found._products = values[3 + num_terms :].reshape(num_terms, num_terms)
         return found
 
-    def __add__(self, other: Moments) -> Moments:
-        return Moments.from_list([one + two for one, two in zip(self.as_list(), other.as_list(), strict=True)])
+    def __add__(self, other: LeastSquares) -> LeastSquares:
+        return LeastSquares.from_list([one + two for one, two in zip(self.as_list(), other.as_list(), strict=True)])
 
     def fit(self) -> Fit | None:
-        """Return the law with the least squared error and no negative coefficient; None before two measurements.
+        """Return the law with the least squared error and no negative coefficient, None before two measurements.
 
-        There are few terms, so each subset of them is solved, and the best admissible one is the optimum (Lawson and
-        Hanson, Solving Least Squares Problems, 1974, chapter 23: it is the unconstrained one over its own support).
-        Where measurements do not tell two terms apart, the law with fewer terms is taken.
+        There are few terms, so every subset of them is solved, and the best admissible solution is the optimum (Lawson
+        and Hanson, Solving Least Squares Problems, 1974, chapter 23: it is the unconstrained one over its own support).
+        If the measurements cannot separate two terms, the law with fewer terms is returned.
         """
         if self.num_measured < 2 or self.total <= 0.0:
             return None
@@ -139,7 +139,7 @@ class Moments:
         return Fit(tuple(map(float, best[1])), self.num_measured, error)
 
     def _solve(self, support: list[int]) -> tuple[float, FloatArray] | None:
-        """Return squared error and coefficients with these terms alone; None if they are collinear, or one is < 0."""
+        """Return squared error and coefficients for these terms, None if they are collinear or a coefficient is < 0."""
         products = self._products[np.ix_(support, support)]
         scale = np.sqrt(np.diag(products))
         if not scale.all():
@@ -160,12 +160,12 @@ class Moments:
 
 
 SHAPE_KEYS = ("num_stages", "num_replicas", "num_chunks", "schedule", "token_budget")
-"""Keys of `[learner]` that a plan chooses."""
+"""Keys of `[learner]` that a plan may set."""
 
 
 @dataclass(frozen=True)
 class LearnerShape:
-    """The part of a learner's config that decides how long a step takes."""
+    """Part of the learner config that determines the time of a step."""
 
     num_stages: int = 1
     num_replicas: int = 1
@@ -174,9 +174,9 @@ class LearnerShape:
     token_budget: int = 1024
     unit: str = "sequence"
     num_minibatches: int = 1
-    """Per step; each is packed and runs through the pipeline by itself."""
+    """Minibatches per step; each is packed and run through the pipeline separately."""
     saves_pass: bool = False
-    """An update saves a forward pass if every unit lies whole in a micro-batch; False if the whole draw takes one."""
+    """An update saves a forward pass if no unit is split over micro-batches; False if the whole batch takes one."""
 
     def rule(self, cost: CostModel) -> PackingRule:
         return PackingRule.of_schedule(
@@ -190,34 +190,34 @@ class LearnerShape:
 
     @property
     def idle(self) -> float:
-        """b: micro-batches that a stage could compute while it waits for the first and after the last."""
+        """b: idle time of a stage before its first and after its last micro-batch, in micro-batches."""
         return bubble_in_micro_batches(self.schedule, self.num_stages, self.num_chunks)
 
 
 def bubble_in_micro_batches(schedule: str, num_stages: int, num_chunks: int) -> float:
-    """Return the idle time of a stage in a step, in times of one micro-batch on it, of which forward is a third.
+    """Return the idle time of a stage in a step, in units of one micro-batch on it, a third of which is forward.
 
-    GPipe and 1F1B: P - 1 (arXiv 1811.06965). Interleaved: over V (2104.04473, section 2.2). Zero bubble: over 3 V, for
-    what is left is F + B - W of each of P - 1 (2401.10241, table 1).
+    GPipe and 1F1B: P - 1 (arXiv 1811.06965). Interleaved: (P - 1) / V (2104.04473, section 2.2). Zero bubble:
+    (P - 1) / (3 V), as F + B - W remains of each of P - 1 (2401.10241, table 1).
     """
     return (num_stages - 1) / ((3 if schedule == "zero_bubble" else 1) * num_chunks)
 
 
 @dataclass(frozen=True)
 class LearnerTime:
-    """Seconds of a step, by the terms of `terms`; none is negative."""
+    """Seconds of a learner step; the fields are non-negative coefficients in the order of `terms`."""
 
     step: float
-    """Seconds that do not depend on the samples: the update, the draw, the loss."""
+    """Seconds that do not depend on the samples: the update, the draw of the batch, the loss."""
     micro_batch: float = 0.0
-    """Seconds of each micro-batch on each stage, besides its tokens."""
+    """Fixed seconds of each micro-batch on each stage, independent of its tokens."""
     token: float = 0.0
-    """Seconds of a token through all stages: forward, backward, and the other passes of the algorithm."""
+    """Seconds per token through all stages: forward, backward, and the other passes of the algorithm."""
     token_squared: float = 0.0
-    """Seconds of a squared token of a sequence through all stages: attention."""
+    """Seconds per squared token of a sequence through all stages: attention."""
 
     def seconds(self, lengths: Sequence[int], prompt_tokens: int, group_size: int, shape: LearnerShape) -> float:
-        """Return the seconds of a step; `lengths`: tokens of each sample, prompt and completion, group by group."""
+        """Return the seconds of a step; `lengths` are the tokens of each sample, prompt and completion, by group."""
         length_B = np.asarray(lengths, np.int64)
         part_B = np.arange(len(length_B)) // group_size % shape.num_minibatches
         parts = [length_B[part_B == part] for part in range(part_B.max() + 1)]
@@ -227,10 +227,10 @@ class LearnerTime:
         every = -(-len(length_B) // MANY_SAMPLES)
         if every > 1:
             some_B = length_B[np.arange(len(length_B)) // group_size % every == 0]
-            alone = LearnerShape(token_budget=shape.token_budget, unit=shape.unit)  # a large number is dealt evenly
+            alone = LearnerShape(token_budget=shape.token_budget, unit=shape.unit)  # replicas are balanced
             cost_M, unit = self._micro_batches(some_B, prompt_tokens, group_size, alone)
             times = float(length_B.sum() / some_B.sum()) / shape.num_replicas
-            least, _ = micro_batches_asked(shape.schedule, shape.num_stages)
+            least, _ = micro_batches_required(shape.schedule, shape.num_stages)
             work, num_micro_batches = times * float(cost_M.sum()), max(times * len(cost_M), float(least))
         else:
             cost_M, unit = self._micro_batches(length_B, prompt_tokens, group_size, shape)
@@ -244,7 +244,7 @@ class LearnerTime:
     def _micro_batches(
         self, length_B: IntArray, prompt_tokens: int, group_size: int, shape: LearnerShape
     ) -> tuple[FloatArray, str]:
-        """Return the cost of each, and the unit that lies whole in one."""
+        """Return the cost of each micro-batch, and the unit that is never split over micro-batches."""
         group_B = np.arange(len(length_B)) // group_size
         prompt_B, rule = np.full(len(length_B), prompt_tokens), shape.rule(CostModel(self.token, self.token_squared))
         return cost_of_micro_batches(length_B, prompt_B, group_B, rule, group_B)
@@ -253,11 +253,14 @@ class LearnerTime:
 def terms(
     tokens: float, squares: float, num_micro_batches: int, shape: LearnerShape, *, takes_two: bool = False
 ) -> tuple[float, ...]:
-    """Return what each coefficient of `LearnerTime` is multiplied with, for a step that was measured.
+    """Return the factor of each coefficient of `LearnerTime` for a measured step.
 
-    `tokens` were computed, of all replicas; `squares` sums the squared lengths of its sequences, less those of prompts
-    that were computed for another; `num_micro_batches` are those of all replicas, if the step were one minibatch;
-    `takes_two`: its updates took a forward pass by themselves.
+    Args:
+        tokens: computed tokens of all replicas.
+        squares: sum of the squared lengths of all sequences, without those of prompts shared with another sample.
+        num_micro_batches: those of all replicas, if the step were one minibatch.
+        shape: shape of the learner that took the step.
+        takes_two: whether the updates took a separate forward pass.
     """
     num_parts = shape.num_minibatches
     per_part = shape.rule(CostModel()).num_micro_batches(-(-num_micro_batches // num_parts)) / shape.num_replicas

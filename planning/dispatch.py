@@ -1,15 +1,15 @@
-"""Dispatch policies: who gets which prompt, by how long its answers will be and how fast the actor is.
+"""Dispatch policies: assign prompts to actors by predicted completion length and actor speed.
 
-Prompts whose group was dropped go before the window, to a lane that will not be late with them again. Lanes are the
-pools of actors; what tells them apart is the time of a token. No engine that asks is sent away.
+A lane is a pool of actors; lanes differ in their time per token. Prompts of dropped groups are leased ahead of the
+window, to a lane that is predicted to meet the deadline this time. Every lease request gets a prompt.
 
-    in_order       the first that waits; lengths are predicted, for the actors that ask for them
-    longest_first  the longest
-    by_deadline    a prompt is late for a lane that would not make its longest sample within what the lag budget leaves:
-                   lanes that would take such prompts first, the longest first, and all lanes take all others in order.
-                   What was not known to be late, and comes near it, goes on on a faster lane
+    in_order       the first prompt of the window; lengths are predicted only for actors that request them
+    longest_first  the prompt with the longest predicted completion
+    by_deadline    a prompt misses the deadline of a lane if the lane cannot generate its longest sample within the lag
+                   budget. A faster lane takes prompts that slower lanes would miss, longest first; all other prompts
+                   are leased in order. A sample that grows unexpectedly long is requeued for a faster lane
 
-They are plain objects, used by `planning.prompts` in the service and by the simulation.
+Policies are plain objects, shared by `leeway.planning.prompts` in the buffer service and by the simulation.
 """
 
 from __future__ import annotations
@@ -18,52 +18,52 @@ from collections.abc import Iterable, Mapping, Sequence
 from math import inf
 from typing import NamedTuple
 
-from buffer.config import PolicyName
-from buffer.tables import Waiting
+from leeway.buffer.config import PolicyName
+from leeway.buffer.tables import Waiting
 
-HAND_ON_SHARE = 0.7
-"""Share of the tokens that a lane makes in time; a sample with more is requeued for a faster lane."""
+REQUEUE_SHARE = 0.7
+"""Fraction of the tokens that a lane generates by the deadline; longer samples are requeued for a faster lane."""
 _ALIKE = 1.1
-"""Lanes whose tokens take so little longer are of one speed."""
+"""Ratio of the times per token up to which two lanes count as equally fast."""
 
 
 class Speeds(NamedTuple):
-    """Speeds of the actor that asks and of the others."""
+    """Speeds of the requesting lane and of all lanes, and the deadline."""
 
     token_s: float
-    """Seconds for a token of each of its samples; 0: not known."""
+    """Seconds per token of each sample on the requesting lane; 0: unknown."""
     lanes: Sequence[float]
-    """The same of all lanes of which it is known."""
+    """Seconds per token of every lane with a known speed."""
     budget_s: float
-    """From a lease to the step that must have its group; infinite where there is no bound."""
+    """Seconds from a lease to the step that must use its group; infinite without a staleness bound."""
 
 
 class InOrder:
-    """Gives the first; its methods are the defaults of the other policies."""
+    """First prompt of the window (FIFO); base class with the defaults of the other policies."""
 
     def needs_lengths(self, num_lanes: int) -> bool:
         """Return whether the choice depends on lengths with `num_lanes` lanes."""
         return False
 
     def is_in_order(self, speeds: Speeds) -> bool:
-        """Return whether it takes the first of any window, so that none is opened."""
+        """Return whether the policy takes the first prompt of any window, so that no window is needed."""
         return True
 
     def takes(self, longest: float, speeds: Speeds) -> bool:
-        """Return whether a returned prompt with answers of `longest` tokens may go here; the fastest takes any."""
+        """Return whether this lane may take a returned prompt whose longest sample has `longest` tokens."""
         return True
 
     def choose(self, window: Iterable[Waiting], speeds: Speeds) -> Waiting:
-        """Return the prompt of a non-empty window that the actor gets."""
+        """Return the prompt of a non-empty window to lease."""
         return next(iter(window))
 
-    def hands_on_at(self, speeds: Speeds) -> float:
-        """Return the tokens at which a sample is requeued for another actor; infinite: never."""
+    def requeue_at(self, speeds: Speeds) -> float:
+        """Return the number of tokens at which a sample is requeued for another actor; infinite: never."""
         return inf
 
 
 class LongestFirst(InOrder):
-    """Gives the prompt with the longest expected answers."""
+    """Policy that leases the prompt with the longest predicted completion first."""
 
     def needs_lengths(self, num_lanes: int) -> bool:
         return True
@@ -76,43 +76,43 @@ class LongestFirst(InOrder):
 
 
 class ByDeadline(InOrder):
-    """Gives what a slower lane would be late with to a lane that would not."""
+    """Policy that leases prompts which miss the deadline on slow lanes to a lane that meets it."""
 
     def needs_lengths(self, num_lanes: int) -> bool:
         return num_lanes > 1
 
     def is_in_order(self, speeds: Speeds) -> bool:
-        """Return whether there is one speed, or no deadline."""
+        """Return whether all lanes are equally fast, or there is no deadline."""
         return speeds.token_s <= 0.0 or speeds.budget_s == inf or max(speeds.lanes) <= _ALIKE * min(speeds.lanes)
 
     def takes(self, longest: float, speeds: Speeds) -> bool:
-        """Return whether this lane makes it in time: a prompt that returned late must not be late again."""
-        return self.is_in_order(speeds) or longest <= self._in_time(speeds)
+        """Return whether this lane meets the deadline, so that a returned prompt is not dropped as stale again."""
+        return self.is_in_order(speeds) or longest <= self._deadline_tokens(speeds)
 
     def choose(self, window: Iterable[Waiting], speeds: Speeds) -> Waiting:
-        """Return the longest that slower lanes would be late with, else the first that this one makes in time.
+        """Return the longest prompt that slower lanes would miss, else the first one that this lane finishes in time.
 
-        A lane that would be late with all takes the shortest, for no engine idles. All but what is late goes in order,
-        so that the steps of a window are as mixed as the data: were each lane to take the longest that it makes in
-        time, the first steps would have the long answers and the last the short ones.
+        A lane that would miss all deadlines takes the shortest prompt, so that no engine idles. All other prompts are
+        leased in order, so that the steps of a window are as mixed as the data: if each lane took the longest prompt
+        that it finishes in time, the first steps would get the long completions and the last steps the short ones.
         """
         if self.is_in_order(speeds):
             return next(iter(window))
-        in_time = self._in_time(speeds)
-        made_in_time = [each for each in window if each.longest <= in_time]
-        if not made_in_time:
+        most = self._deadline_tokens(speeds)
+        on_time = [each for each in window if each.longest <= most]
+        if not on_time:
             return min(window, key=_longest)
-        longest = max(made_in_time, key=_longest)
+        longest = max(on_time, key=_longest)
         slower = [each for each in speeds.lanes if each > _ALIKE * speeds.token_s]
-        is_late = bool(slower) and longest.longest > speeds.budget_s / min(slower)
-        return longest if is_late else made_in_time[0]
+        misses_deadline = bool(slower) and longest.longest > speeds.budget_s / min(slower)
+        return longest if misses_deadline else on_time[0]
 
-    def hands_on_at(self, speeds: Speeds) -> float:
-        """Return the length from which a sample, which is likely to take as long again, would be late here."""
-        return inf if self.is_in_order(speeds) else HAND_ON_SHARE * self._in_time(speeds)
+    def requeue_at(self, speeds: Speeds) -> float:
+        """Return the tokens from which a sample, expected to become twice as long, misses the deadline here."""
+        return inf if self.is_in_order(speeds) else REQUEUE_SHARE * self._deadline_tokens(speeds)
 
-    def _in_time(self, speeds: Speeds) -> float:
-        """Return the tokens that this lane makes in time; infinite for the fastest, which takes what none makes."""
+    def _deadline_tokens(self, speeds: Speeds) -> float:
+        """Return the tokens that this lane generates by the deadline; infinite for the fastest lane."""
         return inf if speeds.token_s <= _ALIKE * min(speeds.lanes) else speeds.budget_s / speeds.token_s
 
 

@@ -1,17 +1,17 @@
-"""FusedPasses: a pass of the policy and one of the critic, whose pipelines run against each other, at once.
+"""FusedPasses: run the passes of policy and critic concurrently, in pipelines of opposite direction.
 
-Each rank follows its part of an order, and sends and receives along the way. Between two neighbours
-the states of a network on their way out, and the gradients on their way back, have a process group of their own. Within
-it both sides count micro-batches alike, so messages meet in any order of the networks, and none waits behind another:
-NCCL takes what a rank asks of one group in the order in which it was asked. At the first message between two ranks NCCL
-connects them, and neither call returns before the other was made; so every group is connected when it was made.
+Each rank executes its part of a schedule, with sends and receives in between. The forward states and the backward
+gradients of each network have separate process groups between each pair of neighbours. Within a group, both sides
+process micro-batches in the same order, so messages match for any interleaving of the networks and none blocks another:
+NCCL executes the operations of a rank on one group in the order of the calls. NCCL connects two ranks at their first
+message, which blocks each call until the peer makes its own, so every group is connected when it is created.
 
-The second network runs backwards: the rank with the policy's first stage has the critic's last. So each rank finds work
-of the one while it waits for the other, and the bubbles at both ends of a pass fill up. RLHFuse (arXiv 2409.13221,
-section 5) searches such orders by annealing. Here a list schedule is made over and over, with other limits on what
-stages hold and other noise in what comes first, and the best is taken. It is found within a second or so, and is the
-same on every machine. For up to eight stages it is within 2 % of the lower bound where networks are alike, and within
-7 % where the critic costs three quarters of the policy.
+The critic's pipeline runs in reverse: the rank with the policy's first stage has the critic's last. A rank computes
+one network while it waits for the other, which fills the bubbles at both ends of a pass. RLHFuse (arXiv 2409.13221,
+section 5) searches such schedules by annealing. This module runs a list scheduler repeatedly, each time with other
+limits on held micro-batches and other noise in the priorities, and keeps the best schedule. The search takes about a
+second and is deterministic across machines. For up to eight stages the result is within 2 % of the lower bound if both
+networks cost the same, and within 7 % if the critic costs three quarters of the policy.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoConfig
 
-from learner.config import LearnerConfig, default_most_held, stage_of
-from learner.decoders import critic_share
-from learner.mesh import COLLECTIVE_TIMEOUT_S, Mesh
-from learner.model import DeviceBatch, StageModule
-from learner.pipeline import Coefficients, OutOfMemory, say_memory
+from leeway.learner.config import LearnerConfig, default_most_held, stage_of
+from leeway.learner.decoders import critic_share
+from leeway.learner.mesh import COLLECTIVE_TIMEOUT_S, Mesh
+from leeway.learner.model import DeviceBatch, StageModule
+from leeway.learner.pipeline import Coefficients, OutOfMemory, explain_out_of_memory
 
 _Groups = Mapping[int, dist.ProcessGroup]
-"""Those of two neighbours, by the lower of their ranks."""
+"""Process groups of neighbouring ranks, by the lower rank."""
 NUM_NETWORKS = 2
 _MOST_TRIES = 300
 _SEARCHED = 20_000
-"""Micro-batches of stages in all tries together: less than a second, for the step waits meanwhile, on every rank."""
+"""Micro-batches times stages, over all tries: less than a second, because every rank waits for the search."""
 _NEAR = 1.01
-"""Makespan over its lower bound at which the search ends."""
+"""Ratio of makespan to lower bound at which the search stops."""
 _SEED = 0
 
 
-class Work(NamedTuple):
+class StageCost(NamedTuple):
     """Time of one micro-batch in one stage of a network, in any unit."""
 
     forward: float
@@ -65,47 +65,49 @@ class Action(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Order:
-    """The actions of every rank, in their order."""
+class PassSchedule:
+    """Actions of every rank, in execution order."""
 
     ranks: tuple[tuple[Action, ...], ...]
     makespan: float
-    """From the first action to the end of the last, in the unit of the work."""
+    """Time from the first action to the end of the last, in the unit of the stage costs."""
     most_held: int
-    """Micro-batches whose activations a rank keeps at once, at most, of both networks; 0 forward only."""
+    """Maximum number of micro-batches of both networks whose activations a rank holds; 0 if forward only."""
 
 
 @lru_cache(256)
-def find_order(num_stages: int, num_micro_batches: int, work: tuple[Work, Work], most_held: int) -> Order:
-    """Return the shortest order that was found; of equal ones the first that holds least.
+def find_schedule(
+    num_stages: int, num_micro_batches: int, work: tuple[StageCost, StageCost], most_held: int
+) -> PassSchedule:
+    """Return the shortest schedule found; ties go to the one that holds the fewest micro-batches, then to the first.
 
-    `most_held`, 2 or more, bounds Order.most_held. Forward only there is nothing to hold.
+    `most_held`, at least 2, bounds PassSchedule.most_held. Forward-only passes hold no activations.
     """
-    assert most_held >= NUM_NETWORKS, "each network needs one micro-batch on its way"
+    assert most_held >= NUM_NETWORKS, "each network needs one micro-batch in flight"
     bound = shortest_possible(num_stages, num_micro_batches, work)
     rng = random.Random(_SEED)
-    best: Order | None = None
+    best: PassSchedule | None = None
     tries = max(20, min(_MOST_TRIES, _SEARCHED // (num_stages * num_micro_batches)))
     for number in range(tries):
-        # the first try holds what 1F1B holds of each network
+        # the first try has the limits of 1F1B for each network
         more = rng.randint(0, num_stages) if number else 0
         limits = [[num_stages - stage + rng.randint(0, more) for stage in range(num_stages)] for _ in work]
-        if number % 2:  # so that no rank fills up with one network and stops the other
+        if number % 2:  # otherwise one network can fill a rank and block the other
             _divide(limits, most_held, rng)
-        taste = _Taste.drawn(rng) if number else _Taste()
-        found = _List(num_stages, num_micro_batches, work, most_held, limits, taste).run()
+        heuristic = _Heuristic.drawn(rng) if number else _Heuristic()
+        found = _ListScheduler(num_stages, num_micro_batches, work, most_held, limits, heuristic).run()
         if found is None:
             continue
         if best is None or (found.makespan, found.most_held) < (best.makespan, best.most_held):
             best = found
         if best.makespan <= bound * _NEAR:
             break
-    assert best is not None, "with divided limits every schedule comes to an end"
+    assert best is not None, "a schedule with divided limits always completes"
     return best
 
 
 def _divide(limits: list[list[int]], most_held: int, rng: random.Random) -> None:
-    """Lower limits until those of each rank add up to no more than it may hold."""
+    """Lower the limits of each rank so that their sum is at most `most_held`."""
     num_stages = len(limits[0])
     for rank in range(num_stages):
         of_first = rng.randint(1, most_held - 1)
@@ -114,8 +116,8 @@ def _divide(limits: list[list[int]], most_held: int, rng: random.Random) -> None
             limits[network][stage] = min(limits[network][stage], most)
 
 
-def shortest_possible(num_stages: int, num_micro_batches: int, work: tuple[Work, Work]) -> float:
-    """Return a lower bound, from each network alone, and from each rank's work and its waits before and after."""
+def shortest_possible(num_stages: int, num_micro_batches: int, work: tuple[StageCost, StageCost]) -> float:
+    """Return a lower bound of the makespan, from each network alone, and from the work and idle time of each rank."""
     alone = max((num_micro_batches + num_stages - 1) * (each.forward + each.backward) for each in work)
     busy = num_micro_batches * sum(each.forward + each.backward for each in work)
     bounds = [alone]
@@ -131,29 +133,29 @@ def shortest_possible(num_stages: int, num_micro_batches: int, work: tuple[Work,
 
 
 @dataclass(frozen=True)
-class _Taste:
-    """Preferences of a list schedule, for ranks that have a choice."""
+class _Heuristic:
+    """Priorities of a list scheduler for ranks with several ready actions."""
 
     backward_first: float = 100.0
-    """Added to the urgency of what is backward."""
+    """Added to the urgency of backward actions."""
     noise: float = 0.0
     seed: float = 0.0
 
     @classmethod
-    def drawn(cls, rng: random.Random) -> _Taste:
+    def drawn(cls, rng: random.Random) -> _Heuristic:
         return cls(rng.choice((100.0, rng.uniform(-3.0, 3.0))), rng.choice((0.0, 0.5, 1.0, 2.0, 4.0)), rng.random())
 
 
 class _Stage:
-    """Progress of one stage of one network; counts of micro-batches are [forward, backward]."""
+    """Progress of one stage of one network; micro-batch counts are [forward, backward]."""
 
     def __init__(self, network: int, stage: int, limit: int) -> None:
         self.network = network
         self.stage = stage
         self.limit = limit
-        """Micro-batches that it may hold."""
+        """Maximum number of micro-batches that the stage may hold."""
         self.arrived = [0, 0]
-        """Those that it could have begun so far."""
+        """Micro-batches whose inputs have arrived."""
         self.begun = [0, 0]
         self.ended = [0, 0]
 
@@ -162,24 +164,24 @@ class _Stage:
         return self.begun[0] - self.ended[1]
 
 
-class _List:
-    """A list schedule: no rank waits while it may do something, and of several things it does the most urgent."""
+class _ListScheduler:
+    """List scheduler: a free rank immediately starts its most urgent ready action."""
 
     def __init__(
         self,
         num_stages: int,
         num_micro_batches: int,
-        work: tuple[Work, Work],
+        work: tuple[StageCost, StageCost],
         most_held: int,
         limits: Sequence[Sequence[int]],
-        taste: _Taste,
+        heuristic: _Heuristic,
     ) -> None:
         self._num_stages = num_stages
         self._num_micro_batches = num_micro_batches
         self._work = work
         self._most_held = most_held
-        self._taste = taste
-        self._rng = random.Random(taste.seed)
+        self._heuristic = heuristic
+        self._rng = random.Random(heuristic.seed)
         self._trains = work[0].backward > 0
         self._stages = [
             [_Stage(network, stage, limit) for stage, limit in enumerate(own)] for network, own in enumerate(limits)
@@ -187,15 +189,15 @@ class _List:
         for own in self._stages:
             own[0].arrived[0] = num_micro_batches
 
-    def run(self) -> Order | None:
-        """Return the order; None if all ranks come to wait for room."""
+    def run(self) -> PassSchedule | None:
+        """Return the schedule, None if all ranks are blocked by their limits."""
         ranks: list[list[Action]] = [[] for _ in range(self._num_stages)]
         free = set(range(self._num_stages))
         running: list[tuple[float, int, _Stage, int]] = []
         now, held = 0.0, 0
         while True:
             for rank in sorted(free):
-                chosen = self._choice(rank)
+                chosen = self._choose(rank)
                 if chosen is None:
                     continue
                 one, backward = chosen
@@ -214,7 +216,7 @@ class _List:
         num_actions = NUM_NETWORKS * self._num_stages * self._num_micro_batches * (1 + self._trains)
         if sum(map(len, ranks)) < num_actions:
             return None
-        return Order(tuple(map(tuple, ranks)), now, held if self._trains else 0)
+        return PassSchedule(tuple(map(tuple, ranks)), now, held if self._trains else 0)
 
     def _of_rank(self, rank: int) -> list[_Stage]:
         return [own[stage_of(network, rank, self._num_stages)] for network, own in enumerate(self._stages)]
@@ -222,8 +224,8 @@ class _List:
     def _held(self, rank: int) -> int:
         return sum(one.held for one in self._of_rank(rank))
 
-    def _choice(self, rank: int) -> tuple[_Stage, int] | None:
-        """Return the stage and the direction that a free rank begins with; None if it has to wait."""
+    def _choose(self, rank: int) -> tuple[_Stage, int] | None:
+        """Return the stage and direction of the next action of a free rank, None if it has to wait."""
         found: list[tuple[float, _Stage, int]] = []
         has_room = self._held(rank) < self._most_held
         for one in self._of_rank(rank):
@@ -234,12 +236,12 @@ class _List:
         return max(found, key=lambda each: each[0])[1:] if found else None
 
     def _urgency(self, one: _Stage, backward: int) -> float:
-        """Return the least time from the beginning of an action to the end of the pass."""
+        """Return the minimum time from the start of an action to the end of the pass, plus the heuristic's terms."""
         forward_s, backward_s = self._work[one.network]
         later = (self._num_micro_batches - 1 - one.begun[backward]) * (forward_s + backward_s)
-        noise = self._taste.noise * self._rng.random()
+        noise = self._heuristic.noise * self._rng.random()
         if backward:
-            return later + (one.stage + 1) * backward_s + self._taste.backward_first + noise
+            return later + (one.stage + 1) * backward_s + self._heuristic.backward_first + noise
         return later + (self._num_stages - one.stage) * forward_s + self._num_stages * backward_s + noise
 
     def _end(self, one: _Stage, backward: int) -> None:
@@ -258,39 +260,39 @@ class _List:
 
 
 class FusedPasses:
-    """Runs packed batches through this rank's stage of both networks. All ranks of a replica call alike."""
+    """Passes of packed batches through this rank's stage of both networks; collective over a replica's ranks."""
 
     def __init__(
         self,
         mesh: Mesh,
-        work: tuple[Work, Work],
+        work: tuple[StageCost, StageCost],
         most_held: int,
         timeout: timedelta | None = None,
         device: torch.device | None = None,
     ) -> None:
-        """Make the process groups; all ranks of the mesh call it together, before they load: that takes longer.
+        """Create the process groups; collective over all ranks of the mesh, before they load: that takes longer.
 
-        `work` is that of a training pass; a rank keeps the activations of `most_held` micro-batches of both at once.
+        `work` is the cost of a training pass; a rank holds activations of up to `most_held` micro-batches of both.
         """
         self.modules: tuple[StageModule, ...] = ()
-        """This rank's stage of the policy; and of the critic, counted from the other end. Set before the first pass."""
+        """This rank's stage of the policy and of the critic, counted from the other end. Set before the first pass."""
         self._mesh = mesh
         self._work = work
         self._most_held = most_held
         place = mesh.place
         firsts = [rank for rank in range(place.num_ranks) if (rank + 1) % place.num_stages]
-        # every rank has to make every group, in the same order
+        # every rank has to create every group, in the same order
         self._groups: list[tuple[_Groups, _Groups]] = [
             (_groups_of(firsts, timeout), _groups_of(firsts, timeout)) for _ in range(NUM_NETWORKS)
         ]
-        """Of each network: for states on their way out, and for gradients on their way back."""
+        """Per network: groups for forward states and groups for backward gradients."""
         for network, groups_of_network in enumerate(self._groups):
-            for goes_back, groups in enumerate(groups_of_network):
-                # the policy's states go to higher ranks, as the critic's gradients do
-                self._connect(groups, device, upwards=network == goes_back)
+            for is_gradient, groups in enumerate(groups_of_network):
+                # the policy's states and the critic's gradients go to higher ranks
+                self._connect(groups, device, upwards=network == is_gradient)
 
     def _connect(self, groups: _Groups, device: torch.device | None, *, upwards: bool) -> None:
-        """Send a message through each group, in an order in which ranks do not wait for each other in a circle."""
+        """Send a message through each group, in an order that cannot deadlock."""
         rank, nothing = self._mesh.place.rank, torch.zeros(1, device=device)
         for first, group in groups.items():
             if rank in (first, first + 1):
@@ -299,42 +301,42 @@ class FusedPasses:
 
     @torch.no_grad()
     def forward_only(self, batch: DeviceBatch) -> list[Tensor | None]:
-        """Return the outputs of each network, [M, L], if this rank has its last stage, else None."""
+        """Return the outputs of each network, [M, L], None for those whose last stage is on another rank."""
         return self._run(batch, None)
 
     def train(self, batch: DeviceBatch, coefficients: Sequence[Coefficients | None]) -> list[Tensor | None]:
-        """Add the gradients of sum(coefficients * outputs) of each network; OutOfMemory if that does not fit."""
+        """Accumulate the gradients of sum(coefficients * outputs) of each network; OutOfMemory if memory runs out."""
         return self._run(batch, coefficients)
 
     def _run(self, batch: DeviceBatch, coefficients: Sequence[Coefficients | None] | None) -> list[Tensor | None]:
         place, trains = self._mesh.place, coefficients is not None
         work = self._work if trains else tuple(each._replace(backward=0.0) for each in self._work)
-        order = find_order(place.num_stages, batch.packed.num_micro_batches, work, self._most_held)
+        schedule = find_schedule(place.num_stages, batch.packed.num_micro_batches, work, self._most_held)
         with contextlib.ExitStack() as bound:
-            lines = []
+            passes = []
             for network, (module, groups) in enumerate(zip(self.modules, self._groups, strict=True)):
                 module.batch = batch
                 bound.callback(setattr, module, "batch", None)
-                lines.append(_Line(module, batch, groups, place.rank, 1 - 2 * network, trains=trains))
+                passes.append(_NetworkPass(module, batch, groups, place.rank, 1 - 2 * network, trains=trains))
             try:
-                for network, is_backward, micro_batch in order.ranks[place.stage]:
+                for network, is_backward, micro_batch in schedule.ranks[place.stage]:
                     if is_backward:
-                        lines[network].backward(micro_batch, coefficients[network] if coefficients else None)
+                        passes[network].backward(micro_batch, coefficients[network] if coefficients else None)
                     else:
-                        lines[network].forward(micro_batch)
+                        passes[network].forward(micro_batch)
             except torch.OutOfMemoryError as error:
                 failed = error
             else:
-                return [line.finish() for line in lines]
-        raise OutOfMemory(say_memory(place, self.modules[0], batch.packed, failed, train=trains)) from failed
+                return [each.finish() for each in passes]
+        raise OutOfMemory(explain_out_of_memory(place, self.modules[0], batch.packed, failed, train=trains)) from failed
 
 
 def fused_passes(path: Path, config: LearnerConfig, mesh: Mesh, device: torch.device) -> FusedPasses:
-    """Return the passes of a checkpoint folder's policy and its critic model; all ranks call it together."""
-    # rounded, so that checkpoints that are alike but for their vocabulary share orders
+    """Return the fused passes of a checkpoint folder's policy and critic model; collective over all ranks."""
+    # rounded, so that checkpoints that differ only in their vocabulary share schedules
     share = max(1, round(8 * critic_share(AutoConfig.from_pretrained(path, local_files_only=True)))) / 8
     backward = 2.0 + config.activation_checkpointing
-    work = Work(1.0, backward), Work(share, share * backward)
+    work = StageCost(1.0, backward), StageCost(share, share * backward)
     most_held = default_most_held(config.num_stages)
     return FusedPasses(mesh, work, most_held, timedelta(seconds=COLLECTIVE_TIMEOUT_S), device)
 
@@ -343,7 +345,7 @@ def _groups_of(firsts: Sequence[int], timeout: timedelta | None) -> _Groups:
     return {first: dist.new_group([first, first + 1], timeout=timeout) for first in firsts}
 
 
-class _Line:
+class _NetworkPass:
     def __init__(
         self,
         module: StageModule,
@@ -354,13 +356,13 @@ class _Line:
         *,
         trains: bool,
     ) -> None:
-        """Take the neighbours `rank` + step, which has the next stage, and `rank` - step."""
+        """Connect to `rank` + `step`, which has the next stage, and to `rank` - `step`, which has the previous one."""
         share, packed = module.share, batch.packed
         self._module = module
         self._tokens_ML = batch.tokens_ML
         self._trains = trains
         self._kept: dict[int, tuple[Tensor, Tensor]] = {}
-        """Of micro-batches whose backward pass is to come: what went in, and what came out with its graph."""
+        """Micro-batch -> input and output, with its graph, until its backward pass."""
         self._outputs: list[Tensor] = []
         like = torch.empty(1, packed.width, module.hidden_size, dtype=module.states_dtype, device=module.device)
         states, gradients = groups
@@ -377,7 +379,7 @@ class _Line:
             self._arriving_back = _Inbox(gradients[after], rank + step, like, packed.num_micro_batches * trains)
 
     def forward(self, micro_batch: int) -> None:
-        """Compute a micro-batch, and pass on what comes out."""
+        """Compute the forward pass of a micro-batch and send its output to the next stage."""
         if self._arriving is None:
             states = self._tokens_ML[micro_batch : micro_batch + 1]
         else:
@@ -391,7 +393,7 @@ class _Line:
             self._leaving.put(out.detach())
 
     def backward(self, micro_batch: int, coefficients: Coefficients | None) -> None:
-        """Compute its gradients, and pass on that of what came in."""
+        """Compute the gradients of a micro-batch and send that of its input to the previous stage."""
         states, out = self._kept.pop(micro_batch)
         if self._arriving_back is None:
             assert coefficients is not None, "the last stage needs coefficients to train"
@@ -404,7 +406,7 @@ class _Line:
             self._leaving_back.put(states.grad)
 
     def finish(self) -> Tensor | None:
-        """Wait until all has gone; what the last stage said."""
+        """Wait for all sends; return the outputs [M, L] of the last stage, None on other stages."""
         for outbox in (self._leaving, self._leaving_back):
             if outbox is not None:
                 outbox.wait()
@@ -412,33 +414,33 @@ class _Line:
 
 
 class _Inbox:
-    """Tensors that another rank sends in order; one more than was asked for may be on its way."""
+    """Tensors received from another rank, in order; one receive is posted ahead."""
 
     def __init__(self, group: dist.ProcessGroup, source: int, like: Tensor, count: int) -> None:
         self._group = group
         self._source = source
         self._like = like
         self._left = count
-        self._expect()
+        self._post()
 
     def take(self) -> Tensor:
-        work, tensor = self._expected
-        self._expect()
+        work, tensor = self._posted
+        self._post()
         work.wait()
         return tensor
 
-    def _expect(self) -> None:
+    def _post(self) -> None:
         if not self._left:
             return
         self._left -= 1
         tensor = torch.empty_like(self._like)
         work = dist.irecv(tensor, self._source, self._group)
-        assert work is not None, "this rank is of the group"
-        self._expected = work, tensor
+        assert work is not None, "this rank belongs to the group"
+        self._posted = work, tensor
 
 
 class _Outbox:
-    """Tensors that another rank is sent, each kept until all have gone."""
+    """Tensors sent to another rank; each is kept until all sends complete."""
 
     def __init__(self, group: dist.ProcessGroup, target: int) -> None:
         self._group = group
@@ -447,7 +449,7 @@ class _Outbox:
 
     def put(self, tensor: Tensor) -> None:
         work = dist.isend(tensor, self._target, self._group)
-        assert work is not None, "this rank is of the group"
+        assert work is not None, "this rank belongs to the group"
         self._sent.append((work, tensor))
 
     def wait(self) -> None:

@@ -1,22 +1,22 @@
-"""How many tokens completions have: by a law in simulations (LengthLaw, PromptStream), by prompt in runs (LengthModel).
+"""Completion lengths: distributions for simulations, and a model that predicts them by prompt in runs.
 
-A law is a distribution of lengths and the share of variance, on a normal scale, that siblings have in common:
+LengthDistribution (sampled by PromptStream) has quantiles of lengths, and the share of variance that a prompt explains:
 
     z = sqrt(explained) * u(prompt) + sqrt(1 - explained) * e(sample),   length = quantile(Phi(z)),   u, e ~ N(0, 1)
 
-So any measured distribution can have any share of it explained, and the best ranking of prompts is known: by u.
+Any measured distribution can be combined with any explained share, and the best ranking of prompts is known: by u.
 
-LengthModel predicts how long the answers to each prompt will be, by all that were generated so far:
+LengthModel predicts the completion lengths of each prompt from all completions so far:
 
     y = log tokens of a completion = level + own(prompt) + noise(sample)
 
-    level   of the run: a mean that forgets, for training makes all answers longer or shorter; ranks survive that
-    own     of each prompt: normal, N(0, spread) before its first visit; then what its visits leave of that (a Kalman
-            filter), which fades back to N(0, spread) with the versions since, as fast as visits show it to
+    level   run-wide exponential moving average: training changes all lengths, but not their ranks
+    own     offset of a prompt: N(0, spread) a priori, updated by each group of the prompt (a Kalman filter); it fades
+            back to N(0, spread) with the versions since, at a rate estimated from repeated groups
     noise   N(0, noise) of each sample
 
-Level, spread, noise and fading are estimated as groups complete (empirical Bayes). A completion that was cut at its
-longest counts as long as one is on average that passes it.
+Level, spread, noise and fading are estimated as groups complete (empirical Bayes). A completion cut at the maximum
+length counts with the expected length of a completion beyond it.
 """
 
 from __future__ import annotations
@@ -30,60 +30,60 @@ from statistics import NormalDist
 import numpy as np
 import numpy.typing as npt
 
-from buffer.tables import Shape, Visit
+from leeway.buffer.tables import LengthStats, PromptPosterior
 
 Floats = npt.NDArray[np.float64]
 
 NUM_QUANTILES = 257
 REACH = 4.0
-"""Quantiles are kept for normal scores up to this: of 30,000 samples two lie beyond, and count as the outermost."""
+"""Largest normal score with a quantile; 2 in 30,000 samples lie beyond and are clamped to it."""
 SHARE = 0.9
-"""The quantile of the longest of K that is predicted."""
+"""Predicted quantile of the longest of K completions."""
 LEVEL_MEMORY, SHAPE_MEMORY = 256, 2048
-"""Groups after which what they say of the level, and of spreads, has faded by e."""
-MOST_TOLD = 50_000
+"""Groups after which the weight of a group in the level, and in spread and noise, has decayed to 1 / e."""
+MAX_POSTERIORS = 50_000
 _TURNS = 4
-"""Iterations in which the lengths of cut samples and the prompt's own part are estimated from each other."""
+"""Alternating estimations of the lengths of cut samples and the offset of the prompt."""
 _NEVER = -1
 _REACH = 5.0
-"""Standard deviations above the mean at which the expected excess is no more than a fifth of one."""
+"""Standard deviations above the mean beyond which the expected excess is at most a fifth of one."""
 _NORMAL = NormalDist()
 
 
 @dataclass(frozen=True)
-class LengthLaw:
-    """Lengths by their quantiles at evenly spaced normal scores from -4 to 4."""
+class LengthDistribution:
+    """Quantiles of lengths at evenly spaced normal scores from -4 to 4."""
 
     quantiles: tuple[float, ...]
     explained: float = 0.0
-    """Share of the variance of the normal score that the prompt decides, 0..1."""
+    """Fraction of the variance of the normal score that the prompt explains, 0..1."""
 
     def __post_init__(self) -> None:
         if len(self.quantiles) < 2 or self.quantiles[0] < 1 or list(self.quantiles) != sorted(self.quantiles):
-            raise ValueError("quantiles of lengths are at least two, at least 1, and ascending")
+            raise ValueError("expected at least two ascending length quantiles of at least 1 token")
         if not 0.0 <= self.explained <= 1.0:
-            raise ValueError(f"explained = {self.explained}: a share of the variance lies between 0 and 1")
+            raise ValueError(f"explained = {self.explained}: expected a fraction between 0 and 1")
 
     @classmethod
-    def measured(cls, lengths: npt.ArrayLike, explained: float = 0.0) -> LengthLaw:
-        """Return the law of completions that were seen; ValueError if there are none."""
-        seen = np.asarray(lengths, np.float64)
-        if not len(seen):
-            raise ValueError("a law of lengths needs at least one completion")
+    def measured(cls, lengths: npt.ArrayLike, explained: float = 0.0) -> LengthDistribution:
+        """Return the distribution of measured completions; ValueError if there are none."""
+        values = np.asarray(lengths, np.float64)
+        if not len(values):
+            raise ValueError("a length distribution needs at least one completion")
         at = [_NORMAL.cdf(score) for score in _SCORES.tolist()]
-        return cls(tuple(np.quantile(seen, at).tolist()), explained)
+        return cls(tuple(np.quantile(values, at).tolist()), explained)
 
     def lengths(self, prompt_score: float | Floats, sample_scores: Sequence[float] | Floats) -> Floats:
-        """Return whole tokens of the samples of a prompt, from standard normal scores of the prompt and the samples."""
+        """Return the integer token counts of samples, from standard normal scores of the prompt and of each sample."""
         own = sqrt(1.0 - self.explained)
         return self.at(sqrt(self.explained) * prompt_score + own * np.asarray(sample_scores))
 
     def at(self, scores: Floats) -> Floats:
-        """Return whole tokens of samples, from the standard normal scores of their lengths."""
+        """Return the integer token counts of samples, from the standard normal scores of their lengths."""
         return np.maximum(1.0, np.rint(np.interp(scores, self._scores, self.quantiles)))
 
     def share_below(self, prompt_scores: Floats, scores: Floats) -> Floats:
-        """Return the share of the samples of each prompt whose length has at most this score."""
+        """Return the fraction of the samples of each prompt with a length score of at most `scores`."""
         own = max(1e-9, sqrt(1.0 - self.explained))
         return np.vectorize(_NORMAL.cdf)((scores - sqrt(self.explained) * prompt_scores) / own)
 
@@ -106,19 +106,19 @@ _SCORES = np.linspace(-REACH, REACH, NUM_QUANTILES)
 
 
 class PromptStream:
-    """Which prompt comes next, in the data's order, and how long its samples will be; many at once, for speed."""
+    """Prompts in data order with the lengths of their samples, drawn in batches for speed."""
 
     _MANY = 4096
 
-    def __init__(self, law: LengthLaw, num_prompts: int, group_size: int, seed: int) -> None:
-        self._law, self._group_size, self._num_prompts = law, group_size, num_prompts
+    def __init__(self, distribution: LengthDistribution, num_prompts: int, group_size: int, seed: int) -> None:
+        self._distribution, self._group_size, self._num_prompts = distribution, group_size, num_prompts
         self._scores = np.random.default_rng([seed, 0]).standard_normal(num_prompts)
         self._random = np.random.default_rng([seed, 1])
         self._order: list[int] = []
         self._ahead: list[int] = []
-        """The next of them, in reverse."""
+        """Next prompts, in reverse order."""
         self._known: dict[int, list[list[float]]] = {}
-        """Lengths of the samples of their groups, by prompt."""
+        """Prompt -> for each of its next groups, the lengths of the samples."""
 
     def next(self) -> int:
         if not self._ahead:
@@ -130,7 +130,7 @@ class PromptStream:
         return self._ahead.pop()
 
     def lengths(self, prompt: int) -> list[float]:
-        """Return the tokens of each sample of the group of a prompt that is leased now."""
+        """Remove and return the tokens of each sample of the next group of a prompt."""
         if prompt not in self._known:
             self._draw([prompt])
         known = self._known.pop(prompt)
@@ -140,15 +140,15 @@ class PromptStream:
 
     def _draw(self, prompts: list[int]) -> None:
         own = self._random.standard_normal((len(prompts), self._group_size))
-        lengths = self._law.lengths(self._scores[prompts][:, None], own)
+        lengths = self._distribution.lengths(self._scores[prompts][:, None], own)
         for prompt, each in zip(prompts, lengths.tolist(), strict=True):
             self._known.setdefault(prompt, []).append(each)
 
 
 def explained_by_prompt(prompt_ids: npt.ArrayLike, lengths: npt.ArrayLike) -> float:
-    """Return the share of the variance of the normal scores of lengths that prompts explain.
+    """Return the fraction of the variance of the normal scores of lengths that prompts explain.
 
-    By one-way analysis of variance, from the prompt and the tokens of each completion.
+    Computed by one-way analysis of variance from the prompt and the tokens of each completion.
     """
     prompts, values = np.asarray(prompt_ids), np.asarray(lengths, np.float64)
     if len(values) < 2 or values.min() == values.max():
@@ -171,26 +171,26 @@ def explained_by_prompt(prompt_ids: npt.ArrayLike, lengths: npt.ArrayLike) -> fl
     return shared / (shared + within) if shared + within > 0.0 else 0.0
 
 
-# --- predicted, by prompt -----------------------------------------------------------------------------
+# --- prediction by prompt -----------------------------------------------------------------------------
 
 
 class LengthModel:
-    """Predicts lengths for the prompts of a store, by their ids from 0."""
+    """Completion length model of the prompts of a store, by prompt id from 0."""
 
-    def __init__(self, num_prompts: int, shape: Shape | None = None) -> None:
-        self.shape = Shape() if shape is None else shape
+    def __init__(self, num_prompts: int, shape: LengthStats | None = None) -> None:
+        self.shape = LengthStats() if shape is None else shape
         self._means = np.zeros(num_prompts, np.float32)
         self._variances = np.zeros(num_prompts, np.float32)
         self._versions = np.full(num_prompts, _NEVER, np.int64)
-        self._expected: npt.NDArray[np.float32] | None = None
-        self._expected_variance = 0.0
+        self._prior: npt.NDArray[np.float32] | None = None
+        self._prior_variance = 0.0
 
-    def expect(self, first: int, means: npt.NDArray[np.float32], variance: float) -> None:
+    def set_prior(self, first: int, means: npt.NDArray[np.float32], variance: float) -> None:
         """Set the prior means of prompts from `first` on, predicted from their tokens, and the variance around them."""
-        if self._expected is None:
-            self._expected = np.zeros(len(self._means), np.float32)
-        self._expected[first : first + len(means)] = means
-        self._expected_variance = variance
+        if self._prior is None:
+            self._prior = np.zeros(len(self._means), np.float32)
+        self._prior[first : first + len(means)] = means
+        self._prior_variance = variance
 
     @property
     def noise(self) -> float:
@@ -199,12 +199,12 @@ class LengthModel:
 
     @property
     def spread(self) -> float:
-        """Variance of the prompts' own parts."""
+        """Variance of the prompt offsets."""
         return max(1e-6, self.shape.spread_sum / self.shape.spread_weight)
 
     @property
     def fading(self) -> float:
-        """Return f: what a prompt has of its own fades by e in 1 / f versions."""
+        """Return f: the offset of a prompt decays to 1 / e in 1 / f versions."""
         shape = self.shape
         if shape.again_product >= shape.again_square or not shape.again_versions:
             return 0.0
@@ -212,38 +212,38 @@ class LengthModel:
         return -log(left) * shape.again_square / shape.again_versions
 
     @property
-    def is_expecting(self) -> bool:
-        return self._expected is not None
+    def has_prior(self) -> bool:
+        return self._prior is not None
 
     @property
     def num_seen(self) -> int:
         return int(np.count_nonzero(self._versions != _NEVER))
 
     def recent(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-        """Return the prompts that were visited last, with mean and variance of their own part."""
+        """Return the most recently updated prompts, with mean and variance of their offsets."""
         seen = np.flatnonzero(self._versions != _NEVER)
-        if len(seen) > MOST_TOLD:
-            seen = np.sort(seen[np.argpartition(self._versions[seen], -MOST_TOLD)[-MOST_TOLD:]])
+        if len(seen) > MAX_POSTERIORS:
+            seen = np.sort(seen[np.argpartition(self._versions[seen], -MAX_POSTERIORS)[-MAX_POSTERIORS:]])
         return seen, self._means[seen], self._variances[seen]
 
-    def put(self, prompt: int, visit: Visit | None) -> None:
-        """Set the posterior of a prompt; None if it has not been visited."""
-        known = Visit(0.0, 0.0, _NEVER) if visit is None else visit
-        self._means[prompt], self._variances[prompt], self._versions[prompt] = known.mean, known.variance, known.version
+    def put(self, prompt: int, posterior: PromptPosterior | None) -> None:
+        """Set the posterior of a prompt; None if it has had no group yet."""
+        new = PromptPosterior(0.0, 0.0, _NEVER) if posterior is None else posterior
+        self._means[prompt], self._variances[prompt], self._versions[prompt] = new.mean, new.variance, new.version
 
-    def get(self, prompt: int) -> Visit | None:
+    def get(self, prompt: int) -> PromptPosterior | None:
         version = int(self._versions[prompt])
         if version == _NEVER:
             return None
-        return Visit(float(self._means[prompt]), float(self._variances[prompt]), version)
+        return PromptPosterior(float(self._means[prompt]), float(self._variances[prompt]), version)
 
-    def see(
+    def update(
         self, prompt: int, lengths: Sequence[int], cut: Sequence[bool], version: int, *, is_late: bool = False
-    ) -> Visit:
-        """Learn from a complete group of a prompt; return what is known of the prompt now.
+    ) -> PromptPosterior:
+        """Update the model by a complete group; return the new posterior of the prompt.
 
-        `lengths` are the completion tokens of its samples, at least one; `cut`: which of them would have gone on;
-        `version`: of the learner by now; `is_late`: the slowest lane would have been late with it, as was foretold.
+        `lengths` are the completion tokens of its samples, at least one; `cut` marks those cut at the maximum length;
+        `version` is the learner's; `is_late`: the slowest lane was predicted to miss the deadline of the group.
         """
         shape, (own, variance), size = self.shape, self._own_at(prompt, version), len(lengths)
         weight, after = variance / (variance + self.noise / size), own
@@ -254,26 +254,26 @@ class LengthModel:
         for _ in range(_TURNS if any(cut) else 1):
             if any(cut):
                 values, beyond = self._uncut(lengths, cut, after)
-            shown = sum(values) / size - own
-            shape.level = level + gain * (shown - level)
-            after = own + weight * (shown - shape.level)
-        self._learn(prompt, values, beyond, version)
-        self._compare(values, own, variance, is_late)
-        visit = Visit(after, (1.0 - weight) * variance, version)
-        self.put(prompt, visit)
-        return visit
+            observed = sum(values) / size - own
+            shape.level = level + gain * (observed - level)
+            after = own + weight * (observed - shape.level)
+        self._update_variances(prompt, values, beyond, version)
+        self._score(values, own, variance, is_late)
+        posterior = PromptPosterior(after, (1.0 - weight) * variance, version)
+        self.put(prompt, posterior)
+        return posterior
 
-    def of(self, prompts: npt.NDArray[np.int64], version: int) -> tuple[Floats, Floats]:
-        """Mean of the log tokens of a sample of each prompt at a version, and the variance of what siblings share."""
+    def predict(self, prompts: npt.NDArray[np.int64], version: int) -> tuple[Floats, Floats]:
+        """Return the mean log tokens of a sample of each prompt at a version, and the variance its samples share."""
         shape = self.shape
         passed = np.maximum(0, version - self._versions[prompts])
         left = np.where(self._versions[prompts] == _NEVER, 0.0, np.exp(-self.fading * passed))
-        expected = 0.0 if self._expected is None else self._expected[prompts]
-        own = left * self._means[prompts] + (1.0 - left) * expected
-        return shape.level + own, left**2 * self._variances[prompts] + (1.0 - left**2) * self._unknown
+        prior = 0.0 if self._prior is None else self._prior[prompts]
+        own = left * self._means[prompts] + (1.0 - left) * prior
+        return shape.level + own, left**2 * self._variances[prompts] + (1.0 - left**2) * self._unseen_variance
 
-    def usual(self, prompt: int, version: int) -> float:
-        """Return the tokens of a sample of a prompt at a version, by the mean of logarithms; 0 before any group."""
+    def predicted_length(self, prompt: int, version: int) -> float:
+        """Return the geometric mean tokens of a sample of a prompt at a version; 0 before any group."""
         if not self.shape.num_groups:
             return 0.0
         return exp(self.shape.level + self._own_at(prompt, version)[0])
@@ -283,9 +283,9 @@ class LengthModel:
     ) -> Floats:
         """Return the tokens of the longest of K samples of each prompt: its quantile `SHARE`, if none is cut.
 
-        K is one number, or one for each prompt; each that was not asked for before takes some milliseconds.
+        K is one number, or one per prompt; the first call for each K takes a few milliseconds.
         """
-        means, shared = self.of(prompts, version)
+        means, shared = self.predict(prompts, version)
         total, sizes = shared + self.noise, np.broadcast_to(group_size, prompts.shape)
         scores = np.empty(len(prompts))
         for size in np.unique(sizes).tolist():
@@ -295,24 +295,24 @@ class LengthModel:
     # --- parts ------------------------------------------------------------------------------------
 
     def _own_at(self, prompt: int, version: int) -> tuple[float, float]:
-        """Mean and variance of a prompt's own part at a version."""
-        visit, expected = self.get(prompt), self._expected_of(prompt)
-        if visit is None:
-            return expected, self._unknown
-        left = exp(-self.fading * max(0, version - visit.version))
-        own = left * visit.mean + (1.0 - left) * expected
-        return own, left**2 * visit.variance + (1.0 - left**2) * self._unknown
+        """Return mean and variance of the offset of a prompt at a version."""
+        posterior, prior = self.get(prompt), self._prior_of(prompt)
+        if posterior is None:
+            return prior, self._unseen_variance
+        left = exp(-self.fading * max(0, version - posterior.version))
+        own = left * posterior.mean + (1.0 - left) * prior
+        return own, left**2 * posterior.variance + (1.0 - left**2) * self._unseen_variance
 
-    def _expected_of(self, prompt: int) -> float:
-        return 0.0 if self._expected is None else float(self._expected[prompt])
+    def _prior_of(self, prompt: int) -> float:
+        return 0.0 if self._prior is None else float(self._prior[prompt])
 
     @property
-    def _unknown(self) -> float:
-        """Variance of a prompt's own part around its prior mean."""
-        return self.spread if self._expected is None else self._expected_variance
+    def _unseen_variance(self) -> float:
+        """Variance of the offset of a prompt around its prior mean."""
+        return self.spread if self._prior is None else self._prior_variance
 
     def _uncut(self, lengths: Sequence[int], cut: Sequence[bool], own: float) -> tuple[list[float], float]:
-        """Log tokens, and of what was cut the mean of those that come as far; and the variances of these, added up."""
+        """Return log tokens, for cut samples the conditional mean beyond the cut, and the sum of their variances."""
         center, noise = self.shape.level + own, self.noise
         values, variances = [], 0.0
         for length, is_cut in zip(lengths, cut, strict=True):
@@ -325,36 +325,36 @@ class LengthModel:
             values.append(value)
         return values, variances
 
-    def _compare(self, values: Sequence[float], own: float, variance: float, is_late: bool) -> None:
-        """Score the prediction for a group, N(own, variance) for its prompt, by its lengths."""
+    def _score(self, values: Sequence[float], own: float, variance: float, is_late: bool) -> None:
+        """Score the prediction N(own, variance) for the prompt of a group by its lengths."""
         shape, keep = self.shape, 1.0 - 1.0 / SHAPE_MEMORY
         total = variance + self.noise
         score = float(np.interp(variance / total, _SHARES, _scores_of_longest(len(values))))
-        shown = sum(values) / len(values) - shape.level
-        shape.num_foretold = keep * shape.num_foretold + 1.0
+        observed = sum(values) / len(values) - shape.level
+        shape.num_predicted = keep * shape.num_predicted + 1.0
         shape.num_covered = keep * shape.num_covered + (max(values) <= shape.level + own + sqrt(total) * score)
         shape.num_late = keep * shape.num_late + is_late
-        shape.total_square = keep * shape.total_square + shown**2
-        shape.error_square = keep * shape.error_square + (shown - own) ** 2
+        shape.total_square = keep * shape.total_square + observed**2
+        shape.error_square = keep * shape.error_square + (observed - own) ** 2
 
-    def _learn(self, prompt: int, values: Sequence[float], beyond: float, version: int) -> None:
-        """Update spread, noise and fading by a group."""
+    def _update_variances(self, prompt: int, values: Sequence[float], beyond: float, version: int) -> None:
+        """Update the estimates of spread, noise and fading by a group."""
         shape, size = self.shape, len(values)
         mean, keep = sum(values) / size, 1.0 - 1.0 / SHAPE_MEMORY
-        if size > 1:  # one sample says nothing of it; of several the mean takes a part of what each may lie beyond
+        if size > 1:  # one sample shows no noise; the mean absorbs 1 / size of the variance of each cut length
             within = sum((value - mean) ** 2 for value in values) + beyond * (size - 1) / size
             shape.noise_sum = keep * shape.noise_sum + within
             shape.noise_weight = keep * shape.noise_weight + (size - 1)
-        shown = mean - shape.level
-        shape.spread_sum = max(0.0, keep * shape.spread_sum + shown**2 - self.noise / size)
+        observed = mean - shape.level
+        shape.spread_sum = max(0.0, keep * shape.spread_sum + observed**2 - self.noise / size)
         shape.spread_weight = keep * shape.spread_weight + 1.0
-        visit = self.get(prompt)
-        if visit is not None and version > visit.version:
-            expected = self._expected_of(prompt)
-            square = (visit.mean - expected) ** 2
-            shape.again_product = keep * shape.again_product + (shown - expected) * (visit.mean - expected)
+        before = self.get(prompt)
+        if before is not None and version > before.version:
+            prior = self._prior_of(prompt)
+            square = (before.mean - prior) ** 2
+            shape.again_product = keep * shape.again_product + (observed - prior) * (before.mean - prior)
             shape.again_square = keep * shape.again_square + square
-            shape.again_versions = keep * shape.again_versions + square * (version - visit.version)
+            shape.again_versions = keep * shape.again_versions + square * (version - before.version)
 
 
 _SHARES: Floats = np.linspace(0.0, 1.0, 17)
@@ -367,16 +367,16 @@ _BELOW: Floats = np.array([_NORMAL.cdf(score) for score in _GRID.tolist()])
 
 @cache
 def _scores_of_longest(group_size: int) -> Floats:
-    """Return the standard score of the quantile `SHARE` of the longest of K, by the share of variance in common.
+    """Return the standard score of the quantile `SHARE` of the longest of K, for each share of common variance.
 
-    P(longest <= x) is the mean, over what they share, of the K-th power of what each does: by Gauss and Hermite.
+    P(longest <= x) is the mean, over the common part, of P(one sample <= x)^K: by Gauss-Hermite quadrature.
     """
     shared = _SHARES[:-1, None]
     low, high = np.full(len(shared), -8.0), np.full(len(shared), 8.0)
     for _ in range(24):
         at = (low + high) / 2
-        # the service asks for every size of a group that comes up, so the distribution is looked up, not computed
+        # the service needs every group size that occurs, so the distribution is tabulated, not computed
         below = np.interp((at[:, None] - np.sqrt(shared) * _NODES) / np.sqrt(1.0 - shared), _GRID, _BELOW)
         is_low = below**group_size @ (_WEIGHTS / _WEIGHTS.sum()) < SHARE
         low, high = np.where(is_low, at, low), np.where(is_low, high, at)
-    return np.append(low, _NORMAL.inv_cdf(SHARE))  # what they have all in common has one longest
+    return np.append(low, _NORMAL.inv_cdf(SHARE))  # samples that share all variance are equal

@@ -1,4 +1,4 @@
-"""Planner: the best plan of a config on its hosts, first by what the bounds allow, then by simulation."""
+"""Planner: find the best plan for a config on its hosts, first by closed-form bounds, then by simulation."""
 
 from __future__ import annotations
 
@@ -14,47 +14,59 @@ from typing import Any
 import numpy as np
 import psutil
 
-from common.hf_folder import read_object
-from common.process import threads_of
-from common.staleness import StalenessConfig, StalenessContract
-from launch.config import Config, load_config
-from launch.errors import ConfigError, as_config_error
-from launch.pools import WorkerPool, actor_pools, stage_pools
-from launch.resources import Gpu, MachineNeeds, check_gpus, gpus_here, stage_need, too_small
-from planning.costs import SHAPE_KEYS, LearnerShape
-from planning.plans import SAMPLES, Candidate, Host, Keys, Prediction, as_overrides, engines_like, predict, world_of
-from planning.profile import Profile
-from planning.profiling import check_generates, shape_of
-from planning.search import Plan, Space, bounds_of, search
-from planning.world import EnginePool
+from leeway.common.hf_folder import read_object
+from leeway.common.process import threads_of
+from leeway.common.staleness import StalenessConfig, StalenessContract
+from leeway.launch.config import Config, load_config
+from leeway.launch.errors import ConfigError, as_config_error
+from leeway.launch.pools import WorkerPool, actor_pools, stage_pools
+from leeway.launch.resources import Gpu, MachineNeeds, check_gpus, list_gpus, stage_need, too_small
+from leeway.planning.costs import SHAPE_KEYS, LearnerShape
+from leeway.planning.plans import (
+    SAMPLES,
+    Candidate,
+    Host,
+    Keys,
+    Prediction,
+    as_overrides,
+    engines_like,
+    predict,
+    world_of,
+)
+from leeway.planning.profile import Profile
+from leeway.planning.profiling import check_generates, shape_of
+from leeway.planning.search import Plan, Space, bounds_of, search
+from leeway.planning.world import EnginePool
 
 NUM_SIMULATED = 20
 NUM_CLOSER = 5
-"""Of these, that are looked at once more."""
+"""Best plans of the first round that are simulated again, with more samples."""
 FEW_SAMPLES = 8_000
-CLOSE = 0.01
-"""Plans whose rates differ by less than this are as good as each other: the one with the younger data is taken."""
-BEYOND = 2
-"""Times the samples that engines were measured with: further out their law is a guess."""
+TIE_TOLERANCE = 0.01
+"""Relative difference of rates up to which plans tie; the plan with the smallest lag wins."""
+MAX_EXTRAPOLATION = 2
+"""Maximum slots, in multiples of the measured number of running samples: beyond it the law is unreliable."""
 MOST_ACTORS = 64
-"""Of a pool, that are looked at."""
-FOR_A_CHANGE = 1e-6
-"""Of its rate, that a plan must gain for each key that it changes."""
+"""Maximum number of actors per pool in the search."""
+CHANGE_PENALTY = 1e-6
+"""Fraction of its rate that a plan must gain for each key that it changes."""
 MOST_RANKS = 64
 SCHEDULES = ("1f1b", "interleaved_1f1b", "zero_bubble")
 TOTAL = "actors.num_actors"
-"""Which a config with pools need not say; where it does, it is the sum of their counts."""
+"""Key that is optional in a config with pools; if set, it equals the sum of their counts."""
+Progress = Callable[[str, float | None], None]
+"""Receives a text and the completed fraction, None if unknown."""
 
 
 class Planner:
-    """Looks for the best plan of a config."""
+    """Search for the best plan of a config."""
 
     def __init__(
         self, path: Path, overrides: Sequence[str], profile: Profile, hosts: Sequence[Host], prices: Mapping[str, float]
     ) -> None:
-        """Load a config; no plan changes the keys of `overrides`, which are of the command line.
+        """Load a config; no plan changes the keys of `overrides`, which come from the command line.
 
-        ConfigError if the config is wrong, or the profile or the prices are not of it.
+        ConfigError if the config is invalid, or the profile or the prices do not match it.
         """
         self._path, self._overrides = path, list(overrides)
         self.config = load_config(path, overrides)
@@ -65,33 +77,33 @@ class Planner:
         self._gpus_of_stage = max(pool.bundle.get("GPU", 0.0) for pool in self._stages)
         check_generates(self.config)
         _check(self.config)
-        self._says_total = "num_actors" in self.config.actors.model_fields_set and not self._actors.keys().isdisjoint(
+        self._sets_total = "num_actors" in self.config.actors.model_fields_set and not self._actors.keys().isdisjoint(
             self.config.pools
         )
         names = [*self._actors, *(pool.name for pool in self._stages)]
         if prices and (missing := [name for name in names if name not in prices]):
             raise ConfigError(
-                f"the price of {', '.join(missing)} is missing: give every pool one, --price POOL=PER_HOUR of one of "
-                f"its workers; the pools are {', '.join(names)}"
+                f"no price for {', '.join(missing)}: pass --price POOL=PER_HOUR, the price of one worker, for every "
+                f"pool ({', '.join(names)})"
             )
         if unknown := [name for name in prices if name not in names]:
-            raise ConfigError(f"--price {unknown[0]}: there is no such pool; the pools are {', '.join(names)}")
-        self._as_it_is = world_of(self.config, profile, prices)
+            raise ConfigError(f"--price {unknown[0]}: unknown pool; use one of {', '.join(names)}")
+        self._current = world_of(self.config, profile, prices)
         counts = [(pool.name, pool.count) for pool in self._actors.values()]
         num_ranks = sum(pool.count for pool in self._stages)
-        taken = self._share(counts, num_ranks) if self._have_places(counts, num_ranks) else 1.0
-        self._slack = max(1.0, taken) if taken < math.inf else 1.0
-        """Processes on CPUs may share cores as much as those of the config do, for so the profile was taken."""
+        load = self._load(counts, num_ranks) if self._can_place(counts, num_ranks) else 1.0
+        self._max_load = max(1.0, load) if load < math.inf else 1.0
+        """Maximum load per core for CPU processes: that of the config, which is the load of the profile."""
 
     @cached_property
     def space(self) -> Space:
-        """All choices, with the config's own values among them."""
+        """Return all choices, including the current values of the config."""
         dimensions: dict[str, Sequence[object]] = {}
         for name, pool in self._actors.items():
             count, slots = (self._key(name, each) for each in ("count", "max_running_samples"))
             dimensions[count] = self._choices(count, pool.count, range(1, self._most_actors(name) + 1))
             own, costs = pool.config.max_running_samples, engines_like(self._profile, pool)
-            most = BEYOND * costs.most_running
+            most = MAX_EXTRAPOLATION * costs.most_running
             dimensions[slots] = self._choices(
                 slots, own, [each for each in (own // 4, own // 2, own, 2 * own) if 1 <= each <= most]
             )
@@ -108,13 +120,13 @@ class Planner:
 
     @cached_property
     def own(self) -> Keys:
-        """The config's own values of the keys that may be chosen."""
+        """Return the current values of the keys that a plan may set."""
         sync = self.config.weight_sync
         keys: dict[str, Any] = {}
         for name, pool in self._actors.items():
             keys[self._key(name, "count")] = pool.count
             keys[self._key(name, "max_running_samples")] = pool.config.max_running_samples
-        if self._says_total:
+        if self._sets_total:
             keys[TOTAL] = self.config.actors.num_actors
         return {
             **keys,
@@ -130,51 +142,49 @@ class Planner:
                 keys |= {key: value for key, value in _keys_of_shape(choice).items() if key not in self._fixed}
             else:
                 keys[name] = choice
-        if self._says_total:
+        if self._sets_total:
             keys[TOTAL] = sum(keys[self._key(name, "count")] for name in self._actors)
         return {key: value for key, value in keys.items() if key not in self._fixed}
 
-    def find(self, say: Callable[[str, float | None], None]) -> list[Candidate]:
+    def find(self, progress: Progress) -> list[Candidate]:
         """Return the best plans, best first; ConfigError if none fits."""
-        say("weighing plans", None)
+        progress("computing bounds of plans", None)
         found = [plan for plan, _ in search(self.space, self.score, NUM_SIMULATED)]
         own = tuple(0 if key == "learner" else each.index(self.own[key]) for key, each in self.space.dimensions.items())
-        found += [own] if own not in found and self.score(own) > -math.inf else []  # so that no plan is worse
+        found += [own] if own not in found and self.score(own) > -math.inf else []  # the result is never worse
         if not found:
-            lacks = "" if self._room is None else f" with {self._room / 2**30:.1f} GiB of memory"
+            memory = "" if self._memory is None else f" with {self._memory / 2**30:.1f} GiB of memory"
             raise ConfigError(
-                "no plan fits: not even an actor of each pool and one stage of a learner have a place on "
-                f"{', '.join(host.name for host in self._hosts)}{lacks}. Give it more hosts, or smaller workers"
+                "no plan fits: one actor per pool and one learner stage exceed the resources of "
+                f"{', '.join(host.name for host in self._hosts)}{memory}. Add hosts or use smaller workers"
             )
         plans = [self.keys_of(plan) for plan in found]
-        candidates = [each.keys for each in self._in_order(self._simulated(plans, FEW_SAMPLES, say))]
-        closer = [keys for place, keys in enumerate(candidates) if place < NUM_CLOSER or keys == self.keys_of(own)]
-        return self._in_order(self._simulated(closer, SAMPLES, say))
+        candidates = [each.keys for each in self._ranked(self._simulate(plans, FEW_SAMPLES, progress))]
+        finalists = [keys for place, keys in enumerate(candidates) if place < NUM_CLOSER or keys == self.keys_of(own)]
+        return self._ranked(self._simulate(finalists, SAMPLES, progress))
 
-    def _simulated(
-        self, plans: Sequence[Keys], samples: int, say: Callable[[str, float | None], None]
-    ) -> list[Candidate]:
+    def _simulate(self, plans: Sequence[Keys], samples: int, progress: Progress) -> list[Candidate]:
         found = []
         for number, keys in enumerate(plans):
-            say(f"simulating plan {number + 1} of {len(plans)}", number / len(plans))
+            progress(f"simulating plan {number + 1} of {len(plans)}", number / len(plans))
             world = world_of(self._with(keys), self._profile, self._prices)
             found.append(Candidate(keys, predict(world, samples=samples)))
         return found
 
-    def as_it_is(self) -> Prediction:
-        return predict(self._as_it_is)
+    def predict_current(self) -> Prediction:
+        return predict(self._current)
 
     # --- scores -----------------------------------------------------------------------------------
 
     def score(self, plan: Plan) -> float:
-        """Return the bound on samples per second, or per price; -inf if the plan is impossible."""
+        """Return the bound on samples per second, or per price; -inf if the plan is infeasible."""
         choices = self.space.choices(plan)
         shape = choices["learner"]
         assert isinstance(shape, LearnerShape)
         counts = {name: int(choices[self._key(name, "count")]) for name in self._actors}  # type: ignore[call-overload]
-        if self._says_total and TOTAL in self._fixed and sum(counts.values()) != self.config.actors.num_actors:
+        if self._sets_total and TOTAL in self._fixed and sum(counts.values()) != self.config.actors.num_actors:
             return -math.inf
-        if not self._has_room(tuple(counts.items()), self._num_ranks(shape)) or self._lacks_memory(counts, shape):
+        if not self._fits(tuple(counts.items()), self._num_ranks(shape)) or self._lacks_memory(counts, shape):
             return -math.inf
         if self.config.launch.colocate and sum(counts.values()) > 1:
             return -math.inf
@@ -185,37 +195,37 @@ class Planner:
             self._engine_pool(name, counts[name], choices[self._key(name, "max_running_samples")])
             for name in self._actors
         )
-        world = replace(self._as_it_is, pools=pools, contract=contract)
+        world = replace(self._current, pools=pools, contract=contract)
         worth = bounds_of(world, self._mean_step_s(shape)).rate
         if self._prices:
             worth /= sum(pool.count * pool.price for pool in pools) + self._price_of_learner(self._num_ranks(shape))
-        # of plans that are as good the one that changes least
+        # ties go to the plan with the fewest changes
         num_changes = sum(self.own[key] != value for key, value in self.keys_of(plan).items())
-        return worth * (1.0 - FOR_A_CHANGE * num_changes)
+        return worth * (1.0 - CHANGE_PENALTY * num_changes)
 
-    def _in_order(self, candidates: list[Candidate]) -> list[Candidate]:
-        """Sort candidates, best first; of those as good as the best, the one with the youngest data first."""
+    def _ranked(self, candidates: list[Candidate]) -> list[Candidate]:
+        """Sort candidates, best first; ties for the first place go to the smallest lag."""
 
         def worth(each: Candidate) -> float:
             price = each.prediction.price_per_1000
             return each.prediction.samples_per_s if price is None else 1.0 / price
 
         candidates = sorted(candidates, key=worth, reverse=True)
-        close = [each for each in candidates if worth(each) >= (1.0 - CLOSE) * worth(candidates[0])]
+        close = [each for each in candidates if worth(each) >= (1.0 - TIE_TOLERANCE) * worth(candidates[0])]
         first = min(close, key=lambda each: (_lag_of(each.keys), -worth(each)))
         return [first, *(each for each in candidates if each is not first)]
 
     @lru_cache(maxsize=4096)  # noqa: B019 -- a planner lives as long as its command
     def _engine_pool(self, name: str, count: int, slots: int) -> EnginePool:
-        before = next(pool for pool in self._as_it_is.pools if pool.name == name)
+        before = next(pool for pool in self._current.pools if pool.name == name)
         return replace(before, count=count, config=before.config.model_copy(update={"max_running_samples": slots}))
 
     @lru_cache(maxsize=256)  # noqa: B019 -- as above
     def _contract(self, publish_every: int, max_lag: int | str) -> StalenessContract | None:
-        said, learner = self.config.weight_sync.staleness(), self.config.learner
+        current, learner = self.config.weight_sync.staleness(), self.config.learner
         try:
-            asked = StalenessConfig(**{**said.model_dump(), "publish_every": publish_every, "max_lag": max_lag})
-            contract = StalenessContract(asked, learner.groups_per_step, learner.updates_per_step)
+            config = StalenessConfig(**{**current.model_dump(), "publish_every": publish_every, "max_lag": max_lag})
+            contract = StalenessContract(config, learner.groups_per_step, learner.updates_per_step)
             self.config.buffer.check_capacity(self._group_size, contract.capacity() + learner.groups_per_step)
         except ValueError:
             return None
@@ -223,51 +233,51 @@ class Planner:
 
     @lru_cache(maxsize=4096)  # noqa: B019 -- as above
     def _mean_step_s(self, shape: LearnerShape) -> float:
-        return self._profile.learner.law.seconds(self._typical, self._as_it_is.prompt_tokens, self._group_size, shape)
+        return self._profile.learner.law.seconds(self._typical, self._current.prompt_tokens, self._group_size, shape)
 
     @cached_property
     def _typical(self) -> list[int]:
-        """Return the tokens of the samples of a typical step, drawn by the law of lengths."""
+        """Return the tokens of the samples of a typical step, drawn from the length distribution."""
         shape, random = (self.config.learner.groups_per_step, self._group_size), np.random.default_rng(0)
-        law = self._profile.samples.lengths
-        drawn = law.lengths(random.standard_normal((shape[0], 1)), random.standard_normal(shape))
+        distribution = self._profile.samples.lengths
+        drawn = distribution.lengths(random.standard_normal((shape[0], 1)), random.standard_normal(shape))
         scores = [NormalDist().inv_cdf((place + 0.5) / drawn.size) for place in range(drawn.size)]
-        lengths = law.at(np.array(scores))[drawn.reshape(-1).argsort().argsort()]
-        return [self._as_it_is.prompt_tokens + int(length) for length in lengths]
+        lengths = distribution.at(np.array(scores))[drawn.reshape(-1).argsort().argsort()]
+        return [self._current.prompt_tokens + int(length) for length in lengths]
 
     @property
     def _group_size(self) -> int:
         return self.config.actors.group_size
 
-    # --- what fits --------------------------------------------------------------------------------
+    # --- resources --------------------------------------------------------------------------------
 
-    def _key(self, pool: str, what: str) -> str:
+    def _key(self, pool: str, name: str) -> str:
         """Return a key of a pool, or of `[actors]` if the config has no pools."""
         if pool in self.config.pools:
-            return f"pools.{pool}.{what}"
-        return TOTAL if what == "count" else f"actors.{what}"
+            return f"pools.{pool}.{name}"
+        return TOTAL if name == "count" else f"actors.{name}"
 
     def _choices(self, key: str, own: object, choices: Iterable[object]) -> list[object]:
-        """Return these choices and the config's own; that alone if the command line sets the key."""
-        return [own] if key in self._fixed else sorted({own, *choices}, key=_in_order)
+        """Return these choices and the current one; only the current one if the command line sets the key."""
+        return [own] if key in self._fixed else sorted({own, *choices}, key=_as_number)
 
     def _most_actors(self, name: str) -> int:
-        """Return the most actors that have a place if there is nothing else."""
+        """Return the maximum number of actors that fit without other workers."""
         count = 1
-        while count < MOST_ACTORS and self._has_room(((name, count + 1),), 0):
+        while count < MOST_ACTORS and self._fits(((name, count + 1),), 0):
             count += 1
         return max(count, self._actors[name].count)
 
     def _shapes(self) -> list[object]:
-        """Return the shapes of the learner that the config allows, its own first."""
+        """Return the learner shapes that the config allows, the current one first."""
         own = shape_of(self.config)
         budgets = sorted({own.token_budget // 2, own.token_budget, 2 * own.token_budget, 4 * own.token_budget})
-        ranks = [n for n in range(1, MOST_RANKS + 1) if self._has_room((), n)]
+        ranks = [n for n in range(1, MOST_RANKS + 1) if self._fits((), n)]
         found: dict[LearnerShape, None] = {own: None}
         for num_ranks, schedule, budget in product(ranks, SCHEDULES, budgets):
             for stages in (n for n in range(1, num_ranks + 1) if num_ranks % n == 0):
                 if stages == 1 and schedule != "1f1b":
-                    continue  # without a pipeline all schedules are one
+                    continue  # without a pipeline all schedules are equal
                 for chunks in (1,) if schedule == "1f1b" else (2,) if schedule == "interleaved_1f1b" else (1, 2):
                     shape = replace(
                         own, num_stages=stages, num_replicas=num_ranks // stages, num_chunks=chunks,
@@ -296,8 +306,8 @@ class Planner:
 
     @cached_property
     def _gpus(self) -> list[Gpu]:
-        """Return the GPUs of this machine, if it is a host; those of others are not known."""
-        return gpus_here() if any(host.is_here for host in self._hosts) else []
+        """Return the GPUs of this machine if it is a host; those of other hosts are unknown."""
+        return list_gpus() if any(host.is_here for host in self._hosts) else []
 
     @cached_property
     def _num_layers(self) -> int:
@@ -306,9 +316,9 @@ class Planner:
         return layers if layers and isinstance(layers, int) else own.num_stages * own.num_chunks
 
     def _with(self, keys: Keys) -> Config:
-        """Return the config with these keys; ConfigError if it would be wrong."""
+        """Return the config with these keys; ConfigError if it is invalid."""
         total = {}
-        if self._says_total:  # so that it is true of any counts; `score` sees to it where the command line says it
+        if self._sets_total:  # keeps it consistent; `score` checks a total from the command line
             counts = {name: pool.count for name, pool in self._actors.items()}
             total[TOTAL] = sum(keys.get(self._key(name, "count"), count) for name, count in counts.items())
         return load_config(self._path, [*as_overrides(keys), *self._overrides, *as_overrides(total)])
@@ -318,26 +328,26 @@ class Planner:
         return shape.num_stages * shape.num_replicas
 
     @lru_cache(maxsize=4096)  # noqa: B019 -- as above
-    def _has_room(self, counts: tuple[tuple[str, int], ...], num_ranks: int) -> bool:
-        """Return whether each of these workers has a place, and cores are not shared beyond the limit."""
-        return self._share(counts, num_ranks) <= self._slack + 1e-9 and self._have_places(counts, num_ranks)
+    def _fits(self, counts: tuple[tuple[str, int], ...], num_ranks: int) -> bool:
+        """Return whether all workers fit on the hosts and cores are not shared beyond the limit."""
+        return self._load(counts, num_ranks) <= self._max_load + 1e-9 and self._can_place(counts, num_ranks)
 
-    def _share(self, counts: Iterable[tuple[str, int]], num_ranks: int) -> float:
-        """Return the greatest load of the cores that workers on CPUs may use; above 1 they share them.
+    def _load(self, counts: Iterable[tuple[str, int]], num_ranks: int) -> float:
+        """Return the maximum load of the cores that CPU workers may use; above 1, workers share cores.
 
-        Pools that may use some of the same hosts are counted together on all of theirs.
+        Pools with common hosts are counted together, on all hosts of these pools.
         """
-        workers, shares = self._workers(counts, num_ranks), []
+        workers, loads = self._workers(counts, num_ranks), []
         for cores, names in self._sites:
             on_cpus = [(num, each.bundle) for each, num in workers if each.name in names and not each.bundle.get("GPU")]
             on_cpu = sum(num * threads_of(bundle.get("CPU", 0.0)) for num, bundle in on_cpus)
-            shares.append(0.0 if not on_cpu else on_cpu / cores if cores else math.inf)
-        return max(shares)
+            loads.append(0.0 if not on_cpu else on_cpu / cores if cores else math.inf)
+        return max(loads)
 
-    def _have_places(self, counts: Iterable[tuple[str, int]], num_ranks: int) -> bool:
-        """Return whether each of these workers finds a host with all that it reserves.
+    def _can_place(self, counts: Iterable[tuple[str, int]], num_ranks: int) -> bool:
+        """Return whether each worker fits on a host with all the resources that it reserves.
 
-        A greedy assignment, fewest possible hosts first, then the largest: it may miss a place that exists.
+        Greedy assignment, workers with the fewest possible hosts first, then the largest; may miss a feasible one.
         """
         workers = [(pool, pool.bundle.get("GPU", 0.0), num) for pool, num in self._workers(counts, num_ranks)]
         workers.sort(key=lambda each: (len(self._may_use[each[0].name]), -each[1], -each[0].bundle.get("CPU", 0.0)))
@@ -348,8 +358,8 @@ class Planner:
                 if not left:
                     break
                 cpus_held, gpus_held = held[host]
-                rooms = (host.cpus - cpus_held, cpus), (host.gpus - gpus_held, gpus)
-                most = min([left, *(int((room + 1e-9) / each) for room, each in rooms if each)])
+                free = (host.cpus - cpus_held, cpus), (host.gpus - gpus_held, gpus)
+                most = min([left, *(int((amount + 1e-9) / each) for amount, each in free if each)])
                 held[host], left = (cpus_held + most * cpus, gpus_held + most * gpus), left - most
             if left:
                 return False
@@ -357,54 +367,54 @@ class Planner:
 
     def _workers(self, counts: Iterable[tuple[str, int]], num_ranks: int) -> list[tuple[WorkerPool, int]]:
         """Return all pools with these counts of actors and of stages."""
-        said = {name: section.count for name, section in self.config.pools.items() if section.count}
-        rest = max(0, num_ranks - sum(said.get(pool.name, 0) for pool in self._stages))
-        stages = [(pool, said.get(pool.name, rest)) for pool in self._stages]
+        fixed = {name: section.count for name, section in self.config.pools.items() if section.count}
+        rest = max(0, num_ranks - sum(fixed.get(pool.name, 0) for pool in self._stages))
+        stages = [(pool, fixed.get(pool.name, rest)) for pool in self._stages]
         actors = [(self._actors[name], count) for name, count in counts]
         return [*stages, *actors]
 
     @cached_property
     def _may_use(self) -> dict[str, list[Host]]:
-        """Return the hosts of each pool; first those that fewest pools may use."""
+        """Return the hosts of each pool, ordered by the number of pools that may use them."""
         pools = [*self._actors.values(), *self._stages]
         hosts = sorted(self._hosts, key=lambda host: sum(map(host.takes, pools)))
         return {pool.name: [host for host in hosts if host.takes(pool)] for pool in pools}
 
     @cached_property
     def _sites(self) -> list[tuple[float, set[str]]]:
-        """Return cores of the hosts of some pools, and all pools that have no other hosts."""
+        """Return, for each union of host sets of pools, its cores and the pools confined to it."""
         unions: set[frozenset[Host]] = {frozenset()}
-        for mine in self._may_use.values():
-            unions |= {each.union(mine) for each in unions}
+        for own in self._may_use.values():
+            unions |= {each.union(own) for each in unions}
         cores = [sum(host.cores or host.cpus for host in hosts) for hosts in unions]
-        names = [{name for name, mine in self._may_use.items() if hosts.issuperset(mine)} for hosts in unions]
+        names = [{name for name, own in self._may_use.items() if hosts.issuperset(own)} for hosts in unions]
         return list(zip(cores, names, strict=True))
 
     @cached_property
-    def _room(self) -> int | None:
-        """Return the bytes of memory, if this machine is the host; None for other hosts, which are not known."""
+    def _memory(self) -> int | None:
+        """Return the bytes of memory if this machine is a host; None for other hosts, whose memory is unknown."""
         return psutil.virtual_memory().total if any(host.is_here for host in self._hosts) else None
 
     def _lacks_memory(self, counts: Mapping[str, int], shape: LearnerShape) -> bool:
-        """Return whether these workers do not fit into the memory of this machine, if it is the host."""
-        if self._room is None or self._bytes is None:
+        """Return whether these workers exceed the memory of this machine, if it is a host."""
+        if self._memory is None or self._bytes is None:
             return False
         per_actor, per_rank, per_replica, rest = self._bytes
         actors = sum(count * per_actor[name] for name, count in counts.items())
         learner = self._num_ranks(shape) * per_rank + shape.num_replicas * per_replica
-        return actors + learner + rest > self._room
+        return actors + learner + rest > self._memory
 
     @cached_property
     def _bytes(self) -> tuple[Mapping[str, int], int, int, int] | None:
-        """Return the bytes of an actor of each pool, a rank, a replica besides, and the rest; None if not known.
+        """Return the bytes per actor of each pool, per rank, per replica in addition, and the rest; None if unknown.
 
-        `MachineNeeds` is linear in them, so that differences tell.
+        They are differences of `MachineNeeds`, which is linear in these counts.
         """
         actors = {name: section for name, section in self.config.pools.items() if section.role == "actors"}
         ones = dict.fromkeys(self._actors, 1)
 
         def needed(counts: Mapping[str, int], num_stages: int = 1, num_replicas: int = 1) -> int:
-            # not by keys: the command line would win over them, and pools of stages hold as many as they say
+            # without keys: the command line overrides these, and stage pools have fixed counts
             shape = {"num_stages": num_stages, "num_replicas": num_replicas, "gpus": self._gpus_of_stage}
             update = {
                 "learner": self.config.learner.model_copy(update=shape),
@@ -426,7 +436,7 @@ class Planner:
 
 
 def _check(config: Config) -> None:
-    """Raise ConfigError if a run would refuse the learner's shape, as far as the config alone decides it."""
+    """Raise ConfigError if a run would reject the learner shape, as far as the config alone determines it."""
     with as_config_error():
         config.learner.check(config.algorithm.needs.critic)
     check_gpus(config)
@@ -436,9 +446,9 @@ def _keys_of_shape(shape: LearnerShape) -> dict[str, Any]:
     return {f"learner.{name}": getattr(shape, name) for name in SHAPE_KEYS}
 
 
-def _in_order(choice: object) -> float:
+def _as_number(choice: object) -> float:
     return float(choice) if isinstance(choice, int | float) else math.inf
 
 
 def _lag_of(keys: Keys) -> float:
-    return _in_order(keys.get("weight_sync.max_lag", "unbounded"))
+    return _as_number(keys.get("weight_sync.max_lag", "unbounded"))

@@ -1,7 +1,7 @@
-"""Plans: what of a config may be chosen, and what it would do by a profile.
+"""Plans: hosts, simulated predictions from a profile, and the TOML patch of a plan.
 
-Chosen are the number of actors of each pool and their slots, the shape of the learner, how often it publishes and how
-old samples may be, up to the config's own bound. Everything that learning depends on stays as it is.
+A plan sets the number of actors of each pool and their slots, the shape of the learner, the publication interval, and
+the staleness bound, up to that of the config. It changes no other setting that affects learning.
 """
 
 from __future__ import annotations
@@ -19,41 +19,41 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from common.process import usable_cpus
-from common.staleness import StalenessContract
-from launch.config import Config
-from launch.errors import ConfigError
-from launch.pools import ActorPool, WorkerPool, actor_pools, stage_pools
-from launch.resources import gpus_here
-from planning.profile import EngineCosts, Profile
-from planning.profiling import settings_of, settings_of_engine, shape_of
-from planning.simulator import Simulation
-from planning.world import EnginePool, World
+from leeway.common.process import usable_cpus
+from leeway.common.staleness import StalenessContract
+from leeway.launch.config import Config
+from leeway.launch.errors import ConfigError
+from leeway.launch.pools import ActorPool, WorkerPool, actor_pools, stage_pools
+from leeway.launch.resources import list_gpus
+from leeway.planning.profile import EngineCosts, Profile
+from leeway.planning.profiling import settings_of, settings_of_engine, shape_of
+from leeway.planning.simulator import Simulation
+from leeway.planning.world import EnginePool, World
 
 NUM_SHOWN = 4
 SAMPLES = 30_000
-"""Samples that a prediction simulates in all: less than a second."""
+"""Total samples of the simulations of a prediction: less than a second."""
 LEAST_STEPS = 12
 NUM_SEEDS = 3
 _T = 4.30
-"""Student's t, 95 %, of so many."""
+"""Student's t for a 95 % interval of the mean of `NUM_SEEDS` values."""
 
 Key = str
 Keys = Mapping[Key, Any]
-"""Keys of a config, dotted, and the values that a plan gives them."""
+"""Dotted config key -> value in a plan."""
 
 
 class Host(NamedTuple):
-    """A machine that a run may use."""
+    """Machine available to a run."""
 
     name: str
     pools: frozenset[str]
     cpus: float
     gpus: float
     is_here: bool = False
-    """Is it this machine? Ray starts itself here as a host of every pool."""
+    """True for the local machine, which Ray starts as a host of every pool."""
     cores: float | None = None
-    """That processes may use, where they are fewer than Ray counts as CPUs."""
+    """Cores available to processes, if fewer than the CPUs that Ray counts."""
 
     def takes(self, pool: WorkerPool) -> bool:
         return self.is_here or pool.bundle.keys() <= {"CPU", "GPU", *(f"pool_{name}" for name in self.pools)}
@@ -61,7 +61,7 @@ class Host(NamedTuple):
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan that was looked at closely."""
+    """Plan with a simulated prediction."""
 
     keys: Keys
     prediction: Prediction
@@ -70,19 +70,19 @@ class Candidate:
 # --- hosts --------------------------------------------------------------------------------------------
 
 
-def host_here() -> Host:
+def local_host() -> Host:
     cpus = float(usable_cpus())
-    return Host("this machine", frozenset(), cpus, float(len(gpus_here())), is_here=True, cores=cpus)
+    return Host("this machine", frozenset(), cpus, float(len(list_gpus())), is_here=True, cores=cpus)
 
 
 def read_hosts(path: Path, cpus: float, gpus: float) -> list[Host]:
-    """Return the hosts of a file as `launch/cluster.sh` takes it; ConfigError if it cannot be read, or names none."""
+    """Return the hosts of a `launch/cluster.sh` host file; ConfigError if it is unreadable or has no host."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}; give a file with a line per host") from None
+        raise ConfigError(f"{path} cannot be read: {error.strerror}; pass a file with one host per line") from None
     except UnicodeDecodeError:
-        raise ConfigError(f"{path} is not UTF-8 text; give a file with a line per host") from None
+        raise ConfigError(f"{path} is not UTF-8 text: pass a file with one host per line") from None
     hosts = []
     for line in lines:
         words = line.partition("#")[0].split()
@@ -90,21 +90,21 @@ def read_hosts(path: Path, cpus: float, gpus: float) -> list[Host]:
             pools = frozenset(words[1].split(",")) - {"-"} if len(words) > 1 else frozenset()
             hosts.append(Host(words[0], pools, cpus, gpus))
     if not hosts:
-        raise ConfigError(f"{path} names no host: a line is HOST [POOL[,POOL...] [ADDRESS]]")
+        raise ConfigError(f"{path} has no hosts: add lines of the form HOST [POOL[,POOL...] [ADDRESS]]")
     return hosts
 
 
-# --- what a config would do ---------------------------------------------------------------------------
+# --- the simulated run --------------------------------------------------------------------------------
 
 
 def world_of(config: Config, profile: Profile, prices: Mapping[str, float] | None = None) -> World:
-    """Return the run of a config, at the costs of a profile; ConfigError if the profile is of other engines or keys."""
+    """Return the simulation input of a config with the costs of a profile; ConfigError if they do not match."""
     learner, here = profile.learner, settings_of(config)
     for key, value in profile.settings.items():
         if here.get(key) != value:
             raise ConfigError(
-                f"the profile was taken with {key} = {value!r}, and the config has {here.get(key)!r}: what it measured "
-                "costs another time there. Take one with this config: `leeway profile CONFIG.toml`"
+                f"the profile was measured with {key} = {value!r}, but the config has {here.get(key)!r}, so its costs "
+                "do not apply: run `leeway profile CONFIG.toml` for this config"
             )
     prices = prices or {}
     law, shape, group_size = learner.law, shape_of(config), config.actors.group_size
@@ -131,46 +131,48 @@ def world_of(config: Config, profile: Profile, prices: Mapping[str, float] | Non
 
 
 def engines_like(profile: Profile, pool: ActorPool) -> EngineCosts:
-    """Return those of the profile's engines that are of this pool, or of its kind; ConfigError if there are none."""
+    """Return the engine costs of a profile for a pool, or for an equal engine; ConfigError if there are none."""
     here, named, why = settings_of_engine(pool.config), profile.engines.get(pool.name), ""
     for costs in (*([named] if named else []), *profile.engines.values()):
         there = costs.settings
         if not (differs := [key for key, value in there.items() if here.get(key) != value]):
             return costs
-        why = why or f"it has one in which {differs[0]} is {there[differs[0]]!r}, and not {here.get(differs[0])!r}"
+        why = why or f"{differs[0]} = {there[differs[0]]!r} in the profile, but {here.get(differs[0])!r} in the config"
     raise ConfigError(
-        f"the profile has no engine like those of pool '{pool.name}': {why}. Take one with this config: `leeway "
-        "profile CONFIG.toml`"
+        f"the profile has no matching engine for pool '{pool.name}': {why}: run `leeway profile "
+        "CONFIG.toml` for this config"
     )
 
 
-# --- simulated ---------------------------------------------------------------------------------------
+# --- predictions --------------------------------------------------------------------------------------
 
 
 class Prediction(msgspec.Struct, frozen=True, kw_only=True):
-    """Figures that `leeway plan` predicts of a run; means over the seeds that were simulated."""
+    """Figures that `leeway plan` predicts for a run; means over the simulated seeds."""
 
     samples_per_s: float
     low: float
     high: float
-    """Of samples_per_s, 95 % by the seeds that were simulated; what the profile does not know is not in it."""
+    """`low` and `high`: 95 % interval of samples_per_s over the simulated seeds; excludes errors of the profile."""
     step_s: float
     learner_busy: float
     slots_used: float
     drop_share: float
     lag_mean: float
-    """Of the oldest tokens of trained groups."""
+    """Mean lag of the oldest token of trained groups, in versions."""
     binds: str
+    """Bottleneck of the run."""
     price_per_1000: float | None = None
-    """Of a thousand trained samples; None without prices."""
+    """Price of a thousand trained samples; None without prices."""
 
     def describe(self) -> str:
         price = "" if self.price_per_1000 is None else f", {self.price_per_1000:.3g} per 1,000 samples"
-        return f"{self.samples_per_s:.1f} samples/s ({self.low:.1f} to {self.high:.1f}), {self.binds} binds{price}"
+        rate = f"{self.samples_per_s:.1f} samples/s ({self.low:.1f} to {self.high:.1f})"
+        return f"{rate}, bottleneck: {self.binds}{price}"
 
 
 def predict(world: World, *, samples: int = SAMPLES) -> Prediction:
-    """Simulate a world under several seeds, for this number of samples each."""
+    """Simulate a world under `NUM_SEEDS` seeds, with about `samples` samples in total."""
     contract = world.contract
     per_step = contract.groups_per_step * world.group_size
     steps = max(LEAST_STEPS, samples // (NUM_SEEDS * per_step))
@@ -201,53 +203,53 @@ def as_overrides(keys: Keys) -> list[str]:
 
 
 def write_plan(path: Path, candidate: Candidate, profile: Path) -> None:
-    """Write a TOML patch with the prediction that it was chosen for; ConfigError if it cannot be written."""
+    """Write a plan as a TOML patch with its prediction; ConfigError if the file cannot be written."""
     sections: dict[str, dict[str, Any]] = {}
     for key, value in candidate.keys.items():
         section, _, name = key.rpartition(".")
         sections.setdefault(section, {})[name] = value
     lines = [
         f"# {candidate.prediction.describe()}",
-        "# leeway train CONFIG.toml --plan THIS; the command line wins",
+        "# leeway train CONFIG.toml --plan THIS; command-line options take precedence",
         "",
     ]
     for section, values in sections.items():
         lines += [f"[{section}]", *(f"{name} = {json.dumps(value)}" for name, value in values.items()), ""]
-    told = msgspec.to_builtins(candidate.prediction) | {"profile": str(profile.resolve())}
-    lines += ["[plan]", *(f"{name} = {json.dumps(value)}" for name, value in told.items() if value is not None), ""]
+    prediction = msgspec.to_builtins(candidate.prediction) | {"profile": str(profile.resolve())}
+    lines += ["[plan]", *(f"{key} = {json.dumps(value)}" for key, value in prediction.items() if value is not None), ""]
     try:
         path.write_text("\n".join(lines), encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}; give another place as --out") from None
+        raise ConfigError(f"{path} cannot be written: {error.strerror}; pass another --out FILE") from None
 
 
 def read_plan(path: Path) -> list[str]:
-    """Return the keys of a plan as overrides; ConfigError if it is not there, or is not a plan."""
+    """Return the keys of a plan as overrides; ConfigError if the file is missing or not a plan."""
     try:
         tree = tomllib.loads(path.read_text(encoding="utf-8"))
-        told = tree.pop("plan", None)
-        if not isinstance(told, dict):
-            raise ValueError("it has no section [plan]")  # noqa: TRY004, TRY301 -- one sentence for all
-        msgspec.convert({**told, "profile": None}, Prediction)
-    except (OSError, ValueError) as error:  # ValueError: no UTF-8, no TOML, or another TOML
+        prediction = tree.pop("plan", None)
+        if not isinstance(prediction, dict):
+            raise ValueError("it has no section [plan]")  # noqa: TRY004, TRY301 -- handled as other errors
+        msgspec.convert({**prediction, "profile": None}, Prediction)
+    except (OSError, ValueError) as error:  # ValueError: invalid UTF-8, invalid TOML, or TOML of another kind
         why = getattr(error, "strerror", None) or error
-        raise ConfigError(f"--plan {path} is not a plan ({why}): give a file that `leeway plan` wrote") from None
+        raise ConfigError(f"--plan {path} is not a plan ({why}): pass a file written by `leeway plan`") from None
     return as_overrides(dict(_flat(tree)))
 
 
-def _flat(tree: Mapping[str, Any], before: str = "") -> Iterator[tuple[Key, Any]]:
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[Key, Any]]:
     for name, value in tree.items():
         if isinstance(value, dict):
-            yield from _flat(value, f"{before}{name}.")
+            yield from _flat(value, f"{prefix}{name}.")
         else:
-            yield f"{before}{name}", value
+            yield f"{prefix}{name}", value
 
 
-# --- for people ---------------------------------------------------------------------------------------
+# --- command line -------------------------------------------------------------------------------------
 
 
 def prices_of(words: Sequence[str]) -> dict[str, float]:
-    """Return the prices of words POOL=PER_HOUR; ConfigError if one has another form, or is no price."""
+    """Parse prices of the form POOL=PER_HOUR; ConfigError if one is malformed or not above 0."""
     prices = {}
     for word in words:
         pool, equals, text = word.partition("=")
@@ -256,23 +258,23 @@ def prices_of(words: Sequence[str]) -> dict[str, float]:
         except ValueError:
             prices[pool] = -1.0
         if not equals or not pool or not 0.0 < prices[pool] < math.inf:
-            raise ConfigError(f"--price {word}: write POOL=PER_HOUR with a price above 0, as in --price actors=2.5")
+            raise ConfigError(f"--price {word}: expected POOL=PER_HOUR with a price above 0, as in --price actors=2.5")
     return prices
 
 
-def show(candidates: Sequence[Candidate], as_it_is: Prediction, own: Keys) -> None:
-    """Print the best plan, the next best three and the config as it is, and what each changes of it."""
+def show(candidates: Sequence[Candidate], current: Prediction, own: Keys) -> None:
+    """Print the best plan, the next three and the unchanged config, and the changes of each plan."""
     from rich.console import Console
     from rich.table import Table
 
-    has_price = as_it_is.price_per_1000 is not None
-    heads = ["plan", "samples/s", "binds", "learner busy", "slots used", "lag", "dropped", *["per 1,000"] * has_price]
-    table = Table(*heads, box=None, pad_edge=False)
+    has_price = current.price_per_1000 is not None
+    heads = ["plan", "samples/s", "bottleneck", "learner busy", "slots used", "lag", "dropped"]
+    table = Table(*heads, *["per 1,000"] * has_price, box=None, pad_edge=False)
     names = ["best", *(f"{place}." for place in range(2, NUM_SHOWN + 1))]
     different = {each.prediction.samples_per_s: each for each in reversed(candidates)}
     candidates = [each for each in candidates if different[each.prediction.samples_per_s] is each]
     shown = [(name, each.prediction) for name, each in zip(names, candidates, strict=False)]
-    for name, prediction in [*shown, ("as it is", as_it_is)]:
+    for name, prediction in [*shown, ("unchanged", current)]:
         cells = [
             f"{prediction.samples_per_s:.1f} ({prediction.low:.1f} to {prediction.high:.1f})",
             prediction.binds,
@@ -289,4 +291,4 @@ def show(candidates: Sequence[Candidate], as_it_is: Prediction, own: Keys) -> No
     Console(width=None if sys.stdout.isatty() else 160).print(table)
     for name, each in zip(names, candidates, strict=False):
         changed = [f"{key} {own[key]} -> {value}" for key, value in each.keys.items() if own[key] != value]
-        print(f"{name}: {', '.join(changed) or 'as the config says'}")
+        print(f"{name}: {', '.join(changed) or 'no changes'}")

@@ -1,4 +1,4 @@
-"""Profile: what the parts of a run cost on one machine with one model, as it was measured. profile.json holds it."""
+"""Profile: measured costs of the parts of a run on one machine with one model, stored as profile.json."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 
 import msgspec
 
-from common.files import write_whole
-from launch.errors import ConfigError
-from planning.costs import LearnerShape, LearnerTime, TokenTime
-from planning.lengths import LengthLaw
-from planning.world import Costs
+from leeway.common.files import write_whole
+from leeway.launch.errors import ConfigError
+from leeway.planning.costs import LearnerShape, LearnerTime, TokenTime
+from leeway.planning.lengths import LengthDistribution
+from leeway.planning.world import Costs
 
 FORMAT = 3
 LEASE_S = 0.025
-"""An actor at a closed door asks again after at most twice as long; see `actors.loop`."""
+"""Mean seconds until an actor retries a refused lease request, half of the maximum; see `leeway.actors.loop`."""
 
 
 class MachineFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,7 +30,7 @@ class MachineFacts(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.processor}, {self.cores} cores{gpus}"
 
     def is_like(self, other: MachineFacts) -> bool:
-        """Return whether work costs as much on the other, as far as these facts decide it."""
+        """Return whether these facts are equal, so that work should cost the same on both machines."""
         return (self.processor, self.cores, self.gpus) == (other.processor, other.cores, other.gpus)
 
 
@@ -40,12 +40,12 @@ class EngineCosts(msgspec.Struct, frozen=True, kw_only=True):
     terms: tuple[float, float, float, float]
     num_steps: int
     relative_error: float
-    """Root mean square of what the law leaves of a step, over the mean step."""
+    """Root mean square of the residuals, divided by the mean time of a step."""
     most_running: int
-    """Samples that it was measured with at most; beyond, the law is a guess."""
+    """Maximum number of running samples in the measurement; beyond it the law extrapolates."""
     kv_tokens: int
     settings: dict[str, Any]
-    """What of `[actors]` decides these costs, as it was."""
+    """Values of the `[actors]` keys that determine these costs."""
 
     @property
     def law(self) -> TokenTime:
@@ -54,21 +54,21 @@ class EngineCosts(msgspec.Struct, frozen=True, kw_only=True):
 
 class LearnerCosts(msgspec.Struct, frozen=True, kw_only=True):
     terms: tuple[float, float, float, float]
-    """Of `planning.costs.LearnerTime`, seconds, without scores of a reference."""
+    """Coefficients of `leeway.planning.costs.LearnerTime` in seconds, without reference scores."""
     num_steps: int
     relative_error: float
     shape: LearnerShape
     between_steps_s: float
-    """From the end of a step to the begin of the next where its batch was ready."""
+    """Seconds from the end of a step to the start of the next if its batch is ready."""
     score_token_s: float = 0.0
-    """Of scoring a token with the reference in a step, on one stage alone; 0 where the learner has none."""
+    """Seconds to score a token with the reference model on a single stage; 0 without a reference."""
 
     @property
     def law(self) -> LearnerTime:
         return LearnerTime(*self.terms)
 
     def score_token_s_of(self, shape: LearnerShape) -> float:
-        """Return the seconds of scoring a token in a step of a learner of this shape."""
+        """Return the seconds to score a token in a step of a learner of this shape."""
         return self.score_token_s / (shape.num_stages * shape.num_replicas)
 
 
@@ -76,12 +76,12 @@ class WeightCosts(msgspec.Struct, frozen=True, kw_only=True):
     """Delays of a version from the learner to the engines."""
 
     behind_s: float
-    """From the end of a step until an engine begins to apply its weights, median."""
+    """Median seconds from the end of a step until an engine starts to apply its weights."""
     pause_s: float
-    """That an engine makes no token meanwhile, mean."""
+    """Mean seconds of an update during which an engine generates no token."""
 
     def as_costs(self, settled_s: float, between_steps_s: float) -> Costs:
-        """Return the costs of a simulation; a version can be pulled about half way to its use."""
+        """Return simulation costs; assumes that a version can be pulled after half of `behind_s`."""
         return Costs(
             reward_s=settled_s,
             lease_s=LEASE_S,
@@ -95,14 +95,14 @@ class WeightCosts(msgspec.Struct, frozen=True, kw_only=True):
 class SampleFacts(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: float
     quantiles: tuple[float, ...]
-    """Of the lengths of completions; see `LengthLaw`."""
+    """Quantiles of completion lengths; see `LengthDistribution`."""
     explained: float
     settled_s: float
-    """From the last token of a sample to its commit: reward, push and all, mean."""
+    """Mean seconds from the last token of a sample to its commit, including reward and push."""
 
     @property
-    def lengths(self) -> LengthLaw:
-        return LengthLaw(self.quantiles, self.explained)
+    def lengths(self) -> LengthDistribution:
+        return LengthDistribution(self.quantiles, self.explained)
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True):
@@ -112,13 +112,13 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     taken_s: float
     machine: MachineFacts
     model: str
-    """`common.hf_folder.model_identity`, or its name on the Hub."""
+    """`leeway.common.hf_folder.model_identity`, or the name on the Hub."""
     engines: dict[str, EngineCosts]
     learner: LearnerCosts
     weights: WeightCosts
     samples: SampleFacts
     settings: dict[str, Any]
-    """Keys of the config that decide what a step or a sample costs, as they were."""
+    """Values of the config keys that determine the cost of a step or a sample."""
 
     def costs(self) -> Costs:
         return self.weights.as_costs(self.samples.settled_s, self.learner.between_steps_s)
@@ -128,56 +128,57 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def read(cls, path: Path) -> Profile:
-        """Read a file of `write`; ConfigError if it is not there, or nothing that this Leeway reads."""
+        """Read a profile written by `write`; ConfigError if the file is missing, invalid or of another format."""
         try:
             found = msgspec.json.decode(path.read_bytes(), type=Profile)
         except OSError as error:
             raise ConfigError(
-                f"{path} cannot be read ({error.strerror}); `leeway profile CONFIG.toml` makes one"
+                f"{path} cannot be read ({error.strerror}): create one with `leeway profile CONFIG.toml`"
             ) from None
         except msgspec.DecodeError as error:
-            raise ConfigError(f"{path} is no profile: {error}; `leeway profile CONFIG.toml` makes one") from None
+            text = f"{path} is not a valid profile ({error}): create one with `leeway profile CONFIG.toml`"
+            raise ConfigError(text) from None
         if found.format != FORMAT:
-            raise ConfigError(f"{path} has format {found.format}, and this Leeway reads {FORMAT}: take it anew")
+            raise ConfigError(f"{path} has format {found.format}, expected {FORMAT}: run `leeway profile` again")
         return found
 
     def check_model(self, model: str, path: Path) -> None:
-        """Raise ConfigError if it is of another model."""
+        """Raise ConfigError if the profile is of another model."""
         if model != self.model:
             raise ConfigError(
-                f"{path} is of another model ({self.model}, and the config names {model}): what a token costs there "
-                "says nothing here. Take one with this config: `leeway profile CONFIG.toml`"
+                f"{path} is a profile of model {self.model}, but the config has {model}, whose costs differ: "
+                "run `leeway profile CONFIG.toml` for this config"
             )
 
     def describe(self) -> str:
-        """Return a text of what was measured, and how well the laws fit."""
+        """Return a text with the measured costs and the goodness of fit."""
         taken = time.strftime("%Y-%m-%d %H:%M", time.localtime(self.taken_s))
-        lines = [f"taken {taken} on {self.machine}, of {self.model}"]
+        lines = [f"measured {taken} on {self.machine}, model {self.model}"]
         for name, engine in self.engines.items():
             law = engine.law
             full_s = law.seconds(engine.most_running, engine.most_running * self.samples.prompt_tokens)
             lines.append(
-                f"engines of '{name}': a step takes {1e3 * law.base:.2f} ms + {1e6 * law.per_sample:.1f} us a sample "
-                f"+ {1e9 * law.per_kv_token:.2f} ns a token of context + {1e6 * law.per_prompt_token:.2f} us a prompt "
-                f"token, {1e3 * full_s:.1f} ms with {engine.most_running} samples; {engine.num_steps} steps, within "
+                f"engines of '{name}': step = {1e3 * law.base:.2f} ms + {1e6 * law.per_sample:.1f} us per sample "
+                f"+ {1e9 * law.per_kv_token:.2f} ns per context token + {1e6 * law.per_prompt_token:.2f} us per prompt "
+                f"token, {1e3 * full_s:.1f} ms with {engine.most_running} samples; {engine.num_steps} steps, RMS error "
                 f"{engine.relative_error:.0%}"
             )
         learner = self.learner
         law_of_steps = learner.law
         lines.append(
-            f"learner: a step takes {1e3 * law_of_steps.step:.0f} ms + {1e3 * law_of_steps.micro_batch:.1f} ms a "
-            f"micro-batch + {1e6 * law_of_steps.token:.2f} us a token + {1e9 * law_of_steps.token_squared:.2f} ns a "
-            f"squared one; {learner.num_steps} steps, within {learner.relative_error:.0%}"
-            + (f"; the reference {1e6 * learner.score_token_s:.2f} us a token" if learner.score_token_s else "")
+            f"learner: step = {1e3 * law_of_steps.step:.0f} ms + {1e3 * law_of_steps.micro_batch:.1f} ms per "
+            f"micro-batch + {1e6 * law_of_steps.token:.2f} us per token + {1e9 * law_of_steps.token_squared:.2f} ns "
+            f"per squared token; {learner.num_steps} steps, RMS error {learner.relative_error:.0%}"
+            + (f"; reference {1e6 * learner.score_token_s:.2f} us per token" if learner.score_token_s else "")
         )
         lines.append(
-            f"weights: an engine begins to apply a version {self.weights.behind_s:.2f} s after its step, and pauses "
-            f"{1e3 * self.weights.pause_s:.0f} ms for it"
+            f"weights: an engine starts to apply a version {self.weights.behind_s:.2f} s after its step, and pauses "
+            f"for {1e3 * self.weights.pause_s:.0f} ms"
         )
         lengths = self.samples.lengths
         lines.append(
             f"completions: {lengths.mean:.0f} tokens on average, {lengths.longest:.0f} at most, "
-            f"{lengths.explained:.0%} of the spread explained by the prompt; committed "
+            f"{lengths.explained:.0%} of the variance explained by the prompt; committed "
             f"{1e3 * self.samples.settled_s:.0f} ms after the last token"
         )
         return "\n".join(lines)

@@ -1,9 +1,9 @@
-"""Profiles of runs: read from what runs have left in their folders, and from two short ones that are made for it.
+"""Profiles of runs, from existing run folders or from two short runs started for this purpose.
 
-Whatever a run did is in its folder: the steps of its engines in status.json, those of its learner in metrics.jsonl, its
-weights in timeline.json, lengths in its buffer. So any run is a profile, and one taken on purpose is two short real
-runs: one as the config says, one with a quarter of the slots and twice the budget of a micro-batch, so that the terms
-of the laws are told apart.
+A run folder has all measurements: engine steps in status.json, learner steps in metrics.jsonl, weight updates in
+timeline.json, lengths in the buffer. So a profile can be read from any run. `take` starts two short runs: one with the
+config, one with a quarter of the slots and twice the token budget of a micro-batch, which makes the terms of the laws
+identifiable.
 """
 
 from __future__ import annotations
@@ -26,60 +26,60 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from actors.config import ActorsConfig
-from buffer.errors import StoreError
-from buffer.offline.inspect import Inspection, joined
-from common.hf_folder import model_identity
-from common.process import usable_cpus
-from launch.checks import check
-from launch.config import Config, load_config
-from launch.errors import ConfigError, as_config_error
-from launch.host import ourselves
-from launch.observe.metrics import Rows
-from launch.observe.status import RunStatus, StatusError, read_status
-from launch.observe.trace import read
-from launch.pools import actor_pools
-from launch.resources import gpus_here
-from launch.run_folder import WEIGHTS_KEY, RunFolder
-from planning.costs import NUM_TERMS, SHAPE_KEYS, LearnerShape, Moments, terms
-from planning.lengths import LengthLaw, explained_by_prompt
-from planning.profile import EngineCosts, LearnerCosts, MachineFacts, Profile, SampleFacts, WeightCosts
-from planning.world import Costs
+from leeway.actors.config import ActorsConfig
+from leeway.buffer.errors import StoreError
+from leeway.buffer.offline.inspect import Inspection, joined
+from leeway.common.hf_folder import model_identity
+from leeway.common.process import usable_cpus
+from leeway.launch.checks import check
+from leeway.launch.config import Config, load_config
+from leeway.launch.errors import ConfigError, as_config_error
+from leeway.launch.host import leeway_command
+from leeway.launch.observe.metrics import Rows
+from leeway.launch.observe.status import RunStatus, StatusError, read_status
+from leeway.launch.observe.trace import read
+from leeway.launch.pools import actor_pools
+from leeway.launch.resources import list_gpus
+from leeway.launch.run_folder import WEIGHTS_KEY, RunFolder
+from leeway.planning.costs import NUM_TERMS, SHAPE_KEYS, LearnerShape, LeastSquares, terms
+from leeway.planning.lengths import LengthDistribution, explained_by_prompt
+from leeway.planning.profile import EngineCosts, LearnerCosts, MachineFacts, Profile, SampleFacts, WeightCosts
+from leeway.planning.world import Costs
 
 WARM_UP = 3
-"""Steps at the beginning that say nothing: caches are cold, and everybody waits for the first samples."""
+"""First steps of a run that are ignored: caches are cold, and all processes wait for the first samples."""
 LEAST_STEPS = 8
-"""That a run must have taken after those."""
+"""Minimum number of steps of a run after the warm-up."""
 ENOUGH_S, AT_MOST_S = 25.0, 1200.0
-"""Of training, for a profile: once there are enough steps, and in any case. A step may take a minute and a half."""
+"""Minimum seconds of training for a profile, and maximum, even with too few steps. A step may take 90 s."""
 END_S = 120.0
-"""So long a run may take to end."""
-LOOK_EVERY_S = 0.5
+"""Seconds that a run may take to exit after SIGINT."""
+POLL_S = 0.5
 NUM_LAST_LINES = 8
 MIN_ENGINE_STEPS = 50
 
-Say = Callable[[str], None]
+Progress = Callable[[str], None]
 
 
 class _Trained(NamedTuple):
-    """What the buffer knows of the samples."""
+    """Statistics of the samples in the buffer of a run."""
 
     squares: dict[int, float]
     """Step -> sum of the squared lengths of its sequences."""
     repeated: dict[int, tuple[float, float]]
-    """Step -> tokens of prompts that another sample of the group has too, and the sum of their squares."""
+    """Step -> tokens of prompts shared with another sample of the group, and the sum of their squares."""
     finished_s: dict[int, float]
-    """Step -> when the last token of its samples was made, where they are still stored."""
+    """Step -> time of the last token of its samples, for samples that are still stored."""
     prompt_tokens: float
     completions: list[int]
     prompts: list[int]
 
 
-# --- from folders of runs -----------------------------------------------------------------------------
+# --- from run folders ---------------------------------------------------------------------------------
 
 
 def profile_of(folders: Sequence[RunFolder]) -> Profile:
-    """Return what runs of one model on this machine cost; ConfigError names one that is too short or not readable."""
+    """Return the profile of runs of one model on this machine; ConfigError if a run is too short or unreadable."""
     return _profile_of([_Run(folder) for folder in folders])
 
 
@@ -88,9 +88,9 @@ def _profile_of(runs: Sequence[_Run]) -> Profile:
     for run in runs[1:]:
         for key, value in first.settings.items():
             if (other := run.settings.get(key, value)) != value:
-                said = f"{run.folder.root} has {key} = {other!r}, {first.folder.root} {value!r}: profile each by itself"
-                raise ConfigError(said)
-    law_of_steps = Moments(NUM_TERMS)
+                text = f"{key} = {other!r} in {run.folder.root}, but {value!r} in {first.folder.root}"
+                raise ConfigError(f"{text}: profile each run separately")
+    law_of_steps = LeastSquares(NUM_TERMS)
     for run in runs:
         run.add_steps(law_of_steps)
     fit = law_of_steps.fit()
@@ -108,14 +108,14 @@ def _profile_of(runs: Sequence[_Run]) -> Profile:
     explained = [explained_by_prompt(run.trained.prompts, run.trained.completions) for run in runs]
     return Profile(
         taken_s=time.time(),
-        machine=machine_here(),
+        machine=local_machine(),
         model=first.model,
         engines=_engines(runs),
         learner=learner,
         weights=_weights(runs),
         samples=SampleFacts(
             prompt_tokens=fmean(run.trained.prompt_tokens for run in runs),
-            quantiles=LengthLaw.measured(completions).quantiles,
+            quantiles=LengthDistribution.measured(completions).quantiles,
             explained=min(1.0, fmean(explained)),
             settled_s=_settled_s(runs),
         ),
@@ -124,14 +124,14 @@ def _profile_of(runs: Sequence[_Run]) -> Profile:
 
 
 def costs_of(folders: Sequence[RunFolder]) -> Costs:
-    """Return what is neither a token nor a step, of runs whose engines need not have measured anything."""
+    """Return the costs besides tokens and steps; the runs need no measurements of their engines."""
     runs = [_Run(folder) for folder in folders]
     weights = _weights(runs)
     return weights.as_costs(_settled_s(runs), _between_steps_s(runs))
 
 
 def _score_token_s(runs: Sequence[_Run]) -> float:
-    """Return the seconds of scoring a token with the reference, on one stage."""
+    """Return the seconds to score a token with the reference model on one stage."""
     tokens = seconds = 0.0
     for run in runs:
         shape = shape_of(run.config)
@@ -147,8 +147,8 @@ def _weights(runs: Sequence[_Run]) -> WeightCosts:
 
 
 def _settled_s(runs: Sequence[_Run]) -> float:
-    told = [pool.engines.settled_s for run in runs for pool in run.status.pools]
-    known = [each for each in told if each is not None]
+    values = [pool.engines.settled_s for run in runs for pool in run.status.pools]
+    known = [each for each in values if each is not None]
     return fmean(known) if known else 0.0
 
 
@@ -158,7 +158,7 @@ def _between_steps_s(runs: Sequence[_Run]) -> float:
 
 
 def model_of(config: Config) -> str | None:
-    """Return the identity of a config's model, on the Hub its name there; None if it is not here yet."""
+    """Return the identity of a config's model, or its name on the Hub; None if the folder does not exist yet."""
     path = config.model.folder
     if path is None:
         return "@".join(config.model.on_hub)
@@ -166,11 +166,11 @@ def model_of(config: Config) -> str | None:
 
 
 def settings_of(config: Config) -> dict[str, Any]:
-    """Return the keys of a config that decide the costs of a profile and that no plan chooses."""
-    needs, told = config.algorithm.needs, ("precision", "num_minibatches", "num_epochs", "activation_checkpointing")
+    """Return the config values that determine the costs of a profile and that no plan sets."""
+    needs, names = config.algorithm.needs, ("precision", "num_minibatches", "num_epochs", "activation_checkpointing")
     return {
         "algorithm.type": config.algorithm.type,
-        **{f"learner.{name}": getattr(config.learner, name) for name in told},
+        **{f"learner.{name}": getattr(config.learner, name) for name in names},
         "actors.max_new_tokens": config.actors.max_new_tokens,
         **{f"the algorithm's {name}": getattr(needs, name) for name in ("critic", "proximal", "reference")},
     }
@@ -178,17 +178,17 @@ def settings_of(config: Config) -> dict[str, Any]:
 
 def settings_of_engine(actors: ActorsConfig) -> dict[str, Any]:
     names = ["dtype", "tensor_parallel_size", "kv_cache_gib", "engine_args"]
-    names += ["gpu_memory_share"] if actors.gpus and actors.kv_cache_gib is None else []  # which leaves the cache
+    names += ["gpu_memory_share"] if actors.gpus and actors.kv_cache_gib is None else []  # it sets the cache size
     return {name: getattr(actors, name) for name in names}
 
 
-def machine_here() -> MachineFacts:
-    """Return the facts of this machine that decide the cost of work."""
+def local_machine() -> MachineFacts:
+    """Return the facts of this machine that determine the cost of work."""
     processor = platform.machine()
     with contextlib.suppress(OSError, StopIteration):
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
         processor = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    gpus = [gpu.name for gpu in gpus_here()]
+    gpus = [gpu.name for gpu in list_gpus()]
     return MachineFacts(host=socket.gethostname(), processor=processor, cores=usable_cpus(), gpus=gpus)
 
 
@@ -203,20 +203,20 @@ def shape_of(config: Config) -> LearnerShape:
 
 
 def _engines(runs: Sequence[_Run]) -> dict[str, EngineCosts]:
-    moments: dict[str, Moments] = {}
+    moments: dict[str, LeastSquares] = {}
     for run in runs:
         for state in run.status.pools:
             if state.engines.moments:
-                told = Moments.from_list(state.engines.moments)
-                moments[state.name] = moments[state.name] + told if state.name in moments else told
+                sums = LeastSquares.from_list(state.engines.moments)
+                moments[state.name] = moments[state.name] + sums if state.name in moments else sums
     found = {}
     for pool in actor_pools(runs[0].config):
-        told = moments.get(pool.name, Moments(NUM_TERMS))
-        fit = told.fit() if told.num_measured >= MIN_ENGINE_STEPS else None
+        sums = moments.get(pool.name, LeastSquares(NUM_TERMS))
+        fit = sums.fit() if sums.num_measured >= MIN_ENGINE_STEPS else None
         if fit is None:
             raise ConfigError(
-                f"the engines of pool '{pool.name}' have measured {told.num_measured} steps in "
-                f"{', '.join(str(run.folder.root) for run in runs)}, too few: let the run go on for longer"
+                f"the engines of pool '{pool.name}' measured only {sums.num_measured} steps in "
+                f"{', '.join(str(run.folder.root) for run in runs)}: let the run train for longer"
             )
         states = [state for run in runs for state in run.status.pools if state.name == pool.name]
         found[pool.name] = EngineCosts(
@@ -231,7 +231,7 @@ def _engines(runs: Sequence[_Run]) -> dict[str, EngineCosts]:
 
 
 class _Run:
-    """The folder of a run, and what can be read there."""
+    """Measurements in the folder of a run."""
 
     def __init__(self, folder: RunFolder) -> None:
         self.folder = folder
@@ -247,18 +247,17 @@ class _Run:
         self.steps = steps[WARM_UP:]
         if len(self.steps) < LEAST_STEPS:
             raise ConfigError(
-                f"the run {folder.root} took {len(steps)} steps that were not skipped, and a profile needs "
-                f"{WARM_UP + LEAST_STEPS}: the first {WARM_UP} say nothing. Train until there are as many, and profile "
-                "that: leeway profile --from RUN"
+                f"the run {folder.root} has {len(steps)} non-skipped steps; a profile needs {WARM_UP + LEAST_STEPS} "
+                f"(the first {WARM_UP} are warm-up): train for longer, then run leeway profile --from RUN"
             )
 
     @property
     def settings(self) -> dict[str, Any]:
-        told = [(pool.name, settings_of_engine(pool.config)) for pool in actor_pools(self.config)]
-        engines = {f"{key} of pool '{name}'": value for name, each in told for key, value in each.items()}
+        pools = [(pool.name, settings_of_engine(pool.config)) for pool in actor_pools(self.config)]
+        engines = {f"{key} of pool '{name}'": value for name, each in pools for key, value in each.items()}
         return {"model": self.model, **settings_of(self.config), **engines}
 
-    def add_steps(self, law: Moments) -> None:
+    def add_steps(self, law: LeastSquares) -> None:
         shape = shape_of(self.config)
         for row in self.steps:
             shared = row["batch/tokens"] * (row.get("batch/shared_frac") or 0.0)
@@ -273,7 +272,7 @@ class _Run:
             )
 
     def gaps_s(self, settled_s: float) -> Iterator[float]:
-        """Yield the seconds between steps, without waits for samples, which are there `settled_s` after their end."""
+        """Yield the seconds between steps without waits for samples, which commit `settled_s` after their end."""
         for before, row in pairwise(self.steps):
             if row["step"] == before["step"] + 1 and row["step"] in self.trained.finished_s:
                 ready_s = self.trained.finished_s[row["step"]] + settled_s
@@ -315,43 +314,43 @@ def _trained(folder: RunFolder) -> _Trained:
                 if ended_s is not None:
                     finished_s[use.step] = max(ended_s, finished_s.get(use.step, 0.0))
     if not completions:
-        raise ConfigError(f"the buffer of {folder.root} holds no sample")
+        raise ConfigError(f"the buffer of {folder.root} has no samples")
     return _Trained(dict(squares), repeated, finished_s, float(np.mean(prompt_tokens)), completions, prompts)
 
 
-# --- runs that are made for it ------------------------------------------------------------------------
+# --- runs started for a profile -----------------------------------------------------------------------
 
 
-def take(config_path: Path, overrides: Sequence[str], say: Say) -> Profile:
-    """Run a config twice, until each run has taken enough steps, and profile that.
+def take(config_path: Path, overrides: Sequence[str], progress: Progress) -> Profile:
+    """Run a config twice, each time until it has enough steps, and return the profile of both runs.
 
-    ConfigError if it is wrong, or a run failed; the text has the end of its log. No run is left on KeyboardInterrupt.
+    ConfigError if the config is invalid or a run failed, with the end of its log. KeyboardInterrupt stops the runs.
     """
     config = load_config(config_path, overrides)
     check_generates(config)
-    with tempfile.TemporaryDirectory(prefix="leeway-profile-") as place:
-        _check(load_config(config_path, [*overrides, *_AS_IT_IS]), Path(place) / "none")
+    with tempfile.TemporaryDirectory(prefix="leeway-profile-") as root:
+        _check(load_config(config_path, [*overrides, *_BASELINE]), Path(root) / "none")
         runs = []
-        for number, variant in enumerate((_AS_IT_IS, _told_apart(config)), 1):
-            name, say_of = f"profile-{number}", partial(_say_of, say, number)
-            say_of("starting")
-            arguments = [*overrides, *variant, "--run.dir", place, "--run.name", name]
-            folder, log = RunFolder(Path(place) / name), Path(place) / f"{name}.log"
-            with _weights_of_its_own(config, f"{Path(place).name}-{number}") as more:
-                _run(config_path, [*arguments, *more], folder, log, say_of)
+        for number, variant in enumerate((_BASELINE, _contrast(config)), 1):
+            name, progress_of_run = f"profile-{number}", partial(_report, progress, number)
+            progress_of_run("starting")
+            arguments = [*overrides, *variant, "--run.dir", root, "--run.name", name]
+            folder, log = RunFolder(Path(root) / name), Path(root) / f"{name}.log"
+            with _separate_weights(config, f"{Path(root).name}-{number}") as more:
+                _run(config_path, [*arguments, *more], folder, log, progress_of_run)
             runs.append(_Run(folder))
         return _profile_of(runs)
 
 
 def check_generates(config: Config) -> None:
-    """Raise ConfigError if a config generates no samples: their cost is a part of profiles and plans."""
+    """Raise ConfigError if a config generates no samples, whose cost is part of profiles and plans."""
     if config.buffer.source is not None or not config.actors.num_actors:
-        what = f"buffer.source = '{config.buffer.source}'" if config.buffer.source else "actors.num_actors = 0"
-        raise ConfigError(f"{what} has no actors generate, and a profile is of what they cost too: leave it out")
+        key = f"buffer.source = '{config.buffer.source}'" if config.buffer.source else "actors.num_actors = 0"
+        raise ConfigError(f"{key} generates no samples, whose cost profiles and plans need: remove this setting")
 
 
 def _check(config: Config, root: Path) -> None:
-    """Find what is wrong before anything is started, but for the places of the config's own runs."""
+    """Raise ConfigError before a run starts; ignores the run and weight folders, which profile runs replace."""
     sync = config.weight_sync.model_copy(update={"folder": None})
     plan = check(config.model_copy(update={"weight_sync": sync}), root)
     if plan.lacking:
@@ -359,70 +358,70 @@ def _check(config: Config, root: Path) -> None:
 
 
 @contextlib.contextmanager
-def _weights_of_its_own(config: Config, name: str) -> Iterator[list[str]]:
-    """Yield the key that puts a run's weights beside those of the config's runs, and remove them at the end."""
+def _separate_weights(config: Config, name: str) -> Iterator[list[str]]:
+    """Yield the override that moves the weights of a run to a subfolder, which is removed at the end."""
     if config.weight_sync.folder is None:
         yield []
         return
-    folder = Path(config.weight_sync.folder) / name  # on the same disk, and hosts that see the one see the other
+    folder = Path(config.weight_sync.folder) / name  # on the same disk, visible to the same hosts
     try:
         yield [f"--{WEIGHTS_KEY}", str(folder)]
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _say_of(say: Say, number: int, text: str) -> None:
-    say(f"run {number} of 2: {text}")
+def _report(progress: Progress, number: int, text: str) -> None:
+    progress(f"run {number} of 2: {text}")
 
 
-_AS_IT_IS = (
+_BASELINE = (
     *("--tracking.wandb", "disabled", "--learner.learning_rate", "1e-12", "--actors.eval_every", "0"),
     *("--learner.num_steps", "1000000", "--learner.checkpoint_every", "1000000"),
 )
-"""So slow a learning rate that lengths stay those of the model, no checkpoints, no W&B, and no end by itself."""
+"""Tiny learning rate, so that lengths stay those of the model; no checkpoints, no W&B, and no last step."""
 
 
-def _told_apart(config: Config) -> list[str]:
-    """Return overrides with other loads of engines and steps, so that fixed costs differ from those of tokens."""
+def _contrast(config: Config) -> list[str]:
+    """Return overrides with other loads of engines and steps, which separate fixed costs from costs per token."""
     learner = config.learner
     fewer = max(1, learner.groups_per_step // (2 * learner.num_minibatches)) * learner.num_minibatches
     changed = ["--learner.token_budget", str(2 * learner.token_budget), "--learner.groups_per_step", str(fewer)]
     for pool in actor_pools(config):
         slots = str(max(1, pool.config.max_running_samples // 4))
-        where = f"pools.{pool.name}" if pool.name in config.pools else "actors"
-        changed += [f"--{where}.max_running_samples", slots]
-    return [*_AS_IT_IS, *changed]
+        section = f"pools.{pool.name}" if pool.name in config.pools else "actors"
+        changed += [f"--{section}.max_running_samples", slots]
+    return [*_BASELINE, *changed]
 
 
-_ENDS_WITH_US = "import ctypes, signal; ctypes.CDLL(None).prctl(1, signal.SIGTERM)"
+_EXIT_WITH_PARENT = "import ctypes, signal; ctypes.CDLL(None).prctl(1, signal.SIGTERM)"
 
 
-def _run(config: Path, arguments: Sequence[str], folder: RunFolder, log: Path, say: Say) -> None:
-    """Train until there are enough steps, then end the run gracefully."""
-    command = ourselves("train", str(config), *arguments, first=_ENDS_WITH_US)
+def _run(config: Path, arguments: Sequence[str], folder: RunFolder, log: Path, progress: Progress) -> None:
+    """Train until the run has enough steps, then stop it gracefully."""
+    command = leeway_command("train", str(config), *arguments, first=_EXIT_WITH_PARENT)
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
         try:
-            _follow(process, folder, say)
+            _follow(process, folder, progress)
         finally:
             _end(process)
     if process.returncode not in (0, 130):
-        said = log.read_text(errors="replace").splitlines()[-NUM_LAST_LINES:]
-        raise ConfigError("\n".join(["the run that was to be profiled did not end well; it said last:", *said]))
+        tail = log.read_text(errors="replace").splitlines()[-NUM_LAST_LINES:]
+        raise ConfigError("\n".join(["the profiled run failed; end of its log:", *tail]))
 
 
-def _follow(process: subprocess.Popen[bytes], folder: RunFolder, say: Say) -> None:
+def _follow(process: subprocess.Popen[bytes], folder: RunFolder, progress: Progress) -> None:
     began_s: float | None = None
     while process.poll() is None:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(LOOK_EVERY_S)
+            process.wait(POLL_S)
         try:
             status = read_status(folder.status)
         except StatusError:
             continue
         if began_s is None and status.step:
             began_s = time.monotonic()
-        say(f"step {status.step}" if status.step else status.phase)
+        progress(f"step {status.step}" if status.step else status.phase)
         if began_s is not None:
             passed_s, is_enough = time.monotonic() - began_s, status.step >= WARM_UP + LEAST_STEPS + 1
             if (is_enough and passed_s >= ENOUGH_S) or passed_s >= AT_MOST_S:
@@ -430,9 +429,9 @@ def _follow(process: subprocess.Popen[bytes], folder: RunFolder, say: Say) -> No
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Send SIGINT once, and stronger signals if the run does not end."""
-    for number, within_s in ((signal.SIGINT, END_S), (signal.SIGTERM, 10.0), (signal.SIGKILL, 10.0)):
+    """Send SIGINT, and stronger signals if the run does not exit."""
+    for number, timeout_s in ((signal.SIGINT, END_S), (signal.SIGTERM, 10.0), (signal.SIGKILL, 10.0)):
         if process.poll() is None:
             process.send_signal(number)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(within_s)
+                process.wait(timeout_s)

@@ -1,9 +1,9 @@
-"""How long the answers to prompts will be that no group was seen of: what their tokens say, by those that were seen.
+"""Ranker: predict completion lengths of prompts without a group, from their tokens.
 
-Features are which tokens, pairs and triples of tokens a prompt has, hashed, its length, and its numeric columns. A
-ridge regression of what is known of prompts (`planning.lengths`) on these is what others are expected to be like,
-and what it leaves unexplained is how far they may be from that. `launch.processes.supervisor` loads RankerService for a
-run that dispatches by lengths.
+The features of a prompt are its hashed token n-grams (1 to 3), its length, and its numeric columns. A ridge regression
+of the length posteriors of known prompts (`leeway.planning.lengths`) on these features gives the prior means of all
+prompts; its residual variance gives the prior variance. `leeway.launch.processes.supervisor` loads RankerService for a
+run that dispatches by length.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ import numpy as np
 import numpy.typing as npt
 from scipy.sparse import csr_matrix
 
-from actors.config import ActorSections
-from actors.tasks import Problem, load_encoded
-from buffer.client import BufferClient
-from buffer.schema import VISITS, read_stream
-from common.process import uncollected
-from common.run import RunContext
-from launch.checks import Plan
-from launch.config import Config
-from launch.processes.placement import PlacedProcess, PlacementGroup, here, spawn
-from launch.processes.role_process import MAX_RESTARTS, Notify, Restarts, Role, done, outcome
+from leeway.actors.config import ActorSections
+from leeway.actors.tasks import Problem, load_encoded
+from leeway.buffer.client import BufferClient
+from leeway.buffer.schema import POSTERIORS, read_stream
+from leeway.common.process import gc_disabled
+from leeway.common.run import RunContext
+from leeway.launch.checks import Plan
+from leeway.launch.config import Config
+from leeway.launch.processes.placement import PlacedProcess, PlacementGroup, here, spawn
+from leeway.launch.processes.role_process import MAX_RESTARTS, Notify, Restarts, Role, done, outcome
 
 _log = logging.getLogger(__name__)
 
@@ -39,29 +39,29 @@ NUM_HASHES = 2**18
 LONGEST_NGRAM = 3
 FOLDS = 4
 PENALTIES = (1.0, 10.0, 100.0)
-"""Of which the one that foretells best is taken."""
+"""Ridge penalties; cross-validation selects the best."""
 MOST_LEFT = 0.95
-"""Of the variance: where more is left tokens tell nothing, and what they seem to tell is chance."""
+"""Maximum unexplained fraction of the variance: beyond it the predictions are noise and are discarded."""
 FEWEST = 64
 LEAST_COMMON = 5
-"""N-grams that fewer of them have tell of these alone."""
+"""Minimum number of known prompts with an n-gram; rarer n-grams do not generalize."""
 _AT_ONCE = 20_000
-"""Prompts whose features are in memory together."""
+"""Prompts whose features are in memory at the same time."""
 _LARGEST = 1e100
-"""A column with a greater number has no variance, nor has one with NaN; JSON lines may hold either."""
+"""A column with a larger value or NaN is ignored, as its variance is not finite; JSON lines may have both."""
 _MIX = np.uint64(0x9E3779B97F4A7C15)
-_LOOK_EVERY_S = 10.0
+_POLL_S = 10.0
 _MORE = 1.25
-"""Times the prompts that were known, after which it is fitted anew."""
+"""Growth of the number of known prompts that triggers a refit."""
 _NICE = 10
-"""The ranker takes what time the others leave."""
+"""Niceness of the ranker, so that it only uses idle CPU time."""
 
 
-class Expected(NamedTuple):
+class LengthPrior(NamedTuple):
     means: npt.NDArray[np.float32]
-    """Of each prompt's own part of log tokens."""
+    """Prior mean of the log-token offset of each prompt."""
     variance: float
-    """By which the prompts are around that."""
+    """Variance of the offsets around these means."""
 
 
 class Features:
@@ -76,20 +76,20 @@ class Features:
         dense = np.stack([np.asarray(column, np.float64) for column in columns], axis=1)
         spread = dense.std(axis=0)
         self.numbers: Floats = (dense - dense.mean(axis=0)) / np.where(spread > 0.0, spread, 1.0)
-        """(prompts, 1 + numeric columns): logarithm of the length and the columns, with mean 0 and variance 1."""
+        """(prompts, 1 + numeric columns): log length and the columns, normalized to mean 0 and variance 1."""
 
     def __len__(self) -> int:
         return len(self._bounds) - 1
 
     def rows(self, prompts: npt.NDArray[np.int64]) -> csr_matrix:
-        """Return a row for each of some prompts: 1 for each n-gram that it has, then its numbers."""
+        """Return a row per prompt: 1 for each n-gram of the prompt, then its numeric features."""
         lengths = np.diff(self._bounds)[prompts]
         starts = np.repeat(self._bounds[prompts] - np.cumsum(lengths) + lengths, lengths)
         tokens = self._tokens[starts + np.arange(len(starts))].astype(np.uint64)
         row_of = np.repeat(np.arange(len(prompts)), lengths)
         which, hashes, hashed = [], [], np.zeros(len(tokens), np.uint64)
         for order in range(LONGEST_NGRAM):
-            # the n-gram that ends here goes on from the shorter one that ends a token before, in the same prompt
+            # an n-gram extends the shorter one that ends a token earlier in the same prompt
             before = np.concatenate([np.zeros(1, np.uint64), hashed[:-1]]) if len(hashed) else hashed
             hashed = (before + tokens + np.uint64(order + 1)) * _MIX
             hashed ^= hashed >> np.uint64(29)
@@ -106,13 +106,13 @@ class Features:
                 (np.concatenate([rows, dense_rows]), np.concatenate([columns, dense_columns])),
             ),
             shape=(len(prompts), NUM_HASHES + num_dense),
-        )  # an n-gram that a prompt has twice is summed
+        )  # sums repeated n-grams
         found.data[found.indices < NUM_HASHES] = 1.0
         return found
 
 
 class Ranker:
-    """Sends the buffer of a run predictions for prompts. It stores nothing, and nothing waits for it."""
+    """Sender of length predictions to the buffer of a run. It stores nothing, and no process waits for it."""
 
     def __init__(self, context: RunContext[ActorSections]) -> None:
         """Load the prompts and connect to the buffer; errors as `load_encoded` and `BufferClient.connect`."""
@@ -124,43 +124,43 @@ class Ranker:
         )
         self._client.connect()
         self._num_known = 0
-        """Prompts that were known when it was fitted last."""
-        self._has_told = False
+        """Number of known prompts at the last fit."""
+        self._has_sent = False
 
     def run(self) -> None:
-        """Look now and then whether there is more to learn from; BufferUnavailable if the buffer does not answer."""
+        """Call `refit` every `_POLL_S` seconds, forever; BufferUnavailable if the buffer does not answer."""
         try:
             while True:
-                self.look()
-                time.sleep(_LOOK_EVERY_S)
+                self.refit()
+                time.sleep(_POLL_S)
         finally:
             self._client.close(1.0)
 
-    def look(self) -> Expected | None:
-        """Fit anew if many more prompts are known, or the buffer was restarted; return the predictions sent, if any."""
-        told = self._client.visits().result()
-        has_forgotten = self._has_told and not told.is_expecting
-        if not has_forgotten and told.num_seen < max(FEWEST, _MORE * self._num_known):
+    def refit(self) -> LengthPrior | None:
+        """Refit if enough new prompts are known or the buffer was restarted; return the predictions sent, if any."""
+        reply = self._client.posteriors().result()
+        was_restarted = self._has_sent and not reply.is_expecting
+        if not was_restarted and reply.num_seen < max(FEWEST, _MORE * self._num_known):
             return None
-        batch = read_stream(told.body, VISITS)
-        known, means, variances = (batch.column(name).to_numpy() for name in VISITS.names)
-        expected = expect(self._features, known, means.astype(np.float64), variances.astype(np.float64))
-        self._num_known, self._has_told = told.num_seen, expected is not None
-        if expected is None:
-            _log.info("the tokens of %d prompts do not predict lengths of answers", told.num_seen)
+        batch = read_stream(reply.body, POSTERIORS)
+        known, means, variances = (batch.column(name).to_numpy() for name in POSTERIORS.names)
+        prior = fit_prior(self._features, known, means.astype(np.float64), variances.astype(np.float64))
+        self._num_known, self._has_sent = reply.num_seen, prior is not None
+        if prior is None:
+            _log.info("the tokens of %d prompts do not predict completion lengths", reply.num_seen)
             return None
-        self._client.expect(*expected).result()
-        share = 1.0 - expected.variance / max(1e-9, float(np.var(means)))
-        _log.info("%d prompts predict the lengths of others: %.0f%% of the variance", told.num_seen, 100 * share)
-        return expected
+        self._client.set_prior(*prior).result()
+        share = 1.0 - prior.variance / max(1e-9, float(np.var(means)))
+        _log.info("fitted to %d prompts, explaining %.0f%% of the length variance", reply.num_seen, 100 * share)
+        return prior
 
 
-def expect(features: Features, known: npt.NDArray[np.int64], means: Floats, variances: Floats) -> Expected | None:
-    """Return what is expected of all prompts; None if too few are known, or their tokens tell nothing.
+def fit_prior(features: Features, known: npt.NDArray[np.int64], means: Floats, variances: Floats) -> LengthPrior | None:
+    """Return the length prior of all prompts, None if too few prompts are known or their tokens predict nothing.
 
-    `known` are the prompts that groups were seen of; `means` of their own part of log tokens; `variances` of these.
+    `known` are the ids of prompts with a group, `means` and `variances` those of their log-token offsets.
     """
-    from sklearn.linear_model import Ridge  # takes a second, and the launcher does not fit
+    from sklearn.linear_model import Ridge  # slow import, about a second; the launcher does not fit
 
     if len(known) < FEWEST:
         return None
@@ -180,11 +180,11 @@ def expect(features: Features, known: npt.NDArray[np.int64], means: Floats, vari
         for first in range(0, len(features), _AT_ONCE)
     ]
     noise = float(np.average(variances, weights=weights))
-    return Expected(np.concatenate(found).astype(np.float32), max(1e-6, errors[best] - noise))
+    return LengthPrior(np.concatenate(found).astype(np.float32), max(1e-6, errors[best] - noise))
 
 
 def _error(rows: csr_matrix, means: Floats, weights: Floats, folds: npt.NDArray[np.int64], penalty: float) -> float:
-    """Return the mean squared error of a penalty on prompts that it was not fitted to."""
+    """Return the cross-validated mean squared error for a penalty."""
     from sklearn.linear_model import Ridge
 
     squares = np.empty(len(means))
@@ -200,26 +200,26 @@ def _is_number(problems: Sequence[Problem], name: str) -> bool:
     return all(isinstance(value, int | float) and abs(value) < _LARGEST for value in values)
 
 
-# --- its process --------------------------------------------------------------------------------------
+# --- the process --------------------------------------------------------------------------------------
 
 
 class RankerRole(Role):
-    """Hosts the ranker."""
+    """Role of the ranker process."""
 
     def __init__(self, log: Path) -> None:
         super().__init__(log)
         with contextlib.suppress(OSError):
             os.nice(_NICE)
-        with uncollected():
+        with gc_disabled():
             import sklearn.linear_model  # noqa: F401 -- for `run`
 
     def run(self, context: RunContext[ActorSections]) -> None:
-        """Load the prompts, and tell the buffer what to expect of them until it is killed."""
+        """Load the prompts and run the ranker until the process is killed."""
         Ranker(context).run()
 
 
 class RankerService:
-    """The ranker: one process beside the services, which a run neither waits for nor ends with."""
+    """Optional ranker process of a run; its failure never stops the run."""
 
     def __init__(self, plan: Plan, notify: Notify) -> None:
         self._plan, self._notify = plan, notify
@@ -233,20 +233,20 @@ class RankerService:
         self._spawn(process)
 
     def watch(self) -> None:
-        """Start it again if it died, up to `MAX_RESTARTS` times in a row."""
+        """Restart the process if it exited, up to `MAX_RESTARTS` times in a row."""
         for process in self.processes:
             if process.lost or not done(process.running):
                 continue
-            why = outcome(process.running) or "it ended"
-            process.kill()  # it may have failed without dying
-            if process.restarts.are_spent:
-                why = f"{why}; {process.see}"
+            why = outcome(process.running) or "it exited"
+            process.kill()  # its work may have failed while the process is alive
+            if process.restarts.are_exhausted:
+                why = f"{why}; {process.log_hint}"
                 process.lose(f"given up: {why}")
                 self._notify(
-                    "given_up", f"{process.name} is given up, and new prompts are all alike from now on: {why}"
+                    "given_up", f"{process.name} is given up; lengths of new prompts are no longer predicted: {why}"
                 )
                 continue
-            text = f"{process.name} died ({why}) and is started again; new prompts are all alike meanwhile"
+            text = f"{process.name} died ({why}) and is restarted; lengths of new prompts are not predicted meanwhile"
             self._notify("restart", text)
             process.forget()
             process.restarts.count()

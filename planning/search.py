@@ -1,24 +1,24 @@
-"""Search: the plan that is best by the bounds on the rate of a run, which are closed forms, microseconds each.
+"""Search for the best plan by closed-form bounds on the rate of a run, which take microseconds each.
 
-A plan is a choice for each of a few dimensions: how many actors a pool has, their slots, the shape of the learner, how
-often it publishes. Small spaces are enumerated; in large ones Metropolis chains walk, each from another place, ever
-colder. What learning depends on (groups, samples, the algorithm) is no dimension. The rate is at most, by each part:
+A plan has a choice for each of a few dimensions: actors of a pool, their slots, the shape of the learner, its
+publication interval. Small spaces are enumerated; large ones are searched by Metropolis chains with different starts
+and decreasing temperature. No dimension changes learning (groups, samples, the algorithm). The rate is bounded by:
 
     generation   sum over engines of  1 / (E[L] * PTL(b, c) / b + prefill)         all slots full
-    training     samples of a step / (step with the scores of all its samples + what lies between two steps)
-    staleness    groups that may be outstanding * K / E[O]                          Little's law on admission
+    training     samples of a step / (step with the scores of all its samples + time between two steps)
+    staleness    maximum of outstanding groups * K / E[O]                           Little's law on admission
 
-Generation and staleness count a sample as often as `buffer.max_uses` lets it train.
+Generation and staleness count a sample once per use that `buffer.max_uses` allows.
 
-A group takes W: its longest sample, its commit, its own step, and with room for a single step also the way of the
-weights that it waits for. O is how long it takes up room. Where a step waits for the groups that would become stale,
-and where there is room for one step only, that is the longest W of a step. Where they are dropped, at a deadline D of
-max_lag + 1 steps, a prompt with long samples is issued again and again, and with q = P(W <= D | prompt)
+W is the duration of a group: its longest sample, its commit, its own step and, with capacity for a single step, also
+the delivery of the weights that it waits for. O is how long a group counts as outstanding. If steps wait for groups
+that would become stale, or with capacity for one step only, O is the longest W of a step. If stale groups are dropped,
+at a deadline D of max_lag + 1 steps, prompts with long samples are issued repeatedly, and with q = P(W <= D | prompt)
 
-    E[O] = E[ E[W | W <= D, prompt] + D (1 / q - 1) ]       over prompts; the rate sets D, and the least D that has room
+    E[O] = E[ E[W | W <= D, prompt] + D (1 / q - 1) ]       over prompts; the rate sets D: the smallest feasible one
 
-This is what a long run comes to: at first no prompt has failed, and it is faster. Contexts c are as they are on average
-over time, where long samples are seen more often: E[L^2] / (2 E[L]) tokens of each completion.
+This is the steady state; a run is faster at first, because no prompt has failed yet. Contexts c are averages over
+time, in which long samples weigh more: E[L^2] / (2 E[L]) tokens of each completion.
 """
 
 from __future__ import annotations
@@ -35,34 +35,34 @@ from statistics import NormalDist
 
 import numpy as np
 
-from common.staleness import StalenessContract
-from planning.kv_gate import MARGIN
-from planning.lengths import REACH, Floats, LengthLaw
-from planning.world import Bound, EnginePool, World
+from leeway.common.staleness import StalenessContract
+from leeway.planning.kv_gate import MARGIN
+from leeway.planning.lengths import REACH, Floats, LengthDistribution
+from leeway.planning.world import Bound, EnginePool, World
 
 Plan = tuple[int, ...]
-"""For each dimension the place of its choice."""
+"""Index of the choice of each dimension."""
 Score = Callable[[Plan], float]
-"""Greater is better; -inf if the plan is impossible."""
+"""Plan -> score; higher is better, -inf if the plan is infeasible."""
 
 MOST_ENUMERATED = 20_000
 NUM_CHAINS = 4
 COLDEST, WARMEST = 1e-5, 1e-1
-"""Temperatures, as shares of the best score so far."""
+"""Temperatures as fractions of the best score so far."""
 LIMIT_S = 8.0
 NUM_GROUPS = 4096
 NUM_LENGTHS, NUM_PROMPTS = 513, 65
-"""Points of the grid on which a law is evaluated."""
+"""Grid points at which a length distribution is evaluated."""
 NUM_LOADS = 3
-"""Iterations of the fixed point of the engines' load; it changes little after the first."""
+"""Fixed-point iterations for the load of the engines; it changes little after the first."""
 _DEVIATION = 0.5
-"""Relative deviation of the cache that a running sample holds; rough, as simulations follow."""
+"""Relative standard deviation of the cache use of a running sample; an estimate, refined by simulation."""
 _PROMPT_SCORES = np.array([NormalDist().inv_cdf((place + 0.5) / NUM_PROMPTS) for place in range(NUM_PROMPTS)])
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """Bounds of the samples trained per second."""
+    """Upper bounds of the samples trained per second."""
 
     generation: float
     training: float
@@ -84,36 +84,36 @@ class Bounds:
 
 @dataclass(frozen=True)
 class LengthFigures:
-    """Figures of a law of lengths for groups of K."""
+    """Figures of a length distribution for groups of K."""
 
     mean: float
     at_a_moment: float
-    """Tokens that a running sample has made, mean over time."""
+    """Mean over time of the tokens that a running sample has generated."""
     longest: Floats
-    """Tokens of the longest of a group, ascending: the grid of the next three."""
+    """Tokens of the longest sample of a group, ascending: the grid of the next three fields."""
     within: Floats
-    """Share of the groups whose longest sample has at most that."""
+    """Fraction of the groups whose longest sample has at most that length."""
     kept: Floats
-    """Mean of the longest sample of those."""
+    """Mean of the longest sample of these groups."""
     failed: Floats
-    """Groups of a prompt that are longer, before the first that is not; mean over prompts."""
+    """Number of longer groups of a prompt before the first that is not longer, mean over prompts."""
 
     def longest_of(self, num_groups: int) -> float:
-        """Return the mean of the longest sample of this number of groups."""
+        """Return the expected length of the longest sample of `num_groups` groups."""
         return float(self.longest @ np.diff(self.within**num_groups, prepend=0.0))
 
 
 @lru_cache(maxsize=256)
-def figures_of(law: LengthLaw, group_size: int) -> LengthFigures:
-    """Return the figures of a law; deterministic."""
+def figures_of(distribution: LengthDistribution, group_size: int) -> LengthFigures:
+    """Return the figures of a length distribution; deterministic."""
     random = np.random.default_rng(0)
     prompts = random.standard_normal((NUM_GROUPS, 1))
-    lengths = law.lengths(prompts, random.standard_normal((NUM_GROUPS, group_size)))
+    lengths = distribution.lengths(prompts, random.standard_normal((NUM_GROUPS, group_size)))
     mean = float(lengths.mean())
     score_N = np.linspace(-REACH, REACH, NUM_LENGTHS)
-    longest_N = law.at(score_N)
-    within_PN = law.share_below(_PROMPT_SCORES[:, None], score_N) ** group_size
-    within_PN[:, -1] = 1.0  # there the law is cut
+    longest_N = distribution.at(score_N)
+    within_PN = distribution.share_below(_PROMPT_SCORES[:, None], score_N) ** group_size
+    within_PN[:, -1] = 1.0  # the maximum length
     within_PN = np.maximum(1e-300, within_PN[:, np.searchsorted(longest_N, longest_N, side="right") - 1])
     kept_PN = np.cumsum(np.diff(within_PN, axis=1, prepend=0.0) * longest_N, axis=1) / within_PN
     return LengthFigures(
@@ -130,15 +130,15 @@ def engine_rate(pool: EnginePool, lengths: LengthFigures, prompt_tokens: int, lo
 
 
 def step_s(pool: EnginePool, lengths: LengthFigures, prompt_tokens: int, longest: float, load: float = 1.0) -> float:
-    """Return the seconds of a step of one of its engines with this share of its slots in use."""
+    """Return the seconds of a step of one engine of the pool with the fraction `load` of its slots in use."""
     running = max(1.0, load * _running(pool, lengths, prompt_tokens, longest))
     return pool.law.seconds(running, running * (prompt_tokens + lengths.at_a_moment))
 
 
 def _running(pool: EnginePool, lengths: LengthFigures, prompt_tokens: int, longest: float) -> float:
-    """Return the most samples that an engine runs: its slots, or the number that `KvGate` lets its cache hold.
+    """Return the maximum number of running samples: the slots, or the number that `KvGate` admits to the cache.
 
-    That is n with n + MARGIN * _DEVIATION * sqrt(n) = tokens of the cache / mean context.
+    The latter is n with n + MARGIN * _DEVIATION * sqrt(n) = tokens of the cache / mean context.
     """
     if pool.kv_tokens == inf:
         return float(pool.config.max_running_samples)
@@ -158,15 +158,15 @@ def bounds_of(world: World, mean_step_s: float) -> Bounds:
     turn_s = mean_step_s + costs.between_steps_s
     uses = inf if world.buffer.max_uses == "unlimited" else world.buffer.max_uses
     turn_s += world.score_token_s * per_step / uses * (world.prompt_tokens + lengths.mean)  # each sample's first use
-    if contract.bound() is None and world.buffer.replays:  # what waits to be used again is not outstanding
+    if contract.bound() is None and world.buffer.replays:  # groups that wait for reuse are not outstanding
         return Bounds(uses * generation, per_step / turn_s, inf)
     rest_s = costs.reward_s + mean_step_s
     if contract.capacity() <= contract.groups_per_step:
         rest_s += costs.publish_s + costs.fetch_s + costs.pause_s
     staleness, load = 0.0, 1.0
-    for _ in range(NUM_LOADS):  # engines that wait for admission are faster, for they run fewer samples
+    for _ in range(NUM_LOADS):  # engines limited by admission run fewer samples, and so are faster
         steps_s = [step_s(pool, lengths, world.prompt_tokens, longest, load) for pool in world.pools]
-        # an engine has as many of the groups as it makes of the samples
+        # the share of an engine in the groups is its share in the samples
         token_s = sum(rate * seconds for rate, seconds in zip(rates, steps_s, strict=True)) / generation
         staleness = group_size * staleness_rate(contract, lengths, token_s, rest_s)
         load = min(1.0, staleness / generation)
@@ -174,16 +174,16 @@ def bounds_of(world: World, mean_step_s: float) -> Bounds:
 
 
 def staleness_rate(contract: StalenessContract, lengths: LengthFigures, token_s: float, rest_s: float) -> float:
-    """Return trained groups per second, if engines have room for every group that is admitted.
+    """Return trained groups per second, if the engines have slots for every admitted group.
 
-    `token_s` is that of an engine, for a token of all its samples; `rest_s` that of a group beside its tokens.
+    `token_s` is the time of an engine step, `rest_s` the time of a group besides its tokens.
     """
     capacity, per_step, bound = contract.capacity(), contract.groups_per_step, contract.bound()
     if bound is None or contract.config.on_stale == "wait" or capacity <= per_step:
         return capacity / (lengths.longest_of(1 if bound is None else per_step) * token_s + rest_s)
     deadline_groups = (bound // contract.updates_per_step + 1) * per_step
     group_N = lengths.longest * token_s + rest_s
-    # a deadline between two lengths drops as many groups as at the first: D as small as it has room there
+    # a deadline between two lengths drops as many groups as one at the first, so the smallest feasible D is there
     deadline_N = (lengths.kept * token_s + rest_s + group_N * lengths.failed) * deadline_groups / capacity
     first = int(np.argmax(deadline_N <= np.append(group_N[1:], inf)))
     return deadline_groups / float(max(group_N[first], deadline_N[first]))
@@ -194,7 +194,7 @@ def staleness_rate(contract: StalenessContract, lengths: LengthFigures, token_s:
 
 @dataclass(frozen=True)
 class Space:
-    """Dimensions by name, each with its choices in an order in which neighbours are alike."""
+    """Dimensions by name, each with its choices ordered so that neighbours are similar."""
 
     dimensions: Mapping[str, Sequence[object]]
 
@@ -210,7 +210,7 @@ class Space:
 
 
 def search(space: Space, score: Score, num_best: int = 20, *, seed: int = 0) -> list[tuple[Plan, float]]:
-    """Return the best plans with their scores, best first; none if no plan is possible."""
+    """Return the best plans with their scores, best first; empty if no plan is feasible."""
     if space.size <= MOST_ENUMERATED:
         return _best({plan: score(plan) for plan in space.all()}, num_best)
     return metropolis(space, score, num_best, seed=seed)
@@ -219,9 +219,9 @@ def search(space: Space, score: Score, num_best: int = 20, *, seed: int = 0) -> 
 def metropolis(
     space: Space, score: Score, num_best: int = 20, *, seed: int = 0, limit_s: float = LIMIT_S, num_moves: int = 40_000
 ) -> list[tuple[Plan, float]]:
-    """Return the best plans that Metropolis chains find, which prefer better ones and cool with every move.
+    """Return the best plans found by simulated annealing with several Metropolis chains.
 
-    A move changes one or two dimensions, mostly to a neighbour. What cannot be scores -inf and is never entered.
+    A move changes one or two dimensions, mostly to a neighbour. Infeasible plans score -inf and are never accepted.
     """
     until_s = time.monotonic() + limit_s
     sizes = [len(choices) for choices in space.dimensions.values()]
@@ -250,7 +250,7 @@ def metropolis(
 
 
 def _best(scores: Mapping[Plan, float], num: int) -> list[tuple[Plan, float]]:
-    """Return the best, best first; of equal ones the first in order."""
+    """Return the best plans, best first; ties are ordered by plan."""
     found = heapq.nsmallest(num, ((-score, plan) for plan, score in scores.items() if score > -inf))
     return [(plan, -score) for score, plan in found]
 
@@ -260,7 +260,7 @@ def _any(sizes: Sequence[int], random: Random) -> Plan:
 
 
 def _neighbour(plan: Plan, sizes: Sequence[int], random: Random) -> Plan:
-    """Choose one dimension anew, or two at once, for one may use what the other gives up."""
+    """Change one dimension, or two at once, because one may use the resources that the other frees."""
     found = list(plan)
     for _ in range(1 + (random.random() < 0.3)):
         where = random.randrange(len(sizes))

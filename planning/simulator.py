@@ -1,16 +1,15 @@
-"""Simulation: a whole run, event by event, without a process, a model or a token.
+"""Simulation: discrete-event simulation of a whole run, without processes, models or tokens.
 
-What decides here is what decides in the run: `StalenessContract` admits, starts, drops and holds back, a `Sampler` over
-a `GroupIndex` chooses, `ActorsConfig.room` leases, `buffer.dispatch` says what, `KvGate` starts. Costs are given, and
-time is what follows from them.
+The policies are those of a real run: `StalenessContract` admits, starts, drops and holds back groups, a `Sampler` over
+a `GroupIndex` selects groups, `ActorsConfig.room` sizes leases, `buffer.dispatch` selects prompts, `KvGate` starts
+samples. Costs are inputs; times follow from them.
 
-    engine     TokenClock: samples share it; leased ones wait for a slot, and for weights that are new enough
-    groups     leased -> complete, when the last of K samples has its reward -> drawn, once or more, or dropped as stale
-    learner    draws when it can, scores what lacks it, trains, publishes what is due
-    weights    come to each engine some time after they are published, and stop it for a moment
+    engine     TokenClock: samples share it; leased samples wait for a slot and for sufficiently new weights
+    groups     leased -> complete, once the last of K samples has its reward -> drawn, once or more, or dropped as stale
+    learner    draws a batch when possible, scores unscored samples, trains, publishes due versions
+    weights    reach each engine some time after publication, and pause it briefly
 
-Not in it: failures, evaluations, preemption
-(which the gate makes rare), and whatever no cost is given for.
+Not simulated: failures, evaluations, preemption (rare because of the gate), and everything without a cost.
 """
 
 from __future__ import annotations
@@ -23,18 +22,18 @@ from math import inf
 from random import Random
 from typing import Any
 
-from actors.config import KvSample
-from common.staleness import PolicyVersion
-from planning.buffer import SimulatedBuffer, SimulatedGroup, SimulatedPrompts
-from planning.kv_gate import KvGate
-from planning.lengths import PromptStream
-from planning.world import EnginePool, Outcome, TokenClock, World
+from leeway.actors.config import KvSample
+from leeway.common.staleness import PolicyVersion
+from leeway.planning.buffer import SimulatedBuffer, SimulatedGroup, SimulatedPrompts
+from leeway.planning.kv_gate import KvGate
+from leeway.planning.lengths import PromptStream
+from leeway.planning.world import EnginePool, Outcome, TokenClock, World
 
 _END, _UPDATE, _REWARDED, _PUBLISHED, _STEP, _DRAW, _LEASE = range(7)
 _NEVER = 1 << 60
 
 _Sample = tuple[SimulatedGroup, int, int, float]
-"""Its group, its place in it, the version that it began with here, and the tokens that it is to make here."""
+"""Group, index in the group, version at its start in this engine, and tokens to generate in this engine."""
 
 
 @dataclass(slots=True, eq=False)
@@ -43,24 +42,24 @@ class _Engine:
     slots: int
     clock: TokenClock[_Sample]
     gate: KvGate[_Sample] | None
-    """None where its cache holds whatever it runs."""
+    """None if the cache cannot fill up."""
     served: PolicyVersion
-    heard: PolicyVersion
-    """The newest published version that it knows of."""
+    observed: PolicyVersion
+    """Newest published version that the engine has observed."""
     waiting: deque[tuple[SimulatedGroup, int]] = field(default_factory=deque)
     num_unrewarded: int = 0
     is_updating: bool = False
-    is_asking: bool = False
-    """It is about to ask for leases."""
+    is_requesting: bool = False
+    """Whether a lease request is scheduled."""
     event: int = 0
-    """Number of the event that is its next end; an older one is over."""
+    """Sequence number of the event of its next sample end; older end events are obsolete."""
     slot_s: float = 0.0
-    hands_on_at: float = inf
-    """Tokens with which a sample goes on elsewhere."""
+    requeue_at: float = inf
+    """Tokens at which a sample is requeued for another engine."""
     closed_since_s: float | None = None
-    """Since when it has room, and admission is closed."""
+    """Time since which it has free slots while admission is closed."""
     behind_since_s: float | None = None
-    """Since when it has slots and samples, and too old weights."""
+    """Time since which it has free slots and waiting samples, but too old weights."""
 
 
 class Simulation:
@@ -91,8 +90,8 @@ class Simulation:
     # --- running ----------------------------------------------------------------------------------
 
     def run(self, num_steps: int, warm_up: int = 0, limit_s: float = inf) -> Outcome:
-        """Take `num_steps` steps and count those after `warm_up`; end earlier at `limit_s`, or if none can begin."""
-        self._knock()
+        """Simulate `num_steps` steps; count those after `warm_up`. Stop early at `limit_s` or if no step can start."""
+        self._request_leases()
         handlers: dict[int, Callable[[Any], None]] = {
             _UPDATE: self._on_update, _REWARDED: self._on_rewarded, _PUBLISHED: self._on_published,
             _STEP: self._on_step, _DRAW: self._on_learner_free, _LEASE: self._on_lease,
@@ -114,7 +113,7 @@ class Simulation:
                 step += 1
                 if step == warm_up:
                     counted_from_s = now_s
-                    self._begin_to_count()
+                    self._reset_counts()
         return self._finish(max(0, step - warm_up), self.now_s - counted_from_s)
 
     def _at(self, time_s: float, kind: int, what: object) -> int:
@@ -134,13 +133,13 @@ class Simulation:
         sample = engine.clock.end()
         found, costs = self._found, self._costs
         group, index, _, _ = sample
-        self._leaves(engine, sample, sample[3])
+        self._record_tokens(engine, sample, sample[3])
         is_cut = group.made[index] < group.lengths[index]
         if engine.gate is not None:
             engine.gate.end(sample, round(group.made[index]), is_cut=is_cut or group.lengths[index] >= self._most)
         if is_cut:
-            self._hand_on(engine, group, index)
-            self._go_on(engine)
+            self._requeue(engine, group, index)
+            self._resume(engine)
             return
         found.num_generated += 1
         if costs.reward_s:
@@ -148,44 +147,44 @@ class Simulation:
             self._at(self.now_s + costs.reward_s, _REWARDED, (engine, group))
         else:
             self._complete(group)
-        self._go_on(engine)
+        self._resume(engine)
 
-    def _leaves(self, engine: _Engine, sample: _Sample, made: float) -> None:
-        """Count a sample that left its engine, with the tokens that it made there."""
+    def _record_tokens(self, engine: _Engine, sample: _Sample, made: float) -> None:
+        """Record the tokens of a sample that leaves its engine."""
         group, index, version, _ = sample
         group.made[index] += made
         self._found.num_tokens += made
         if made and version < group.oldest:
             group.oldest = version
 
-    def _hand_on(self, engine: _Engine, group: SimulatedGroup, index: int) -> None:
-        """Requeue all samples of a group that the engine has."""
+    def _requeue(self, engine: _Engine, group: SimulatedGroup, index: int) -> None:
+        """Requeue all unfinished samples of a group in this engine."""
         left = [index, *(place for each, place in engine.waiting if each is group)]
         engine.waiting = deque(each for each in engine.waiting if each[0] is not group)
         for sample in [each for each in engine.clock.running() if each[0] is group]:
             context = engine.clock.cancel(sample)
             there = self._world.prompt_tokens + group.made[sample[1]]
-            self._leaves(engine, sample, max(0.0, context - there))
+            self._record_tokens(engine, sample, max(0.0, context - there))
             if engine.gate is not None:
                 engine.gate.end(sample, None)
             left.append(sample[1])
-        group.resting = left
-        self._found.num_handed_on += len(left)
-        self._prompts.hand_on(group)
-        self._knock()
+        group.requeued = left
+        self._found.num_requeued += len(left)
+        self._prompts.requeue(group)
+        self._request_leases()
 
     def _on_rewarded(self, what: tuple[_Engine, SimulatedGroup]) -> None:
         engine, group = what
         engine.num_unrewarded -= 1
         self._complete(group)
-        if engine.clock.num_running < engine.slots and not engine.waiting:  # what has its reward had been too much
+        if engine.clock.num_running < engine.slots and not engine.waiting:  # samples without a reward limited the lease
             self._advance(engine)
-            self._go_on(engine)
+            self._resume(engine)
 
-    def _go_on(self, engine: _Engine) -> None:
-        """Lease what there is room for, start what may start, and schedule the end of the next sample."""
+    def _resume(self, engine: _Engine) -> None:
+        """Lease up to the free slots, start admissible samples, and schedule the next end of a sample."""
         has_room = engine.clock.num_running + len(engine.waiting) < engine.slots
-        if has_room and not engine.is_asking and engine.closed_since_s is None:
+        if has_room and not engine.is_requesting and engine.closed_since_s is None:
             self._lease(engine)
         if engine.waiting:
             self._fill(engine)
@@ -195,7 +194,7 @@ class Simulation:
         clock, gate, waiting, world = engine.clock, engine.gate, engine.waiting, self._world
         while waiting and clock.num_running < engine.slots:
             group, index = waiting[0]
-            if not self._contract.may_start(engine.served, engine.heard, group.min_version):
+            if not self._contract.may_start(engine.served, engine.observed, group.min_version):
                 if engine.behind_since_s is None:
                     engine.behind_since_s = self.now_s
                 return
@@ -207,7 +206,7 @@ class Simulation:
             there = group.made[index]
             length = max(1.0, group.lengths[index] - there)
             if there == 0.0:
-                length = min(length, engine.hands_on_at)
+                length = min(length, engine.requeue_at)
             sample = group, index, engine.served.version, length
             if gate is not None:
                 gate.start(sample, to_run, clock.made)
@@ -219,25 +218,25 @@ class Simulation:
     def _to_run(self, engine: _Engine, group: SimulatedGroup, index: int) -> KvSample:
         there, limit = group.made[index], self._most
         if there == 0.0:
-            limit = min(limit, engine.hands_on_at)
+            limit = min(limit, engine.requeue_at)
         return KvSample(group.id, self._world.prompt_tokens, round(limit), round(there), group.usual_tokens)
 
     def _lease(self, engine: _Engine) -> None:
         in_engine = engine.clock.num_running + len(engine.waiting)
         slots = engine.slots if engine.gate is None else engine.gate.slots(engine.clock.made)
         room = engine.pool.config.room(in_engine, in_engine + engine.num_unrewarded, slots=slots)
-        engine.hands_on_at = self._prompts.hands_on_at(engine.pool)
+        engine.requeue_at = self._prompts.requeue_at(engine.pool)
         for _ in range(room):
-            if (handed_on := self._prompts.take_up(engine.pool)) is not None:
-                engine.heard = PolicyVersion(0, self._published)
-                handed_on.min_version = self._contract.min_version(self._published)
-                engine.waiting.extend((handed_on, index) for index in handed_on.resting)
+            if (requeued := self._prompts.take_requeued(engine.pool)) is not None:
+                engine.observed = PolicyVersion(0, self._published)
+                requeued.min_version = self._contract.min_version(self._published)
+                engine.waiting.extend((requeued, index) for index in requeued.requeued)
                 continue
             if self._is_closed():
                 if engine.closed_since_s is None:
                     engine.closed_since_s = self.now_s
                 return
-            engine.heard = PolicyVersion(0, self._published)
+            engine.observed = PolicyVersion(0, self._published)
             group = self._new_group(engine.pool)
             engine.waiting.extend((group, index) for index in range(len(group.lengths)))
         if engine.closed_since_s is not None:
@@ -245,20 +244,20 @@ class Simulation:
             engine.closed_since_s = None
 
     def _on_lease(self, engine: _Engine) -> None:
-        engine.is_asking = False
+        engine.is_requesting = False
         self._advance(engine)
         self._lease(engine)
         self._fill(engine)
         engine.event = self._at(engine.clock.next_end_s(), _END, engine) if engine.clock.num_running else 0
 
-    def _knock(self) -> None:
-        """Have engines that wait for admission ask again, each in its own time."""
-        if self._is_closed() and not self._prompts.has_handed_on:
+    def _request_leases(self) -> None:
+        """Schedule lease requests of the engines that wait for admission, at random times."""
+        if self._is_closed() and not self._prompts.has_requeued:
             return
         waiting = [each for each in self._engines if each.closed_since_s is not None or not self.now_s]
         for engine in self._random.sample(waiting, len(waiting)):
-            if not engine.is_asking:
-                engine.is_asking = True
+            if not engine.is_requesting:
+                engine.is_requesting = True
                 self._at(self.now_s + 2.0 * self._random.random() * self._costs.lease_s, _LEASE, engine)
 
     # --- groups -----------------------------------------------------------------------------------
@@ -288,17 +287,17 @@ class Simulation:
         return group
 
     def _complete(self, group: SimulatedGroup) -> None:
-        """Count one more sample of a group in the buffer."""
+        """Commit one sample of a group to the buffer."""
         group.missing -= 1
         if not group.missing:
             self._buffer.complete(group)
-            self._prompts.saw(group, self._version)
+            self._prompts.observe(group, self._version)
             self._draw()
 
     # --- the learner ------------------------------------------------------------------------------
 
     def _draw(self) -> None:
-        """Begin a step, if one can begin."""
+        """Start a step if possible."""
         if self._is_training:
             return
         contract, version = self._contract, self._version
@@ -307,8 +306,8 @@ class Simulation:
             if not group.uses:
                 self._found.num_dropped += len(group.lengths)
                 self._prompts.give_back(group.prompt)
-        if dropped:  # which makes room for others, though no step begins
-            self._knock()
+        if dropped:  # dropped groups free capacity even if no step starts
+            self._request_leases()
         groups = self._buffer.draw(version)
         if not groups:
             return
@@ -339,12 +338,12 @@ class Simulation:
         self._num_pending = 0
         self._prompts.pace.finished()
         self._at(self.now_s + self._costs.between_steps_s, _DRAW, None)
-        self._knock()
+        self._request_leases()
 
     def _on_learner_free(self, _: object) -> None:
         self._is_training = False
         self._draw()
-        self._knock()
+        self._request_leases()
 
     # --- weights ----------------------------------------------------------------------------------
 
@@ -352,7 +351,7 @@ class Simulation:
         self._published = max(self._published, version)
         for engine in self._engines:
             self._fetch(engine)
-        self._knock()
+        self._request_leases()
 
     def _fetch(self, engine: _Engine) -> None:
         if not engine.is_updating and engine.served.version < self._published:
@@ -364,14 +363,14 @@ class Simulation:
         self._advance(engine)
         engine.clock.stall(self._costs.pause_s)
         engine.served = PolicyVersion(0, version)
-        engine.heard = max(engine.heard, engine.served)
+        engine.observed = max(engine.observed, engine.served)
         engine.is_updating = False
         self._fetch(engine)
-        self._go_on(engine)
+        self._resume(engine)
 
-    # --- what is told -----------------------------------------------------------------------------
+    # --- outcome ----------------------------------------------------------------------------------
 
-    def _begin_to_count(self) -> None:
+    def _reset_counts(self) -> None:
         self._found = Outcome()
         for engine in self._engines:
             self._advance(engine)

@@ -1,6 +1,4 @@
-"""World: a run as a simulation has it, its parts and what they cost; TokenClock: an engine of it; Outcome: what became
-of it.
-"""
+"""World: parts and costs of a simulated run; TokenClock: a simulated engine; Outcome: figures of a simulated run."""
 
 from __future__ import annotations
 
@@ -11,23 +9,23 @@ from heapq import heappop, heappush
 from math import inf, sqrt
 from typing import Any, Generic, Literal, TypeVar
 
-from actors.config import ActorsConfig, KvCache
-from buffer.config import BufferConfig
-from common.staleness import StalenessContract
-from planning.costs import TokenTime
-from planning.kv_gate import KvGate
-from planning.lengths import LengthLaw, PromptStream
+from leeway.actors.config import ActorsConfig, KvCache
+from leeway.buffer.config import BufferConfig
+from leeway.common.staleness import StalenessContract
+from leeway.planning.costs import TokenTime
+from leeway.planning.kv_gate import KvGate
+from leeway.planning.lengths import LengthDistribution, PromptStream
 
 K = TypeVar("K")
 Bound = Literal["training", "generation", "staleness", "weights"]
 StepSeconds = Callable[[Sequence[int]], float]
-"""Tokens of each trained sample, prompt and completion -> seconds of the step, without scores of a reference."""
+"""Tokens of each trained sample, prompt and completion -> seconds of the step, without reference scores."""
 
 
 _BLOCK_TOKENS = 16
-"""Of a simulated cache; samples of a prompt have nothing in common there."""
+"""Tokens per block of a simulated cache, which shares no prompts among samples."""
 _FULL = 0.95
-"""So much of its time at work, and it is what the others wait for."""
+"""Utilization from which on a component is the bottleneck."""
 
 
 @dataclass(frozen=True)
@@ -37,11 +35,11 @@ class EnginePool:
     law: TokenTime
     config: ActorsConfig
     kv_tokens: float = inf
-    """Tokens that the cache of an engine holds."""
+    """Capacity of the KV cache of an engine, in tokens."""
     price: float = 0.0
 
     def gate(self) -> KvGate[Any] | None:
-        """Return the gate of an idle engine, or of vLLM's own queue; None if its cache holds what it runs."""
+        """Return the gate of an idle engine, which also models vLLM's own queue; None if the cache cannot fill up."""
         if self.kv_tokens == inf:
             return None
         gate: KvGate[Any] = KvGate(self.config, KvCache(int(self.kv_tokens) // _BLOCK_TOKENS, _BLOCK_TOKENS, False))
@@ -49,11 +47,11 @@ class EnginePool:
 
 
 class TokenClock(Generic[K]):
-    """An engine that follows a law of `TokenTime`: samples that share it, in time; they are known by keys.
+    """Engine that runs samples, identified by keys, at the speed of a `TokenTime` law.
 
-    Every running one makes a token in each step. Between two events their number b is fixed and their contexts grow
-    together, so that the tokens v that each has made follow dv/dt = 1 / (g + h v) with h = per_kv_token * b. Its
-    solution is closed, and no step is simulated.
+    Every running sample gets one token per step. Between two events their number b is constant and their contexts grow
+    together, so the tokens v that each has generated follow dv/dt = 1 / (g + h v) with h = per_kv_token * b. The
+    solution has a closed form, so single steps are not simulated.
     """
 
     __slots__ = (
@@ -64,14 +62,14 @@ class TokenClock(Generic[K]):
         self._a, self._s, self._k, self._f = law.base, law.per_sample, law.per_kv_token, law.per_prompt_token
         self.now_s = now_s
         self.made = 0.0
-        """Tokens that a sample would have made which ran from the beginning."""
+        """Tokens of a hypothetical sample that runs from the start."""
         self.num_running = 0
         self._context = 0.0
-        """Tokens of all contexts, but for `made` of each."""
+        """Tokens of all contexts, minus `made` for each running sample."""
         self._stall_s = 0.0
-        """Seconds still to pass in which no token is made."""
+        """Remaining seconds during which no token is generated."""
         self._ends: list[tuple[float, int, float, K]] = []
-        """(value of `made` at which it ends, number, its part of `_context`, key), a heap."""
+        """Heap of (value of `made` at which the sample ends, sequence number, part of `_context`, key)."""
         self._seq = 0
 
     @property
@@ -79,7 +77,7 @@ class TokenClock(Generic[K]):
         return self._context + self.num_running * self.made
 
     def advance(self, now_s: float) -> None:
-        """Let time pass, to `next_end_s` at most."""
+        """Advance the clock to `now_s`, which is at most `next_end_s`."""
         passed = now_s - self.now_s
         self.now_s = now_s
         if self._stall_s > 0.0:
@@ -92,11 +90,11 @@ class TokenClock(Generic[K]):
             self.made += 2.0 * passed / (step_s + sqrt(step_s * step_s + grows))
 
     def stall(self, seconds: float) -> None:
-        """Make no token for this time from now on, as while weights are replaced."""
+        """Generate no token for this time from now on, as during a weight update."""
         self._stall_s += seconds
 
     def start(self, key: K, num_prompt_tokens: int, length: float) -> None:
-        """Start a sample of this number of tokens; the others wait while its prompt is computed."""
+        """Start a sample of `length` tokens; the other samples stall while its prompt is computed."""
         part = num_prompt_tokens - self.made
         self._seq += 1
         heappush(self._ends, (self.made + length, self._seq, part, key))
@@ -105,27 +103,27 @@ class TokenClock(Generic[K]):
         self._stall_s += self._f * num_prompt_tokens
 
     def next_end_s(self) -> float:
-        """Return the time at which a sample ends, if nothing else happens; infinite without one."""
+        """Return the time at which the next sample ends, if no event comes first; infinite without samples."""
         if not self._ends:
             return inf
         left = max(0.0, self._ends[0][0] - self.made)
         return self.now_s + self._stall_s + left * (self._step_s() + 0.5 * self._k * self.num_running * left)
 
     def end(self) -> K:
-        """Take out the sample that ends first, which it does now."""
+        """Remove and return the sample that ends now."""
         made, _, part, key = heappop(self._ends)
-        self.made = max(self.made, made)  # what rounding left of its last token
+        self.made = max(self.made, made)  # corrects rounding errors
         self._context -= part
         self.num_running -= 1
         if not self.num_running:
-            self._context = self.made = 0.0  # so that neither grows, and loses digits, without end
+            self._context = self.made = 0.0  # limits their growth, and with it rounding errors
         return key
 
     def running(self) -> list[K]:
         return [entry[3] for entry in self._ends]
 
     def cancel(self, key: K) -> float:
-        """Take out a sample before its end; return the tokens of its context."""
+        """Remove a sample before its end; return the tokens of its context."""
         place = next(i for i, entry in enumerate(self._ends) if entry[3] == key)
         _, _, part, _ = self._ends.pop(place)
         self._ends.sort()
@@ -140,19 +138,19 @@ class TokenClock(Generic[K]):
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of everything but tokens and steps."""
+    """Seconds of everything except tokens and learner steps."""
 
     reward_s: float = 0.0
     lease_s: float = 0.0
-    """From a door that opens to the lease of an actor that waits at it, mean; it asks again and again."""
+    """Mean time from the moment that admission opens to the lease of a waiting actor, which polls."""
     publish_s: float = 0.0
-    """From the end of an update until its version can be pulled."""
+    """Time from the end of an update until its version can be pulled."""
     fetch_s: float = 0.0
-    """From then until an engine begins to apply it."""
+    """Time from then until an engine starts to apply it."""
     pause_s: float = 0.0
-    """That the engine makes no token meanwhile."""
+    """Time during which the engine generates no token while it applies a version."""
     between_steps_s: float = 0.0
-    """From the end of a step to the draw of the next, where that is ready."""
+    """Time from the end of a step to the draw of the next, if its batch is ready."""
 
 
 @dataclass(frozen=True)
@@ -160,16 +158,16 @@ class World:
     pools: tuple[EnginePool, ...]
     contract: StalenessContract
     buffer: BufferConfig
-    lengths: LengthLaw
+    lengths: LengthDistribution
     step_s: StepSeconds
     num_prompts: int = 65_536
     prompt_tokens: int = 64
     costs: Costs = Costs()
     score_token_s: float = 0.0
-    """Of scoring a token with the reference, in the step that uses its sample first; 0 without a reference."""
+    """Seconds to score a token with the reference, in the first step that uses its sample; 0 without a reference."""
     learner_price: float = 0.0
     prompts: Callable[[int], PromptStream] | None = None
-    """The prompts under a seed; None: as the law of lengths makes them."""
+    """Seed -> prompt stream; None: sampled from `lengths`."""
 
     @property
     def group_size(self) -> int:
@@ -178,29 +176,29 @@ class World:
 
 @dataclass
 class Outcome:
-    """Figures of a simulated run after its first steps."""
+    """Figures of a simulated run after the warm-up steps."""
 
     seconds: float = 0.0
     num_steps: int = 0
     num_trained: int = 0
     num_generated: int = 0
     num_tokens: float = 0.0
-    num_handed_on: int = 0
-    """Samples that went on in another engine."""
+    num_requeued: int = 0
+    """Samples requeued for another engine."""
     num_dropped: int = 0
-    """Samples that were too old before any step used them."""
+    """Samples dropped as stale before any step used them."""
     busy_s: float = 0.0
     between_s: float = 0.0
-    """Seconds after steps in which no other can begin."""
+    """Seconds between steps during which none can start."""
     slots_used: float = 0.0
     closed: float = 0.0
-    """Share of time in which an engine had room and admission was closed, mean over engines."""
+    """Fraction of time in which an engine had free slots while admission was closed, mean over engines."""
     behind: float = 0.0
-    """Share of time in which an engine started nothing because its weights were too old, mean over engines."""
+    """Fraction of time in which an engine started no sample because its weights were too old, mean over engines."""
     lags: Counter[int] = field(default_factory=Counter)
-    """Lag of the oldest token of a trained group -> groups."""
+    """Lag of the oldest token of a trained group -> number of groups."""
     residence_s: float = 0.0
-    """From the lease of a group to the end of its step, added up over trained groups."""
+    """Seconds from the lease of a group to the end of its step, summed over trained groups."""
     price: float = 0.0
 
     @property
@@ -217,12 +215,12 @@ class Outcome:
 
     @property
     def lag_mean(self) -> float:
-        """Mean lag of the oldest token of a trained group, in versions."""
+        """Return the mean lag of the oldest token of trained groups, in versions."""
         return sum(lag * count for lag, count in self.lags.items()) / max(1, self.lags.total())
 
     @property
     def price_per_1000(self) -> float:
-        """Price of a thousand trained samples; infinite if there are none."""
+        """Return the price of a thousand trained samples; infinite if there are none."""
         return self.price / 3.6 / self.samples_per_s if self.samples_per_s else inf
 
     @property

@@ -1,4 +1,4 @@
-"""Shared by all tests: one thread per process, no network, no W&B."""
+"""Settings of all tests: one thread per process, no network, W&B offline."""
 
 import os
 import sys
@@ -18,26 +18,26 @@ os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 
-# Caches of ours are a session's own, in its processes too; what these two hold takes long to fetch or make.
+# Every session and its processes use caches of their own, except these two, which take long to fill.
 _CACHE = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
 os.environ.setdefault("HF_HOME", str(_CACHE / "huggingface"))
 os.environ.setdefault("VLLM_CACHE_ROOT", str(_CACHE / "vllm"))
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
-# a machine that has something else to do is no reason to fail
+# a busy machine must not fail a test
 hypothesis.settings.register_profile("patient", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("patient")
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "full: for the full run alone, `make full`")
-    config.addinivalue_line("markers", "process: starts a process of ours; `make unit` leaves it out")
+    config.addinivalue_line("markers", "full: runs only in `make full`")
+    config.addinivalue_line("markers", "process: starts a process of Leeway; `make unit` skips it")
 
 
 @pytest.fixture(autouse=True, scope="session")
-def cache_of_this_session(tmp_path_factory):
-    """What a run keeps for later ones is not kept in this user's cache."""
+def session_cache(tmp_path_factory):
+    """Keep runs from writing to the user's cache."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
@@ -45,32 +45,32 @@ def cache_of_this_session(tmp_path_factory):
 
 @pytest.fixture
 def constants(monkeypatch):
-    """`constants({"package.module.NAME": value})`: what the processes that this test starts have in place of ours."""
+    """`constants({"package.module.NAME": value})`: set constants of the product in processes that this test starts."""
 
-    def give(values):
+    def set_constants(values):
         for name, value in environment(values).items():
             monkeypatch.setenv(name, value)
 
-    return give
+    return set_constants
 
 
 @pytest.fixture(autouse=True, scope="session")
 def procedural_tasks_are_checked_once():
-    """Most configs that are checked here have the task of the demo, whose thousands of problems are made for it."""
-    checks = sys.modules.get("launch.checks")  # imported with the tests that need it, and slow to
+    """Cache the check of the demo task, which most configs use and which generates thousands of problems."""
+    checks = sys.modules.get("leeway.launch.checks")  # slow to import: only tests that need it do
     if checks is None:
         yield
         return
-    check, known = checks.check_task, {}
+    check, results = checks.check_task, {}
 
     def check_once(config, **options):
         folder = options["model_folder"] or EXAMPLES
         if config.type != "reasoning_gym" or not folder.is_relative_to(EXAMPLES):
             return check(config, **options)
         key = (config.model_dump_json(), *options.values())
-        if key not in known:
-            known[key] = check(config, **options)
-        return known[key]
+        if key not in results:
+            results[key] = check(config, **options)
+        return results[key]
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(checks, "check_task", check_once)
@@ -78,10 +78,10 @@ def procedural_tasks_are_checked_once():
 
 
 def pytest_collection_modifyitems(items):
-    """The longest file first, so that the others are done beside it."""
+    """Start the longest file first, so that the others run in parallel with it."""
     items.sort(key=lambda item: item.path.name != "test_life_of_a_run.py")
 
 
 def pytest_runtest_setup(item):
     if item.get_closest_marker("full") and not FULL:
-        pytest.skip("for the full run alone: make full")
+        pytest.skip("runs only in make full")

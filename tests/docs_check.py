@@ -1,11 +1,11 @@
-"""Every command and link that stands in README.md and docs/ leads somewhere: `make docs-check`, or
+"""Check the commands and links of README.md and docs/: `make docs-check`, or
 python -m tests.docs_check [FILE ...].
 
-Looked at are the fenced blocks of shell, and commands of ours between backticks. A `leeway` command is parsed by its
-own parser; its overrides are read against its config where that is a file, and else against the demo's. Those that
-start nothing are run: `check-reward`, and of `train` the dry run. Of other programs, files, make targets, flags and
-verbs must be there. A command of ours in a block that is not marked as shell is a fault, for nobody would look at it.
-Of links those to files are looked at.
+Checks fenced shell blocks, and the project's own commands in backticks. A `leeway` command is parsed by its own parser;
+its overrides are validated against its config if that file exists, and against the demo config otherwise. Commands that
+start no processes are run: `check-reward`, and `train` as a dry run. Files, make targets, flags and verbs of other
+commands must exist. An own command in a block that is not marked as shell is a fault, because it would go unchecked.
+Only links to files are checked.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from unittest import mock
 import typer
 from typer.core import TyperCommand
 
-from launch.cli import main as leeway
-from launch.config import load_config
-from launch.errors import ConfigError
+from leeway.launch.cli import main as leeway
+from leeway.launch.config import load_config
+from leeway.launch.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]
 DEMO = ROOT / "examples" / "demo.toml"
@@ -37,7 +37,7 @@ ALLOWED = frozenset(
     | {"ulimit", "grep", "less", "tee", "wc", "chmod", "rm", "mkdir", "openssl", "sbatch", "squeue", "scancel"}
     | {"nvidia-cuda-mps-control", "nvidia-smi", "pkill"}
 )
-"""Programs of others: not ours to check."""
+"""External programs, which are not checked."""
 FENCE = re.compile(r"^ *```(\w*)[^\n]*\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"(?<!`)`((?:leeway|make|python|launch/\S+\.sh) [^`]+)`(?!`)")
 OURS = re.compile(r"^(?:\$ )?(leeway|make|python|launch/\S+\.sh)( |$)")
@@ -49,18 +49,18 @@ RUN_FOR_REAL = ("check-reward",)
 
 @dataclass(frozen=True)
 class Command:
-    """One line of a document."""
+    """A command in a document."""
 
-    where: str
+    location: str
     text: str
-    in_a_sentence: bool = False
-    """There a verb alone is its name."""
+    is_inline: bool = False
+    """True in a sentence, where a bare verb names a command."""
     is_marked: bool = True
-    """It stands where commands are looked for."""
+    """False in a block that is not marked as shell."""
 
 
 def commands_in(path: Path) -> Iterator[Command]:
-    """The commands of a document, with their places."""
+    """Yield the commands of a document with their locations."""
     text = path.read_text(encoding="utf-8")
     name = _name(path)
     for block in FENCE.finditer(text):
@@ -74,7 +74,7 @@ def commands_in(path: Path) -> Iterator[Command]:
         yield from _unmarked(name, block[1], prose.count("\n", 0, block.start(1)) + 1)
     for found in INLINE.finditer(prose):
         line = prose.count("\n", 0, found.start()) + 1
-        yield Command(f"{name}:{line}", " ".join(found[1].split()), in_a_sentence=True)
+        yield Command(f"{name}:{line}", " ".join(found[1].split()), is_inline=True)
 
 
 def _unmarked(name: str, block: str, first: int) -> Iterator[Command]:
@@ -97,17 +97,17 @@ def _lines(name: str, block: str, first: int) -> Iterator[Command]:
 
 
 def fault(command: Command) -> str:
-    """What is wrong with a command; '' where nothing is."""
+    """Return the fault of a command, or '' if it is valid."""
     if not command.is_marked:
-        return "it stands in a block that is not marked as ```bash"
+        return "the block is not marked as ```bash"
     try:
         words = shlex.split(command.text, comments=True)
     except ValueError as error:
-        return f"the shell cannot read it: {error}"
+        return f"invalid shell syntax: {error}"
     for part in _split(words):
         while part and re.fullmatch(r"[A-Z_]+=.*", part[0]):
             part = part[1:]
-        if part and (found := _fault_of(part, command.in_a_sentence)):
+        if part and (found := _fault_of(part, command.is_inline)):
             return found
     return ""
 
@@ -124,10 +124,10 @@ def _split(words: Sequence[str]) -> list[list[str]]:
     return parts
 
 
-def _fault_of(words: list[str], in_a_sentence: bool) -> str:
+def _fault_of(words: list[str], is_inline: bool) -> str:
     program, arguments = words[0], words[1:]
     if program == "leeway":
-        return _fault_of_leeway(arguments, in_a_sentence)
+        return _fault_of_leeway(arguments, is_inline)
     if program == "make":
         targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
         unknown = [word for word in arguments if "=" not in word and not word.startswith("-") and word not in targets]
@@ -136,69 +136,69 @@ def _fault_of(words: list[str], in_a_sentence: bool) -> str:
         return _fault_of_python(arguments)
     if "/" in program:
         return _fault_of_script(ROOT / program, program, arguments)
-    return "" if program in ALLOWED else f"nobody knows the program {program}"
+    return "" if program in ALLOWED else f"unknown program {program}"
 
 
-def _fault_of_leeway(arguments: list[str], in_a_sentence: bool = False) -> str:
+def _fault_of_leeway(arguments: list[str], is_inline: bool = False) -> str:
     shown = [word.strip("[]") for word in arguments if word != "..."]
     if any("|" in word for word in shown) or shown == []:
         return ""
-    if in_a_sentence and all(re.fullmatch(r"[a-z-]+", word) for word in shown) and _is_verb(shown):
+    if is_inline and all(re.fullmatch(r"[a-z-]+", word) for word in shown) and _is_verb(shown):
         return ""
-    context, said = _parsed([_number(word) for word in shown])
+    context, message = _parse([_filled_in(word) for word in shown])
     if context is None:
-        return said
+        return message
     config = context.params.get("config")
     if config is not None and config.name != "CONFIG.toml" and not (ROOT / config).exists():
         if "/" in str(config):
-            return f"there is no {config}"
+            return f"{config} does not exist"
         config = None
     path = DEMO if config is None or config.name == "CONFIG.toml" else ROOT / config
     try:
         model = load_config(path, context.args).model.folder
     except ConfigError as error:
         return str(error)
-    if config is None or path is DEMO or context.params.get("source") is not None:  # on samples of a run before it
+    if config is None or path is DEMO or context.params.get("source") is not None:  # reads samples of an earlier run
         return ""
-    if context.params.get("plan") is not None:  # a file that the command before has written
+    if context.params.get("plan") is not None:  # the previous command writes this file
         at = shown.index("--plan")
         shown = shown[:at] + shown[at + 2 :]
-    if model is not None and not model.exists() and model.with_suffix(".py").exists():  # the command before made it
+    if model is not None and not model.exists() and model.with_suffix(".py").exists():  # made by the previous command
         shown += ["--model.path", "organisation/name"]
     verb = str(context.info_name)
     return _run([*shown, "--dry-run"] if verb == "train" and "--dry-run" not in shown else shown, verb)
 
 
-def _parsed(arguments: list[str]) -> tuple[typer.Context | None, str]:
-    """The arguments of a command that is not run, or None and what it says instead; "" where that is its help."""
+def _parse(arguments: list[str]) -> tuple[typer.Context | None, str]:
+    """Parse a command without running it: return its context, or None and the error, which is '' for `--help`."""
     contexts: list[typer.Context] = []
     with (
         mock.patch.object(TyperCommand, "invoke", lambda _, context: contexts.append(context) or 0),
         contextlib.redirect_stdout(io.StringIO()),
-        contextlib.redirect_stderr(io.StringIO()) as said,
+        contextlib.redirect_stderr(io.StringIO()) as errors,
     ):
         leeway(arguments)
-    return (contexts[0], "") if contexts else (None, said.getvalue().strip())
+    return (contexts[0], "") if contexts else (None, errors.getvalue().strip())
 
 
 def _is_verb(words: list[str]) -> bool:
-    return _parsed([*words, "--help"]) == (None, "")
+    return _parse([*words, "--help"]) == (None, "")
 
 
-def _number(word: str) -> str:
-    """A placeholder for a number, as in --count N, is one."""
+def _filled_in(word: str) -> str:
+    """Replace a placeholder for a number or a verb, such as N in `--count N`, with a valid value."""
     return "3" if re.fullmatch(r"N|GROUP|RECORD|STEP", word) else "train" if word == "VERB" else word
 
 
 def _run(arguments: list[str], verb: str) -> str:
-    """Run what starts nothing."""
+    """Run a command that starts no processes and return its error, or '' if it succeeds."""
     if verb not in (*RUN_FOR_REAL, "train"):
         return ""
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(ROOT):
-        place = ["--run.dir", folder] if verb == "train" else []
-        with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as said:
-            status = leeway([*arguments, *place])
-    return "" if status == 0 else f"exit status {status}: {(said.getvalue() or out.getvalue()).strip()}"
+        run_dir = ["--run.dir", folder] if verb == "train" else []
+        with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as errors:
+            status = leeway([*arguments, *run_dir])
+    return "" if status == 0 else f"exit status {status}: {(errors.getvalue() or out.getvalue()).strip()}"
 
 
 def _fault_of_python(arguments: list[str]) -> str:
@@ -207,7 +207,7 @@ def _fault_of_python(arguments: list[str]) -> str:
         own = ROOT / (name.replace(".", "/"))
         if own.with_suffix(".py").exists() or (own / "__main__.py").exists() or name in ("pytest", "pip", "lmdb"):
             return ""
-        return f"there is no module {name}"
+        return f"module {name} does not exist"
     file = next((word for word in arguments if word.endswith(".py")), None)
     if file is None:
         return ""
@@ -215,9 +215,9 @@ def _fault_of_python(arguments: list[str]) -> str:
 
 
 def _fault_of_script(path: Path, name: str, arguments: list[str]) -> str:
-    """A script of ours: it is there, and knows the flags and verbs by name."""
+    """Check that a script of the project exists and that its source contains the flags and verbs."""
     if not path.exists():
-        return "" if name.startswith(("/", ".venv")) else f"there is no {name}"
+        return "" if name.startswith(("/", ".venv")) else f"{name} does not exist"
     beside = [path, *path.parent.glob(f"{path.stem}_*{path.suffix}")]
     source = "\n".join(each.read_text(encoding="utf-8") for each in beside)
     if path.suffix == ".sh" and arguments and re.fullmatch(r"[a-z]+", arguments[0]):
@@ -228,17 +228,17 @@ def _fault_of_script(path: Path, name: str, arguments: list[str]) -> str:
             return _fault_of_leeway(["train", *[word for word in arguments[1:] if word != "\\"]])
     flags = [word.partition("=")[0] for word in arguments if word.startswith("--") and "." not in word]
     unknown = [flag for flag in flags if flag not in source and flag[2:].replace("-", "_") not in source]
-    return f"{name} knows no {unknown[0]}" if unknown else ""
+    return f"{name} has no option {unknown[0]}" if unknown else ""
 
 
 def _verbs_of(script: Path) -> set[str]:
-    """Words that a `case` of a script takes."""
+    """Return the labels of the `case` statements of a script."""
     labels = re.findall(r"^ *([a-z]+(?: ?\| ?[a-z]+)*)\)", script.read_text(encoding="utf-8"), re.MULTILINE)
     return {word.strip() for label in labels for word in label.split("|")}
 
 
 def dead_links(path: Path) -> Iterator[str]:
-    """Links of a document to files that are not there, with their places."""
+    """Yield the links of a document to missing files, with their locations."""
     text = path.read_text(encoding="utf-8")
     prose = _without(CODE, _without(FENCE, text))
     for found in LINK.finditer(prose):
@@ -247,7 +247,7 @@ def dead_links(path: Path) -> Iterator[str]:
 
 
 def _without(pattern: re.Pattern[str], text: str) -> str:
-    """Lines keep their numbers."""
+    """Remove the matches of a pattern; line numbers stay the same."""
     return pattern.sub(lambda found: "\n" * found[0].count("\n"), text)
 
 
@@ -256,23 +256,23 @@ def _name(path: Path) -> str:
 
 
 def documents() -> list[Path]:
-    """README.md and everything in docs/."""
+    """Return README.md and all pages in docs/."""
     return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print what is wrong; exit status 1 where something is."""
+    """Print every fault; return 1 if there is one."""
     paths = [Path(argument).resolve() for argument in arguments] or documents()
     commands = [command for path in paths for command in commands_in(path)]
     faults = 0
     for command in commands:
         if found := fault(command):
             faults += 1
-            print(f"{command.where}: {command.text}\n    {found}")
+            print(f"{command.location}: {command.text}\n    {found}")
     for path in paths:
         for link in dead_links(path):
             faults += 1
-            print(f"{link}\n    a link to what is not there")
+            print(f"{link}\n    the link leads to a missing file")
     print(f"{len(commands)} commands in {len(paths)} documents: {faults or 'none'} wrong")
     return 1 if faults else 0
 

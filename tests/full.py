@@ -1,8 +1,8 @@
-"""Which run of the tests this is.
+"""Whether this test session runs with full counts.
 
-`make test` runs everything but what is marked `full`: runs of a minute or so whose parts other tests hold, and the
-positive controls of the fault matrix. `make full` and `make faults` run these as well, and give every fault test and
-property its full count.
+`make test` skips tests marked `full`: runs of about a minute whose parts other tests cover, and the positive controls
+of the fault matrix. `make full` and `make faults` run these as well, with the full count of every fault test and
+property.
 """
 
 import os
@@ -11,5 +11,5 @@ FULL = os.environ.get("LEEWAY_FAULTS") == "all"
 
 
 def pick(short: int, full: int) -> int:
-    """A count: the short one in `make test`, the full one in `make full` and `make faults`."""
+    """Return the full count in `make full` and `make faults`, and the short count otherwise."""
     return full if FULL else short

@@ -1,8 +1,8 @@
-"""How large the product is and how it hangs together: `python -m tests.house`, and the bounds that a test holds it to.
+"""Measure the size and the import graph of the product: `python -m tests.house`. A test bounds the figures.
 
-Counted is what a user installs and a reader has to carry: the modules of the packages, without tests and benchmarks.
-Shell, the page of the report and the examples have bounds of their own, so that nothing moves there. A package's
-`__init__` counts its lines, and as a file only where it does more than describe and re-export.
+Counts the modules of the packages, without tests and benchmarks. Shell scripts, the report page and the examples have
+separate bounds, so that code cannot move there unnoticed. The lines of a package's `__init__` count; it counts as a
+file only if it does more than describe and re-export.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("actors", "algorithms", "buffer", "common", "launch", "learner", "planning", "weight_sync")
-ENTRY_POINTS = frozenset({"launch.bootstrap", "launch.cli", "launch.cluster_nodes"})
-"""Started by a user, the Makefile or a script; a module that nobody imports is one too."""
+ENTRY_POINTS = frozenset({"leeway.launch.bootstrap", "leeway.launch.cli", "leeway.launch.cluster_nodes"})
+"""Modules that a user, the Makefile or a script starts. A module without importers is an entry point too."""
 DEEP_LINES = 120
-"""A module that one other imports is a room of its own from here on."""
+"""Lines from which a module with a single importer counts as deep and may stay separate."""
 
 
 @dataclass(frozen=True)
@@ -29,14 +29,14 @@ class Module:
     """One file of the product."""
 
     name: str
-    """Dotted; of a package's `__init__` the package."""
+    """Dotted name; an `__init__` has the name of its package."""
     path: Path
     tree: ast.Module
     num_lines: int
 
     @property
     def is_file(self) -> bool:
-        """Does it hold code of its own? An `__init__` of a docstring and re-exports does not."""
+        """True unless the module is an `__init__` with only a docstring and re-exports."""
         if self.path.name != "__init__.py":
             return True
         frame = (ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign, ast.Expr)
@@ -45,21 +45,21 @@ class Module:
 
 @cache
 def modules() -> dict[str, Module]:
-    """All modules of the product, by name."""
+    """Return all modules of the product by name."""
     found = {}
     for package in PACKAGES:
         for path in sorted((ROOT / package).rglob("*.py")):
             parts = path.relative_to(ROOT).with_suffix("").parts
-            name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+            name = ".".join(("leeway", *(parts[:-1] if parts[-1] == "__init__" else parts)))
             text = path.read_text(encoding="utf-8")
             found[name] = Module(name, path, ast.parse(text), text.count("\n"))
     return found
 
 
 def imports_of(module: Module, known: dict[str, Module]) -> set[str]:
-    """The modules of the product that this one imports, anywhere in it, for types too.
+    """Return the modules of the product that this one imports, at any depth and including imports for types.
 
-    `from package import module` is an import of the module alone: the `__init__`s import nothing that matters.
+    `from package import module` counts as an import of the module, not of the package.
     """
     found = set()
     for node in ast.walk(module.tree):
@@ -74,13 +74,13 @@ def imports_of(module: Module, known: dict[str, Module]) -> set[str]:
 
 @cache
 def graph() -> dict[str, set[str]]:
-    """Module -> the modules that it imports."""
+    """Return the imported modules of each module."""
     known = modules()
     return {name: imports_of(module, known) for name, module in known.items()}
 
 
 def cycles(arrows: dict[str, set[str]]) -> list[list[str]]:
-    """Groups of modules that import each other (Tarjan's strongly connected components of two or more)."""
+    """Return groups of modules that import each other (Tarjan's strongly connected components of two or more)."""
     index: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []
@@ -109,7 +109,7 @@ def cycles(arrows: dict[str, set[str]]) -> list[list[str]]:
 
 
 def single_use(arrows: dict[str, set[str]]) -> dict[str, str]:
-    """Module -> the only other one that imports it. An `__init__` imports for its readers and does not count."""
+    """Return each module with a single importer, and that importer. Imports in an `__init__` do not count."""
     known = modules()
     users = defaultdict(set)
     for name, imported in arrows.items():
@@ -124,17 +124,17 @@ def single_use(arrows: dict[str, set[str]]) -> dict[str, str]:
 
 
 def public_classes() -> dict[str, list[str]]:
-    """Class names that are public in two or more modules -> those modules."""
+    """Return class names that are public in two or more modules, with those modules."""
     found = defaultdict(list)
     for module in modules().values():
         for node in module.tree.body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 found[node.name].append(module.name)
-    return {name: where for name, where in sorted(found.items()) if len(where) > 1}
+    return {name: at for name, at in sorted(found.items()) if len(at) > 1}
 
 
 def functions() -> Iterator[tuple[int, str]]:
-    """Length in lines and name of every function, the nested ones within those that hold them."""
+    """Yield the length in lines and the name of every function; nested functions count in the outer one too."""
     for module in modules().values():
         for node in ast.walk(module.tree):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -142,29 +142,30 @@ def functions() -> Iterator[tuple[int, str]]:
 
 
 def num_config_keys() -> int:
-    """Rows of docs/config.md, which the schema makes, without the knobs of tables that are a key's value."""
+    """Count the keys in docs/config.md, which is generated from the schema, without keys inside tables."""
     lines = (ROOT / "docs" / "config.md").read_text(encoding="utf-8").splitlines()
     return sum(line.startswith("| `") and "[" not in line.split("`")[1] for line in lines)
 
 
 def num_table_keys() -> int:
-    """Rows of docs/config.md of the knobs in tables that are a key's value."""
+    """Count the keys inside tables in docs/config.md; a row may list several tables, as `KEY[ONE, TWO].NAME`."""
     lines = (ROOT / "docs" / "config.md").read_text(encoding="utf-8").splitlines()
-    return sum(line.startswith("| `") and "[" in line.split("`")[1] for line in lines)
+    keys = (line.split("`")[1] for line in lines if line.startswith("| `"))
+    return sum(1 + key.count(",") for key in keys if "[" in key)
 
 
 def lines_of(*patterns: str) -> int:
-    """Lines of the files that git knows under these patterns."""
+    """Count the lines of the tracked files that match these patterns."""
     listed = subprocess.run(["git", "ls-files", *patterns], cwd=ROOT, capture_output=True, text=True, check=True)
     return sum((ROOT / name).read_bytes().count(b"\n") for name in listed.stdout.splitlines() if (ROOT / name).exists())
 
 
 def package_lines(package: str) -> int:
-    return sum(module.num_lines for module in modules().values() if module.name.split(".")[0] == package)
+    return sum(module.num_lines for module in modules().values() if module.name.split(".")[1] == package)
 
 
 def figures() -> dict[str, int]:
-    """What is bounded."""
+    """Return the bounded figures."""
     known, arrows = modules(), graph()
     files = [module for module in known.values() if module.is_file]
     lines = sum(module.num_lines for module in known.values())
@@ -189,17 +190,17 @@ def figures() -> dict[str, int]:
 
 
 def main() -> None:
-    """Print the figures, and where to look."""
+    """Print the figures; with -v also the modules and classes behind them."""
     known, arrows = modules(), graph()
     for name, value in figures().items():
         print(f"{value:7,}  {name}")
     if "-v" in sys.argv:
-        print("\nimported by one other alone:")
+        print("\nmodules imported by exactly one other:")
         for name, user in single_use(arrows).items():
             print(f"{known[name].num_lines:5}  {name} <- {user}")
         print("\nimport cycles:", *cycles(arrows), sep="\n  ")
         print(
-            "\nclasses of one name:", *(f"{name}: {', '.join(at)}" for name, at in public_classes().items()), sep="\n  "
+            "\nshared class names:", *(f"{name}: {', '.join(at)}" for name, at in public_classes().items()), sep="\n  "
         )
 
 

@@ -1,20 +1,20 @@
-"""Trajectories out of message bodies, as objects that tests can compare; the product keeps to columns."""
+"""Trajectories of message bodies as objects that tests can compare; the product uses columns only."""
 
 import msgspec
 import pyarrow as pa
 
-from buffer.rows import INTEGERS, WALL_TIMES, flat_values
-from buffer.schema import SCHEMA, Trajectory, VersionSpan, read_stream
-from common.staleness import PolicyVersion
+from leeway.buffer.rows import INTEGERS, WALL_TIMES, flat_values
+from leeway.buffer.schema import SCHEMA, Trajectory, VersionSpan, read_stream
+from leeway.common.staleness import PolicyVersion
 
 
 def decode(body: bytes | memoryview) -> list[Trajectory]:
-    """The trajectories of a message body."""
+    """Return the trajectories of a message body."""
     return from_batch(read_stream(body))
 
 
 def from_batch(batch: pa.RecordBatch) -> list[Trajectory]:
-    """The rows of a record batch; arrays are read-only views into it."""
+    """Return the rows of a record batch; arrays are read-only views of it."""
     column = {name: batch.column(i) for i, name in enumerate(SCHEMA.names)}
     plain = {name: column[name].to_pylist() for name in (*INTEGERS, *WALL_TIMES, "actor", "finish_reason", "reward")}
     tokens, token_bounds = flat_values(column["token_ids"])

@@ -1,9 +1,9 @@
 """Trace which files a trajectory, a weight version, a config key and a metric pass: `python -m tests.walks`.
 
-A walk is the files of the product in which a function runs between its beginning and its end, in any process. Those
-that run while nothing happens are counted apart. The run is a small one whose reward waits, so that one thing happens
-at a time: each call of the reward takes the next of `WAITS_S`, and one of them is the idle time. Of the key the walk is
-the files on the call stacks of its reads. The result replaces the lists of docs/architecture.md.
+A walk is the set of product files in which a function runs between its start and its end, in any process. Files that
+also run while the system is idle are counted separately. The traced run is small, and its reward function sleeps, so
+that one event happens at a time: each call of the reward takes the next of `WAITS_S`, and the longest is the idle time.
+The walk of the key is the files on the call stacks of its reads. The result replaces the lists of docs/architecture.md.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ PAGE = ROOT / "docs" / "architecture.md"
 BEGIN, END = "<!-- walks: written by python -m tests.walks -->", "<!-- end of walks -->"
 
 WAITS_S = (1.0, 1.0, 2.0, 2.0, 25.0, 4.0)
-"""Of the reward's calls in order, and of all further ones: two of an evaluation, then two of each group. The longest is
-the idle time, in which leases are renewed."""
+"""Seconds that each call of the reward takes, in order: two for an evaluation, then two per group. The last value also
+applies to all further calls. The longest is the idle time, in which leases are renewed."""
 LEASE, GRADIENT = "buffer/client.py:lease", "learner/optimizer.py:apply"
 PUBLISH, APPLIED = "weight_sync/publisher.py:publish", "actors/weights.py:_put"
 ROW = "learner/report.py:step_report"
 KEY = "common/staleness.py:StalenessConfig.max_lag"
 METRIC_S = 1.5
-"""Within this time of its measurement a row is everywhere."""
+"""Seconds after its measurement until a row has reached every consumer."""
 UPDATE_S = 3.0
-"""Within this time a version is served; the next step comes later."""
+"""Seconds until a version is served; the next step starts later."""
 
 CONFIG = """
 [model]
@@ -85,10 +85,10 @@ def slow(completions, **columns):
 
 
 class Call(NamedTuple):
-    """A function of the product ran."""
+    """A recorded call of a product function."""
 
     at_ms: float
-    what: str
+    event: str
     """call, return or key."""
     file: str
     function: str
@@ -96,22 +96,22 @@ class Call(NamedTuple):
 
 
 class Trace:
-    """What ran in the processes of a run."""
+    """The recorded calls of all processes of a run, by time."""
 
     def __init__(self, folder: Path) -> None:
         self.calls: list[Call] = []
         for path in folder.glob("*.trace"):
             for line in path.read_text(encoding="utf-8").splitlines():
-                at_ms, what, file, function = line.split("\t")
-                self.calls.append(Call(float(at_ms), what, file, function, int(path.stem)))
+                at_ms, event, file, function = line.split("\t")
+                self.calls.append(Call(float(at_ms), event, file, function, int(path.stem)))
         self.calls.sort()
 
     def files(self, begin_ms: float, end_ms: float, pids: Iterable[int] | None = None) -> set[str]:
-        wanted = None if pids is None else set(pids)
+        selected = None if pids is None else set(pids)
         return {
             call.file
             for call in self.calls
-            if begin_ms <= call.at_ms <= end_ms and (wanted is None or call.pid in wanted)
+            if begin_ms <= call.at_ms <= end_ms and (selected is None or call.pid in selected)
         }
 
     def first(self, marker: str, after_ms: float = 0.0) -> Call:
@@ -126,11 +126,11 @@ class Trace:
         return next(call for call in reversed(self.calls) if call[2:4] == (file, function) and call.at_ms < before_ms)
 
     def key(self, end_ms: float) -> set[str]:
-        return {call.file for call in self.calls if call.what == "key" and call.at_ms <= end_ms}
+        return {call.file for call in self.calls if call.event == "key" and call.at_ms <= end_ms}
 
 
 def trace_run(folder: Path) -> tuple[Trace, list[tuple[float, float]]]:
-    """Train a small run and look at it; returns what ran, and when each call of the reward began and ended, in ms."""
+    """Train and inspect a small run; return its trace, and the start and end of each reward call in ms."""
     rows = [f'{{"question": "{number} + {number % 7}"}}' for number in range(10, 60)]
     (folder / "rows.jsonl").write_text("\n".join(rows) + "\n", encoding="utf-8")
     log, records = folder / "rewards.log", folder / "trace"
@@ -147,7 +147,7 @@ def trace_run(folder: Path) -> tuple[Trace, list[tuple[float, float]]]:
     run = folder / "runs" / "walk"
 
     def leeway(*words: str) -> None:
-        subprocess.run([sys.executable, "-m", "launch.cli", *words], cwd=folder, env=environment, check=True)
+        subprocess.run([sys.executable, "-m", "leeway", *words], cwd=folder, env=environment, check=True)
 
     leeway("train", "walk.toml", "--run.dir", str(run.parent), "--run.name", run.name)
     for verb in ("status", "report"):
@@ -157,13 +157,13 @@ def trace_run(folder: Path) -> tuple[Trace, list[tuple[float, float]]]:
 
 
 class Walk(NamedTuple):
-    """What one thing passes."""
+    """The files on one path through the system."""
 
     name: str
     then: set[str]
-    """Files that run on its way alone."""
+    """Files that run only on this path."""
     always: set[str]
-    """Files that run on its way, and while nothing happens too."""
+    """Files that run on this path and also while the system is idle."""
 
 
 def walks(trace: Trace, rewards: Sequence[tuple[float, float]]) -> list[Walk]:
@@ -191,8 +191,8 @@ def walks(trace: Trace, rewards: Sequence[tuple[float, float]]) -> list[Walk]:
 
 
 def page(found: Sequence[Walk]) -> str:
-    """Return the part of docs/architecture.md."""
-    lines = [BEGIN, "", "| walk | files that run then alone | files that also run while nothing happens |"]
+    """Return the generated section of docs/architecture.md."""
+    lines = [BEGIN, "", "| walk | files that run only then | files that also run while idle |"]
     lines.append("|---|---|---|")
     lines += [f"| {walk.name} | {len(walk.then)} | {len(walk.always)} |" for walk in found]
     for walk in found:
@@ -213,8 +213,8 @@ def _by_package(files: set[str]) -> str:
 def main() -> None:
     """Trace a run, print its walks and write them into the page."""
     parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("--print", action="store_true", help="leave the page as it is")
-    parser.add_argument("--keep", type=Path, help="folder for the run and the records; default: a temporary one")
+    parser.add_argument("--print", action="store_true", help="do not write the page")
+    parser.add_argument("--keep", type=Path, help="folder for the run and the records; default: a temporary folder")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="walks-") as temporary:
         folder = arguments.keep or Path(temporary)

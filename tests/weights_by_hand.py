@@ -1,4 +1,4 @@
-"""Versions made without torch, a weight service in a thread, and pullers on a machine of their own."""
+"""Weight versions built without torch, a weight service in a thread, and pullers that reach it only by network."""
 
 import contextlib
 import threading
@@ -9,12 +9,12 @@ from unittest import mock
 
 import numpy as np
 
-from common.rpc.server import Rejected
-from common.staleness import PolicyVersion
-from weight_sync.client import StoreAccess, WeightClient
-from weight_sync.config import WeightSyncConfig
-from weight_sync.delta import encode_delta
-from weight_sync.manifest import (
+from leeway.common.rpc.server import Rejected
+from leeway.common.staleness import PolicyVersion
+from leeway.weight_sync.client import StoreAccess, WeightClient
+from leeway.weight_sync.config import WeightSyncConfig
+from leeway.weight_sync.delta import encode_delta
+from leeway.weight_sync.manifest import (
     ITEM_BYTES,
     DeltaEntry,
     FileEntry,
@@ -27,15 +27,15 @@ from weight_sync.manifest import (
     file_name,
     header_of,
 )
-from weight_sync.protocol import Chunk, ReadRequest, WriteRequest
-from weight_sync.puller import Puller, open_puller
-from weight_sync.service import WeightService
-from weight_sync.store import StagedVersion, WeightStore
+from leeway.weight_sync.protocol import Chunk, ReadRequest, WriteRequest
+from leeway.weight_sync.puller import Puller, open_puller
+from leeway.weight_sync.service import WeightService
+from leeway.weight_sync.store import StagedVersion, WeightStore
 
 RUN = "test-run"
 NUM_VALUES = 20_000
 Weights = dict[str, np.ndarray]
-"""Tensor -> its values as float32."""
+"""Float32 values by tensor name."""
 
 
 def v(version: int, incarnation: int = 0) -> PolicyVersion:
@@ -43,7 +43,7 @@ def v(version: int, incarnation: int = 0) -> PolicyVersion:
 
 
 def weights(version: int, num_tensors: int = 3, num_values: int = NUM_VALUES) -> Weights:
-    """Those of one version; a hundredth of the values differ from those of the version before."""
+    """Return the weights of a version, which differ from those of the previous version in few values."""
     found = {
         f"w{i}": np.random.default_rng(i).standard_normal(num_values).astype(np.float32) for i in range(num_tensors)
     }
@@ -53,7 +53,7 @@ def weights(version: int, num_tensors: int = 3, num_values: int = NUM_VALUES) ->
 
 
 def as_dtype(tensor: np.ndarray, dtype: str) -> bytes:
-    """'bfloat16' cuts off, which is near enough here."""
+    """Return the bytes of a tensor; 'bfloat16' truncates, which is accurate enough here."""
     return tensor.tobytes() if dtype == "float32" else (tensor.view(np.uint32) >> 16).astype(np.uint16).tobytes()
 
 
@@ -66,7 +66,7 @@ def make_part(
     old: Weights | None = None,
     parent: PolicyVersion | None = None,
 ) -> tuple[Part, dict[str, list[bytes]]]:
-    """A stage's part and its files; with `old`, as deltas too."""
+    """Return the part of a stage and its files; with `old`, also the deltas."""
     entries, files = [], {}
     for dtype in dtypes:
         name = file_name(rank, dtype)
@@ -100,7 +100,7 @@ def publish(
     incarnation: int = 0,
     **size: int,
 ) -> Manifest:
-    """A version of one stage; with `deltas` also as changes of the version before."""
+    """Publish a version of a single stage; with `deltas`, also its deltas from the previous version."""
     sink = WeightStore(sink) if isinstance(sink, Path) else sink
     parent = sink.newest_manifest()
     old = weights(version - 1, **size) if deltas else None
@@ -119,14 +119,14 @@ def publish(
 
 
 def assert_holds(staged: StagedVersion, version: int, dtype: str = "float32", **size: int) -> None:
-    """What is staged is that version, bit for bit."""
+    """Assert that the staged weights equal `weights(version)` bit for bit."""
     expected = {name: as_dtype(tensor, dtype) for name, tensor in weights(version, **size).items()}
     found = {entry.name: bytes(data) for entry, data in WeightStore(staged.folder).tensors(staged.manifest, dtype)}
     assert found == expected
 
 
 class CountingService(WeightService):
-    """Counts the messages that it takes, by name, and the bytes that it sends, by version and file."""
+    """A weight service that counts received messages by type, and sent bytes by version and file."""
 
     def __init__(self, *arguments, **options) -> None:
         super().__init__(*arguments, **options)
@@ -136,19 +136,19 @@ class CountingService(WeightService):
     def _take(self, arrival) -> None:
         if isinstance(arrival, Rejected):
             self.requests.update(["Damaged"] if arrival.unreadable else [])
-        elif type(arrival.message) is not WriteRequest or len(arrival.body):  # else it asks how far an upload is
+        elif type(arrival.message) is not WriteRequest or len(arrival.body):  # an empty one queries the progress
             self.requests[type(arrival.message).__name__] += 1
         super()._take(arrival)
 
     def _answer(self, request):
         answer = super()._answer(request)
-        if isinstance(asked := request.message, ReadRequest) and isinstance(answer[0], Chunk):
-            self.sent[asked.version][asked.file] += len(answer[1])
+        if isinstance(read := request.message, ReadRequest) and isinstance(answer[0], Chunk):
+            self.sent[read.version][read.file] += len(answer[1])
         return answer
 
 
 class Machine:
-    """A weight service in a thread, and clients that do not see its folder. Closed with the test."""
+    """A weight service in a thread, and clients that cannot see its folder. Close it after the test."""
 
     def __init__(self, tmp_path: Path, *, host: str | None = None, **knobs: object) -> None:
         self.host = host
@@ -157,15 +157,17 @@ class Machine:
         self.staging_dir.mkdir()
         self.config = WeightSyncConfig.model_validate({"transport": "network", **knobs})
         self._stack = contextlib.ExitStack()
-        self._stack.enter_context(mock.patch("weight_sync.host_folder._SHM", self.staging_dir))
-        self._stack.enter_context(mock.patch("weight_sync.client.CHUNK_BYTES", 2**14))  # a transfer takes several
-        # what waits for a core is not asked for again, and so counted once
-        self._stack.enter_context(mock.patch.dict(WeightClient.__init__.__kwdefaults__, silence_s=20.0))
+        self._stack.enter_context(mock.patch("leeway.weight_sync.host_folder._SHM", self.staging_dir))
+        self._stack.enter_context(
+            mock.patch("leeway.weight_sync.client.CHUNK_BYTES", 2**14)
+        )  # several chunks per transfer
+        # a busy machine causes no resends, so that every request is counted once
+        self._stack.enter_context(mock.patch.dict(WeightClient.__init__.__kwdefaults__, resend_s=20.0))
         self._stop = threading.Event()
         self.start()
 
     def start(self, **options: object) -> None:
-        """Start the service, at the address that it had."""
+        """Start the service, after a restart at the same address."""
         self.service = CountingService(RUN, self.folder, host=self.host, **options)
         self.address = self.service.bind()
         self._stop = threading.Event()
@@ -191,7 +193,7 @@ class Machine:
         return puller
 
     def keep(self, closing: object) -> None:
-        """Close this with the machine."""
+        """Close this object with the machine."""
         self._stack.callback(closing.close)
 
     def read_bytes(self) -> Mapping[str, Mapping[str, int]]:
@@ -210,7 +212,7 @@ def upload_sink(machine: Machine, name: str = "stage-0") -> WeightClient:
 
 
 def damage(path: Path, position: int = -1) -> None:
-    """Flip a bit."""
+    """Flip a bit of a file."""
     data = bytearray(path.read_bytes())
     data[position] ^= 0x10
     path.write_bytes(data)

@@ -1,26 +1,26 @@
-"""How weights travel from the learner to the actors, and how far behind they may be.
+"""Weight transfer from the learner to the actors, with a bound on the staleness of served weights.
 
-config       WeightSyncConfig: every knob
+config       WeightSyncConfig: the [weight_sync] section
 
-manifest     Manifest: what a published version consists of, with a checksum for every tensor; TensorFile: its files,
-             written and read without torch; WeightsError: what can go wrong with it
-tensors      published bytes as torch tensors, and back; HostCopy: a stage's tensors in host memory
-delta        a tensor as its changes since the parent version
+manifest     Manifest: contents of a published version, with a checksum per tensor; TensorFile: its files, read and
+             written without torch; WeightsError: base class of the errors
+tensors      conversion between published bytes and torch tensors; HostCopy: a stage's tensors in host memory
+delta        lossless encoding of a tensor as its changes since the parent version
 store        WeightStore: the folder of published versions; a version exists once its manifest does
 
-publisher    Publisher: the learner's side, one per pipeline stage; PartMaker: the files of a stage
+publisher    Publisher: the learner's side, one per pipeline stage; PartMaker: builds the files of a stage
 
-service      WeightService: the process that holds the store for those who do not see its folder
-             ServedVersions: what it reads for others just now; UploadReceiver: what it is being sent
+service      WeightService: serves the store to processes that cannot read its folder
+             ServedVersions: versions that clients are reading; UploadReceiver: parts that stages are uploading
 protocol     its messages
-client       WeightClient: what is asked of it; StoreAccess: is it needed, or is the store's folder seen?
+client       WeightClient: client of the service; StoreAccess: chooses between the store's folder and the service
 
-puller       Puller: the actor's side, which takes a version and keeps it from removal
-staging      HostStaging: what a machine fetches, once for all its actors, and resumes where it broke
-host_folder  HostFolder: where that lies, and who may remove it; locks between the processes of a machine
+puller       Puller: the actor's side; fetches a version and protects it from removal
+staging      HostStaging: fetches a version once for all actors of a machine, and resumes interrupted downloads
+host_folder  HostFolder: the folder of staged versions, and its removal; locks between the processes of a machine
 
-vllm_engine  the plugin that vLLM loads in all its processes: ties engines to their owner; StoreWeightTransfer: inside
-             vLLM, verifies a version and loads it
+vllm_engine  the plugin that vLLM loads in all its processes: ties engines to their owner; StoreWeightTransfer: verifies
+             and loads a version inside vLLM
 
-This package imports nothing by itself; what the service and its clients need starts without torch.
+The package itself imports nothing. The service and its clients start without torch.
 """

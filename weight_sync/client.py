@@ -1,4 +1,4 @@
-"""WeightClient: asks the weight service for versions, and hands it parts. Blocks; every wait is bounded."""
+"""WeightClient: blocking client of the weight service, for downloads and uploads. Every wait is bounded."""
 
 from __future__ import annotations
 
@@ -9,37 +9,37 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from common.rpc.auth import ClientKeys, is_loopback
-from common.rpc.client import Answer, Ask, Patience, RpcClient, RpcErrors
-from common.rpc.messages import Asker, Done, Message, Role
-from common.run import RunContext
-from common.staleness import PolicyVersion
-from weight_sync import protocol as p
-from weight_sync.config import WeightSyncConfig
-from weight_sync.manifest import Manifest, Part, TransferFailed, WeightsCorrupt, decode, delta_name, encode
-from weight_sync.store import Buffers, WeightStore, read_manifest, store_id_of
+from leeway.common.rpc.auth import ClientKeys, is_loopback
+from leeway.common.rpc.client import Answer, Ask, RpcClient, RpcErrors, Timeouts
+from leeway.common.rpc.messages import ClientIdentity, Done, Message, Role
+from leeway.common.run import RunContext
+from leeway.common.staleness import PolicyVersion
+from leeway.weight_sync import protocol as p
+from leeway.weight_sync.config import WeightSyncConfig
+from leeway.weight_sync.manifest import Manifest, Part, TransferFailed, WeightsCorrupt, decode, delta_name, encode
+from leeway.weight_sync.store import Buffers, WeightStore, read_manifest, store_id_of
 
 log = logging.getLogger(__name__)
 
 CHUNK_BYTES = 2**20
-"""Of a message of weights: milliseconds on a slow network, and cheap to send again."""
+"""Size of a message of weights: takes milliseconds on a slow network, and is cheap to resend."""
 UPDATE_TIMEOUT_S = 600.0
-"""A version that an actor has not read, or an engine not applied, within this time is an error that names the actor; a
-model of 140 GB takes 6 minutes at 400 MB/s."""
+"""Timeout for an actor to read a version, and for its engine to apply it; the error names the actor. A model of 140 GB
+takes 6 minutes at 400 MB/s."""
 PUBLISH_TIMEOUT_S = 1800.0
-"""Seconds after which weights that cannot be written, as on a full disk, end the learner; until then it retries, and
-trains as far as the bound allows."""
+"""Seconds for which a failed write of weights, for example on a full disk, is retried before the learner fails.
+Meanwhile training continues as far as the staleness bound allows."""
 _WINDOW = 4
-"""Chunks in flight: enough to hide the latency, few enough to lose little."""
-_SILENCE_S = 2.0
+"""Chunks in flight: enough to hide the latency, few enough to waste little after a failure."""
+_RESEND_S = 2.0
 _HEARTBEAT_S = 20.0
-"""Of a connection: a heartbeat waits behind chunks."""
+"""Heartbeat timeout of a connection; long, because a heartbeat queues behind chunks."""
 
 Kind = TypeVar("Kind", bound=Message)
 
 
 class WeightClient:
-    """Talks to the weight service of a run. For any thread. Stages write to it as to a `WeightStore`."""
+    """Client of a run's weight service. Thread-safe. Stages write to it as to a `WeightStore`."""
 
     def __init__(
         self,
@@ -51,13 +51,13 @@ class WeightClient:
         timeout_s: float = 30.0,
         chunk_bytes: int | None = None,
         window: int = _WINDOW,
-        silence_s: float = _SILENCE_S,
+        resend_s: float = _RESEND_S,
         keys: ClientKeys | None = None,
     ) -> None:
-        """Connect to the service; log and errors say `name`, and `role` says what it may ask.
+        """Connect to the service; `name` appears in logs and errors, `role` decides which requests are allowed.
 
-        A question is asked again after `silence_s`, and fails after `timeout_s`, in which a service can be started
-        again. `window` chunks of `chunk_bytes` (None: `CHUNK_BYTES`) are in flight at once.
+        A request is resent after `resend_s` and fails after `timeout_s`, which leaves time to restart the service. Up
+        to `window` chunks of `chunk_bytes` (None: `CHUNK_BYTES`) are in flight.
         """
         self.address = self.place = address
         self.name = name
@@ -67,14 +67,14 @@ class WeightClient:
             p.PROTOCOL,
             address,
             run_id,
-            asker=Asker(name, role, secrets.token_hex(16)),
-            patience=Patience(resend_s=min(silence_s, timeout_s), give_up_s=timeout_s, heartbeat_s=_HEARTBEAT_S),
+            identity=ClientIdentity(name, role, secrets.token_hex(16)),
+            timeouts=Timeouts(resend_s=min(resend_s, timeout_s), request_s=timeout_s, heartbeat_s=_HEARTBEAT_S),
             errors=RpcErrors(p.error_of, lambda text: TransferFailed(text + loopback_hint(address))),
             keys=keys,
         )
 
     def store(self) -> p.StoreFacts:
-        """Return which store is served there; TransferFailed if it does not answer, or is of another run or release."""
+        """Return the identity of the store; TransferFailed on a timeout, or if the run or release differs."""
         return self._ask(p.StoreRequest(self.name), p.StoreFacts)[0]
 
     def newest(self) -> PolicyVersion | None:
@@ -82,12 +82,12 @@ class WeightClient:
         return p.version_of(text) if text else None
 
     def manifest(self, version: PolicyVersion) -> tuple[Manifest, bytes]:
-        """Return the manifest of a version, checked, and as it was written. The service keeps the version from now on.
+        """Return the verified manifest of a version, and its bytes. The service protects the version from removal.
 
         Raises:
-            WeightsGone: the version does not exist, or no longer.
-            WeightsCorrupt: it is another version's, or was changed.
-            TransferFailed: the service does not answer.
+            WeightsGone: the version does not exist or was removed.
+            WeightsCorrupt: the manifest is of another version or was changed.
+            TransferFailed: timeout.
         """
         document = bytes(self._document(p.ManifestRequest(version.key)))
         return read_manifest(document, version, f"the manifest from {self.address}"), document
@@ -99,12 +99,12 @@ class WeightClient:
     def read(
         self, version: PolicyVersion, file: str, total_bytes: int, start: int, write: Callable[[memoryview], None]
     ) -> None:
-        """Fetch a file of `total_bytes` from `start` to its end; `write` is called with each checked piece, in order.
+        """Fetch a file of `total_bytes` from `start` to its end; call `write` with each verified chunk, in order.
 
         Raises:
             WeightsGone: the version was removed meanwhile.
-            WeightsCorrupt: the service's file is not that of the manifest, or a piece came damaged repeatedly.
-            TransferFailed: the service does not answer.
+            WeightsCorrupt: the service's file is not that of the manifest, or a chunk was damaged repeatedly.
+            TransferFailed: timeout.
         """
         asks = (
             Ask(p.ReadRequest(version.key, file, offset, min(self._chunk_bytes, total_bytes - offset)))
@@ -114,13 +114,13 @@ class WeightClient:
             chunk = _expect(asked, answer, p.Chunk)
             if chunk.total_bytes != total_bytes or len(answer.body) != getattr(asked, "size", None):
                 raise WeightsCorrupt(
-                    f"{self.address}: {asked} was answered with {len(answer.body)} bytes of {chunk.total_bytes}; "
-                    f"the manifest says {total_bytes}"
+                    f"{self.address}: the reply to {asked} has {len(answer.body)} bytes of a file of "
+                    f"{chunk.total_bytes}; the manifest says {total_bytes}"
                 )
             write(answer.body)
 
     def write(self, version: PolicyVersion, file: str, buffers: Buffers) -> None:
-        """Upload a file, from where an earlier upload of it ended; errors as `write_part`."""
+        """Upload a file, resuming an earlier upload; raises as `write_part`."""
         views = [memoryview(buffer).cast("B") for buffer in buffers]
         total = sum(len(view) for view in views)
         status = self._ask(p.WriteRequest(version.key, file, 0, total), p.WriteStatus)[0]
@@ -134,11 +134,11 @@ class WeightClient:
             for (asked, body), answer in self._rpc.stream(pieces, window=window):
                 have = _expect(asked, answer, p.WriteStatus).num_bytes
                 if have < getattr(asked, "offset", 0) + len(body):
-                    break  # the service takes nothing behind a gap: one was overtaken, or it has lost some
+                    break  # the service rejects bytes behind a gap: chunks were reordered, or it has lost some
             if have <= began_at and window == 1:
                 raise TransferFailed(
-                    f"the weight service at {self.address} has {have} of {total} bytes of {file} of version "
-                    f"{version} and takes no more"
+                    f"the weight service at {self.address} stored {have} of {total} bytes of {file} of version "
+                    f"{version} and accepts no more"
                 )
             window = 1
 
@@ -146,8 +146,8 @@ class WeightClient:
         """Finish a part whose files are uploaded.
 
         Raises:
-            WholeFilesNeeded: the deltas do not serve.
-            WeightsCorrupt: a file came damaged and has to be sent again.
+            WholeFilesNeeded: the deltas cannot be applied.
+            WeightsCorrupt: a file arrived damaged; upload it again.
         """
         self._ask(p.PartDone(), Done, document)
 
@@ -159,13 +159,13 @@ class WeightClient:
         return True
 
     def write_part(self, part: Part, files: Mapping[str, Buffers]) -> None:
-        """Upload the files of a part, then its document. The service makes whole files of deltas.
+        """Upload the files of a part, then its document. The service rebuilds whole files from deltas.
 
-        What was uploaded before a failure is not sent again.
+        A retry does not resend bytes that were uploaded before a failure.
 
         Raises:
-            OSError: the service's disk has no space, or is not writable (`errno` says which).
-            TransferFailed: the service does not answer, or has found a file changed: try again.
+            OSError: the service's disk is full or not writable (see `errno`).
+            TransferFailed: timeout, or the service received a changed file; retry.
             PublishFailed: the version is older than the newest.
         """
         document = encode(part)
@@ -177,15 +177,15 @@ class WeightClient:
             try:
                 self.part_done(document)
             except p.WholeFilesNeeded as error:
-                log.info("version %s is uploaded whole: %s", version, error)
+                log.info("uploading whole files of version %s: %s", version, error)
                 self._upload(version, files, files.keys())
                 self.part_done(document)
         except (WeightsCorrupt, p.WholeFilesNeeded) as error:
-            # the service has removed what it found changed
-            raise TransferFailed(f"part {part.rank} of version {version} has to be uploaded again: {error}") from error
+            # the service has removed the changed file
+            raise TransferFailed(f"part {part.rank} of version {version} must be uploaded again: {error}") from error
 
     def commit(self, manifest: Manifest, keep_versions: int) -> None:
-        """Make a version whose parts are all written exist; as `WeightStore.commit`, and `write_part`."""
+        """Commit a version whose parts are all written; raises as `WeightStore.commit` and `write_part`."""
         try:
             self._ask(p.CommitRequest(keep_versions), Done, encode(manifest))
         except WeightsCorrupt as error:
@@ -208,7 +208,7 @@ class WeightClient:
 
 
 def _slice(views: Sequence[memoryview], offset: int, size: int) -> bytes | memoryview:
-    """Bytes of buffers that follow one another; copied only where they lie in several."""
+    """Return a slice of concatenated buffers; copies only if it spans several of them."""
     found: list[memoryview] = []
     for view in views:
         if offset < len(view):
@@ -222,29 +222,29 @@ def _slice(views: Sequence[memoryview], offset: int, size: int) -> bytes | memor
 
 def _expect(message: Message, answer: Answer, kind: type[Kind]) -> Kind:
     if not isinstance(answer.reply, kind):
-        raise WeightsCorrupt(f"the weight service answered {message} with {answer.reply}")
+        raise WeightsCorrupt(f"the weight service replied to {message} with {answer.reply}")
     return answer.reply
 
 
 def loopback_hint(address: str) -> str:
-    """What to try where a service that cannot be reached listens on loopback; '' where it does not."""
+    """Return advice about an unreachable service that listens on loopback; '' for other addresses."""
     host = address.removeprefix("tcp://").rsplit(":", 1)[0]
     if not is_loopback(host):
         return ""
     return (
-        f". {host} is this machine alone: does the service run on another one, [weight_sync] host has to be an "
-        "interface of that one which this machine reaches, for instance 0.0.0.0 or its private address"
+        f". {host} is only reachable on this machine: if the service runs on another one, set launch.host to an "
+        "interface of that machine which this one can reach, for example 0.0.0.0 or its private address"
     )
 
 
 @dataclass(frozen=True)
 class StoreAccess:
-    """How a process of a run finds its weight store."""
+    """Access of a process to the weight store of its run: the folder or the service."""
 
     config: WeightSyncConfig
     folder: Path
     address: str
-    """Of the weight service; '' if there is none."""
+    """Address of the weight service; '' if there is none."""
     run_id: str
     keys: ClientKeys | None = None
 
@@ -255,13 +255,13 @@ class StoreAccess:
     def client(self, name: str, role: Role) -> WeightClient:
         return WeightClient(self.address, self.run_id, name, role=role, keys=self.keys)
 
-    def sees_folder(self, name: str, role: Role) -> bool:
-        """Return whether this process takes weights through the store's folder, else through the service.
+    def uses_folder(self, name: str, role: Role) -> bool:
+        """Return whether this process accesses the store through its folder, not through the service.
 
-        `transport` decides; 'auto' takes the folder if it holds the store that the service has.
+        `transport` decides; 'auto' uses the folder if it holds the store of the service.
 
         Raises:
-            TransferFailed: there is no service to ask, it does not answer, or it is another run's.
+            TransferFailed: no service runs, the request timed out, or the service is of another run.
         """
         if self.config.transport == "network" and not self.address:
             raise TransferFailed(f"{name}: [weight_sync] transport = 'network', but no weight service runs")
@@ -275,11 +275,11 @@ class StoreAccess:
         try:
             is_same = store_id_of(self.folder) == served.store_id
         except OSError as error:
-            log.warning("%s: %s cannot be read (%s); weights are taken from %s", name, self.folder, error, self.address)
+            log.warning("%s: cannot read %s (%s); reading weights from %s", name, self.folder, error, self.address)
             return False
         if not is_same:
-            log.info("%s: %s is not before us; weights are taken from %s", name, served.folder, self.address)
+            log.info("%s: %s is not mounted here; reading weights from %s", name, served.folder, self.address)
         return is_same
 
     def open_sink(self, name: str) -> WeightStore | WeightClient:
-        return WeightStore(self.folder) if self.sees_folder(name, "learner") else self.client(name, "learner")
+        return WeightStore(self.folder) if self.uses_folder(name, "learner") else self.client(name, "learner")

@@ -1,4 +1,4 @@
-"""The `[weight_sync]` section: the staleness knobs, how weights are stored, sent and applied."""
+"""The `[weight_sync]` section: staleness, and how weights are stored, transferred and applied."""
 
 from __future__ import annotations
 
@@ -6,31 +6,30 @@ from typing import Literal
 
 from pydantic import model_validator
 
-from common.staleness import StalenessConfig
-from common.user_input import Knob
+from leeway.common.staleness import StalenessConfig
+from leeway.common.user_input import Knob
 
 
 class WeightSyncConfig(StalenessConfig):
-    """Knobs of staleness and of the weight protocol."""
+    """Staleness and the weight protocol."""
 
     lag_control: Literal["on", "off"] | None = Knob(
         None,
-        "Below max_lag, keep the data near enough to the policy to learn from: how old new samples may become follows "
-        "how far the policy moves, and updates that would go too far are held back. Unset: on, where max_lag is a "
-        "number above 0.",
+        "Adapt the lag of new samples to how far the policy moves, and limit updates that move it too far. "
+        "Unset: on if max_lag is a number above 0.",
         basic=True,
     )
 
     kv_cache: Literal["keep", "recompute"] = Knob(
-        "keep", "At an update in flight: keep the attention keys of running requests, or recompute them."
+        "keep", "During an in-flight update, 'keep' or 'recompute' the KV cache of running requests."
     )
     transport: Literal["auto", "folder", "network"] = Knob(
-        "auto", "Read weights in the folder, over the network, or where the folder is seen ('auto').", basic=True
+        "auto", "Read weights from the folder or over the network; 'auto': the folder if mounted.", basic=True
     )
     folder: str | None = Knob(
         None,
-        "Where versions lie, as in a tmpfs; unset: weights/ in the run's folder.",
-        fixed="the versions that actors are to read lie there",
+        "Folder of published versions, such as a tmpfs; unset: weights/ in the run folder.",
+        fixed="actors read the published versions from it",
     )
 
     @property
@@ -40,13 +39,13 @@ class WeightSyncConfig(StalenessConfig):
     @model_validator(mode="after")
     def _control_needs_a_bound(self) -> WeightSyncConfig:
         if self.lag_control == "on" and not self.controls_lag:
-            why = "data have no lag" if self.max_lag == 0 else "there is no bound to stay below"
+            why = "samples have no lag" if self.max_lag == 0 else "there is no bound to adapt to"
             raise ValueError(
-                f"lag_control = 'on', but with max_lag = {self.max_lag} {why}: turn it off, or give max_lag a number "
-                "above 0"
+                f"lag_control = 'on' has no effect with max_lag = {self.max_lag}, because {why}: set lag_control = "
+                "'off', or max_lag to a number above 0"
             )
         return self
 
     def staleness(self) -> StalenessConfig:
-        """The staleness knobs alone: what the buffer service is told."""
+        """Return the staleness keys alone, which the buffer service receives."""
         return StalenessConfig.model_validate(self.model_dump(include=set(StalenessConfig.model_fields)))

@@ -1,11 +1,11 @@
-"""Deltas: a tensor as what changed since its parent version, without loss.
+"""Deltas: lossless encoding of a tensor as its changes since the parent version.
 
     tensor     blocks of `BLOCK_BYTES`, in order
-    block      one plane for every byte of a value: all first bytes, then all second ones
-    plane      kind, number of places, stored size (9 bytes), then its content: new XOR old
+    block      one plane per byte of a value: all first bytes, then all second bytes
+    plane      kind, number of nonzero positions, stored size (9 bytes), then its content: new XOR old
 
-An optimizer step moves most weights by less than a bfloat16 can show, and the rest by its last bits. So most planes
-are zero; in the others the places that changed, by their distances, are smaller than compressed zeros.
+An optimizer step changes most weights by less than the resolution of bfloat16, and the rest in their last bits. So most
+planes are zero. In the others, the distances between changed positions take fewer bytes than compressed zeros.
 """
 
 from __future__ import annotations
@@ -19,26 +19,34 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from common.files import mapped, write_whole
-from weight_sync.manifest import ITEM_BYTES, Encoding, TensorEntry, TensorFile, WeightsCorrupt, checksum_of, header_of
+from leeway.common.files import mapped, write_whole
+from leeway.weight_sync.manifest import (
+    ITEM_BYTES,
+    Encoding,
+    TensorEntry,
+    TensorFile,
+    WeightsCorrupt,
+    checksum_of,
+    header_of,
+)
 
 BLOCK_BYTES = 2**20
-"""Of a tensor; fits a core's cache, and is a multiple of the size of every value."""
+"""Bytes of a tensor per block; fits a core's cache, and is a multiple of every item size."""
 _HEADER = struct.Struct("<BII")
 _ZERO, _PACKED, _PLACES = 0, 2, 3
-"""A plane: nothing but zeros; compressed; distances of the places that are not zero, then their values."""
+"""Kinds of planes: all zeros; compressed; distances between nonzero positions, then their values."""
 _PLACES_BELOW = 0.25
-"""Share of nonzero bytes from which on places cost more than compression."""
+"""Share of nonzero bytes above which positions take more bytes than compression."""
 _FAR = 255
-"""Longest distance of a byte; longer ones have places of value zero in between."""
+"""Longest distance that fits a byte; longer ones are split by positions of value zero."""
 _ZSTD_LEVEL = 1
-"""Higher ones are slower and save less than 1 %."""
+"""Compression level; higher ones are slower and save less than 1 %."""
 
 Bytes = npt.NDArray[np.uint8]
 
 
 def encode_delta(new: memoryview, old: memoryview, item_bytes: int) -> tuple[Encoding, bytes | memoryview]:
-    """Return 'same' and nothing; 'xor' and a blob for `decode_delta`; or 'raw' and `new`, if xor is not smaller."""
+    """Return 'same' and no bytes; 'xor' and a blob for `decode_delta`; or 'raw' and `new` if XOR is not smaller."""
     if len(new) != len(old) or len(new) % item_bytes:
         return "raw", new
     blob = bytearray()
@@ -56,21 +64,21 @@ def encode_delta(new: memoryview, old: memoryview, item_bytes: int) -> tuple[Enc
 
 
 def decode_delta(encoding: Encoding, blob: memoryview, old: memoryview, item_bytes: int) -> bytes | memoryview:
-    """Return the bytes of a tensor, from those of its parent and what `encode_delta` gave.
+    """Return the bytes of a tensor from those of its parent and the result of `encode_delta`.
 
-    Takes no more memory than the parent and one block, whatever the blob claims. The caller compares the tensor's
-    checksum: a wrong parent is not noticed here.
+    Memory is bounded by the parent and one block, whatever the blob claims. The caller must verify the checksum of the
+    tensor: a wrong parent is not detected here.
 
     Raises:
         WeightsCorrupt: the blob does not fit the tensor.
     """
     if encoding == "same":
-        _must(len(blob) == 0, f"an unchanged tensor has {len(blob)} bytes")
+        _require(len(blob) == 0, f"an unchanged tensor has a delta of {len(blob)} bytes")
         return old
     if encoding == "raw":
-        _must(len(blob) == len(old), f"{len(blob)} bytes for a tensor of {len(old)}")
+        _require(len(blob) == len(old), f"{len(blob)} bytes for a tensor of {len(old)}")
         return blob
-    _must(len(old) % item_bytes == 0, f"{len(old)} bytes are no values of {item_bytes}")
+    _require(len(old) % item_bytes == 0, f"{len(old)} bytes are not a multiple of the item size {item_bytes}")
     new, old_bytes = np.empty(len(old), np.uint8), np.frombuffer(old, np.uint8)
     offset = 0
     for start in range(0, len(old), BLOCK_BYTES):
@@ -78,7 +86,7 @@ def decode_delta(encoding: Encoding, blob: memoryview, old: memoryview, item_byt
         for k in range(item_bytes):
             offset = _decode_plane(blob, offset, block[k::item_bytes])
         np.bitwise_xor(block, old_bytes[start : start + BLOCK_BYTES], out=new[start : start + BLOCK_BYTES])
-    _must(offset == len(blob), f"{len(blob) - offset} bytes are left over")
+    _require(offset == len(blob), f"{len(blob) - offset} bytes are left over")
     return new.data
 
 
@@ -89,12 +97,12 @@ def rebuild_file(
     out: Path,
     next_tensor: Callable[[], None] = lambda: None,
 ) -> None:
-    """Make a whole safetensors file, byte for byte as published, from that of the parent version and a delta file.
+    """Rebuild a whole safetensors file, byte for byte as published, from the parent's file and a delta file.
 
-    Every tensor is checked before `out` appears. `next_tensor` is called before each of them.
+    Verifies every tensor before `out` appears. Calls `next_tensor` before each tensor.
 
     Raises:
-        WeightsCorrupt: names the tensor and the delta file: it was cut or changed, or the parent is another one.
+        WeightsCorrupt: the delta file was cut or changed, or the parent is another one; names tensor and delta file.
         OSError: the disk is full or not writable.
     """
     ordered = sorted(entries, key=lambda entry: entry.name)
@@ -102,10 +110,10 @@ def rebuild_file(
     try:
         blobs = mapped(delta)
     except OSError as error:
-        raise WeightsCorrupt(f"{delta}: cannot be read: {error}") from error
+        raise WeightsCorrupt(f"cannot read {delta}: {error}") from error
     header = header_of((entry.name, entry.dtype, entry.shape) for entry in ordered)
 
-    # one tensor after the other: as large as the file is, little of it is in memory at a time
+    # one tensor at a time, so that only a small part of the file is in memory
     def rebuilt() -> Iterator[bytes | memoryview]:
         for entry in ordered:
             next_tensor()
@@ -117,21 +125,21 @@ def rebuild_file(
 def _rebuilt(entry: TensorEntry, blobs: memoryview, parent: TensorFile, delta: Path) -> bytes | memoryview:
     place = entry.delta
     try:
-        _must(place is not None, "the manifest gives it no delta")
+        _require(place is not None, "the manifest has no delta for it")
         assert place is not None
         blob = blobs[place.offset : place.offset + place.size_bytes]
-        _must(len(blob) == place.size_bytes, f"{len(blobs)} bytes end before it does")
+        _require(len(blob) == place.size_bytes, f"it extends beyond the {len(blobs)} bytes of the file")
         if place.encoding == "raw":
-            # also what the parent does not have, or has in another size
-            _must(len(blob) == entry.size_bytes, f"{len(blob)} bytes for a tensor of {entry.size_bytes}")
+            # the parent may lack the tensor or have it in another size
+            _require(len(blob) == entry.size_bytes, f"{len(blob)} bytes for a tensor of {entry.size_bytes}")
             data: bytes | memoryview = blob
         else:
             old = parent.view(entry.name)
-            _must(len(old) == entry.size_bytes, f"in the parent it has {len(old)} bytes, not {entry.size_bytes}")
+            _require(len(old) == entry.size_bytes, f"it has {len(old)} bytes in the parent, not {entry.size_bytes}")
             data = decode_delta(place.encoding, blob, old, ITEM_BYTES[entry.dtype])
-        _must(checksum_of(data) == entry.checksum, "its checksum is another: it was changed, or its parent was")
+        _require(checksum_of(data) == entry.checksum, "wrong checksum: the delta or the parent was changed")
     except WeightsCorrupt as error:
-        raise WeightsCorrupt(f"{delta}: tensor '{entry.name}' cannot be had from {parent.path}: {error}") from error
+        raise WeightsCorrupt(f"{delta}: cannot rebuild tensor '{entry.name}' from {parent.path}: {error}") from error
     return data
 
 
@@ -148,7 +156,7 @@ def _encode_plane(plane: Bytes) -> bytes:
 
 
 def _places_of(plane: Bytes, places: npt.NDArray[np.intp]) -> tuple[Bytes, int]:
-    """(distances, then values; their number) of what is not zero."""
+    """Return the distances and then the values of the nonzero positions, and the number of positions."""
     distances = np.diff(places, prepend=-1)
     steps = (distances - 1) // _FAR
     values = plane[places]
@@ -163,24 +171,24 @@ def _places_of(plane: Bytes, places: npt.NDArray[np.intp]) -> tuple[Bytes, int]:
 
 
 def _decode_plane(blob: memoryview, offset: int, out: Bytes) -> int:
-    """Fill a plane of zeros from what lies at `offset`; returns where the next one begins."""
-    _must(offset + _HEADER.size <= len(blob), "it ends too soon")
+    """Decode the plane at `offset` into `out`, which holds zeros; return the offset of the next plane."""
+    _require(offset + _HEADER.size <= len(blob), "it is truncated")
     kind, count, size = _HEADER.unpack_from(blob, offset)
     start = offset + _HEADER.size
     content = blob[start : start + size]
-    _must(len(content) == size, "it ends too soon")
+    _require(len(content) == size, "it is truncated")
     if kind == _ZERO:
-        _must(size == 0, "a plane of zeros has content")
+        _require(size == 0, "a plane of zeros has content")
     elif kind == _PACKED:
         out[:] = _unpacked(content, len(out))
     elif kind == _PLACES:
-        _must(0 < count <= len(out), f"{count} places in a plane of {len(out)} bytes")
+        _require(0 < count <= len(out), f"{count} positions in a plane of {len(out)} bytes")
         both = _unpacked(content, 2 * count)
         places = np.cumsum(both[:count], dtype=np.int64) - 1
-        _must(both[:count].min() > 0 and places[-1] < len(out), "a place lies outside of its plane")
+        _require(both[:count].min() > 0 and places[-1] < len(out), "a position is outside its plane")
         out[places] = both[count:]
     else:
-        _must(False, f"a plane of the unknown kind {kind}")
+        _require(False, f"unknown kind of plane: {kind}")
     return start + size
 
 
@@ -188,13 +196,13 @@ def _unpacked(content: memoryview, size: int) -> Bytes:
     try:
         return np.frombuffer(_codec().decompress(content, decompressed_size=size), np.uint8)
     except OSError as error:
-        raise WeightsCorrupt(f"a plane cannot be decompressed: {error}") from error
+        raise WeightsCorrupt(f"cannot decompress a plane: {error}") from error
 
 
 def _codec() -> pa.Codec:
     return pa.Codec("zstd", compression_level=_ZSTD_LEVEL)
 
 
-def _must(holds: bool, complaint: str) -> None:
-    if not holds:
-        raise WeightsCorrupt(complaint)
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise WeightsCorrupt(message)

@@ -1,7 +1,7 @@
-"""What processes of one machine share: a folder that goes with the last of its users, and locks.
+"""Resources shared by processes of one machine: a folder that its last user removes, and locks.
 
-Every user of a HostFolder holds a shared lock in it. The last to close removes it; what killed processes left behind
-has no holder, and the next one to start removes it.
+Every user of a `HostFolder` holds a shared lock in it, and the last one to close removes the folder. Folders of killed
+processes have no lock holder; the next process to start removes them.
 """
 
 from __future__ import annotations
@@ -17,76 +17,76 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
-from common.files import discard, try_lock
-from weight_sync.manifest import TransferFailed
+from leeway.common.files import discard, try_lock
+from leeway.weight_sync.manifest import TransferFailed
 
 log = logging.getLogger(__name__)
 
 _USERS_NAME = "users.lock"
 _SHM = Path("/dev/shm")
-"""A folder of mode 0700 is made in it, and checked."""
+"""World-writable, so a folder in it is created with mode 0700, and its owner and mode are checked."""
 _OPEN_S = 10.0
 _POLL_S = 0.02
 _DEAD = ".dead"
-"""Ends the name of a folder that is being removed."""
+"""Suffix of a folder that is being removed."""
 
 
 class HostFolder:
-    """A folder that exists while it is used."""
+    """A folder that exists as long as a process uses it."""
 
-    def __init__(self, path: Path, *, kin: str = "leeway-{user}-.*") -> None:
-        """Make it, or join its users; remove the folders of its kind, beside it, that nobody uses.
+    def __init__(self, path: Path, *, siblings: str = "leeway-{user}-.*") -> None:
+        """Create the folder or join its users; remove unused folders beside it that match `siblings`.
 
-        `kin` is a regular expression for the names of its kind, in which `{user}` is the number of this user.
+        `siblings` is a regular expression for folder names; `{user}` in it stands for the numeric user id.
 
         Raises:
-            TransferFailed: it cannot be made, or belongs to somebody else.
+            TransferFailed: the folder cannot be created, or belongs to another user.
         """
         self.path = path
         deadline = time.monotonic() + _OPEN_S
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            _sweep(path, re.compile(kin.format(user=os.geteuid())))
+            _sweep(path, re.compile(siblings.format(user=os.geteuid())))
             while (users := _join(path)) is None:
                 if time.monotonic() >= deadline:
-                    raise TransferFailed(f"{path} is being removed by another process for {_OPEN_S:g} s")
+                    raise TransferFailed(f"another process has not finished removing {path} within {_OPEN_S:g} s")
                 time.sleep(_POLL_S)
         except OSError as error:
             raise TransferFailed(
-                f"{path} cannot be used to keep fetched weights ({error}). Set TMPDIR in [launch.env] to a "
-                "folder of this machine that can be written"
+                f"cannot use {path} for fetched weights ({error}). Set TMPDIR in [launch.env] to a writable "
+                "folder of this machine"
             ) from error
         self._users: BinaryIO = users
 
     def is_there(self) -> bool:
-        """Return whether it is still the folder that was joined: tmpfiles or systemd's RemoveIPC may remove it."""
+        """Return whether the joined folder still exists: tmpfiles or systemd's RemoveIPC may remove it."""
         return is_at(self._users, self.path / _USERS_NAME)
 
     def close(self) -> None:
-        """Leave; the last user removes the folder. Idempotent."""
+        """Release the folder; its last user removes it. Idempotent."""
         if self._users.closed:
             return
         with self._users:
             try:
                 _remove_if_alone(self.path, self._users)
             except OSError as error:
-                log.warning("%s stays: it cannot be removed (%s)", self.path, error)
+                log.warning("cannot remove %s: %s", self.path, error)
 
 
 def folder_for(run_id: str, store_id: str, needed_bytes: int) -> Path:
-    """Return where this machine keeps versions of a store, at most `needed_bytes` at a time.
+    """Return the folder in which this machine stages versions of a store, at most `needed_bytes` at a time.
 
-    That is /dev/shm, or the temporary folder if that is too small.
+    It is in /dev/shm, or in the temporary folder if /dev/shm is too small.
     """
     name = f"leeway-{os.geteuid()}-{re.sub('[^A-Za-z0-9.-]', '_', run_id)[:80]}-{store_id[:12]}"
-    # by its size, not by what is free: all processes of the machine must come to the same answer
+    # compare its size, not its free space: all processes of the machine must choose the same folder
     if _SHM.is_dir() and os.access(_SHM, os.W_OK) and _size_of(_SHM) >= needed_bytes:
         return _SHM / name
     return Path(tempfile.gettempdir()) / name
 
 
 def _join(path: Path) -> BinaryIO | None:
-    """Hold the users' lock; None: the folder is being removed."""
+    """Acquire the shared users' lock; None if the folder is being removed."""
     try:
         path.mkdir(mode=0o700)
     except FileExistsError:
@@ -96,7 +96,7 @@ def _join(path: Path) -> BinaryIO | None:
             return None
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
             raise TransferFailed(
-                f"{path} is not a folder that this user alone may write; weights are not taken from it. Remove it"
+                f"{path} must be a folder writable by this user alone; weights are not read from it. Remove it"
             ) from None
     with contextlib.suppress(FileNotFoundError):
         return locked(path / _USERS_NAME, shared=True)
@@ -106,25 +106,25 @@ def _join(path: Path) -> BinaryIO | None:
 def _remove_if_alone(path: Path, users: BinaryIO) -> None:
     if not try_lock(users) or not is_at(users, path / _USERS_NAME):
         return
-    # the name first: a process that joins from here on makes a folder of its own
+    # rename first: a process that joins from now on creates its own folder
     dead = path.with_name(f".{path.name}.{os.getpid()}{_DEAD}")
     path.rename(dead)
     discard(dead)
 
 
-def _sweep(mine: Path, kin: re.Pattern[str]) -> None:
-    """Remove the folders of killed processes; not this one, which is to be used."""
-    for path in mine.parent.glob(f"leeway-{os.geteuid()}-*"):
-        if path == mine or kin.fullmatch(path.name) is None:
+def _sweep(own: Path, siblings: re.Pattern[str]) -> None:
+    """Remove the folders of killed processes beside this one."""
+    for path in own.parent.glob(f"leeway-{os.geteuid()}-*"):
+        if path == own or siblings.fullmatch(path.name) is None:
             continue
         try:
             with (path / _USERS_NAME).open("r+b") as users:
                 _remove_if_alone(path, users)
             if not path.exists():
-                log.info("removed %s, which nobody uses any more", path)
+                log.info("removed %s, which has no user", path)
         except OSError as error:
-            log.debug("%s stays: %s", path, error)
-    for dead in mine.parent.glob(f".leeway-{os.geteuid()}-*{_DEAD}"):
+            log.debug("cannot remove %s: %s", path, error)
+    for dead in own.parent.glob(f".leeway-{os.geteuid()}-*{_DEAD}"):
         discard(dead)
 
 
@@ -135,54 +135,54 @@ def _size_of(folder: Path) -> int:
 
 def lock_within(
     path: Path,
-    patience_s: float,
+    timeout_s: float,
     *,
-    who: str,
+    owner: str,
     what: str,
     progress: Callable[[], int] = lambda: 0,
     clock: Callable[[], float] = time.monotonic,
     pause: Callable[[float], None] = time.sleep,
 ) -> BinaryIO:
-    """Wait for an exclusive lock, which lasts until the file is closed or the process ends.
+    """Acquire an exclusive lock, held until the file is closed or the process exits.
 
-    The file, made if missing, names `who` holds it. A timeout is that `progress`, a number that changes while the
-    holder proceeds, stays the same for `patience_s`.
+    Creates the file if missing and writes `owner` to it. Times out if `progress`, a number that changes while the
+    holder works, stays the same for `timeout_s`.
 
     Raises:
         TransferFailed: timeout; names the holder, and `what` the lock is for.
     """
-    seen, moved_at = progress(), clock()
+    last, changed_at = progress(), clock()
     while True:
         lock = locked(path)
         if lock is not None:
             lock.truncate(0)
-            lock.write(f"{who} (process {os.getpid()})".encode())
+            lock.write(f"{owner} (process {os.getpid()})".encode())
             lock.flush()
             return lock
-        if (now_seen := progress()) != seen:
-            seen, moved_at = now_seen, clock()
-        elif clock() - moved_at >= patience_s:
+        if (current := progress()) != last:
+            last, changed_at = current, clock()
+        elif clock() - changed_at >= timeout_s:
             raise TransferFailed(
-                f"{what}: waited {patience_s:g} s for {_holder(path)}, which holds {path} and does not get on. "
-                "Is that process stopped? It may be killed: the next one goes on where it was"
+                f"{what}: waited {timeout_s:g} s for {_holder(path)}, which holds {path} without progress. "
+                "If that process is stopped, kill it: the next one resumes its work"
             )
         pause(_POLL_S)
 
 
 def is_at(file: BinaryIO, path: Path) -> bool:
-    """Return whether the open file is still the one of that name."""
+    """Return whether `path` still names the open file."""
     try:
         found = path.stat()
     except FileNotFoundError:
         return False
-    mine = os.fstat(file.fileno())
-    return (found.st_dev, found.st_ino) == (mine.st_dev, mine.st_ino)
+    own = os.fstat(file.fileno())
+    return (found.st_dev, found.st_ino) == (own.st_dev, own.st_ino)
 
 
 def locked(path: Path, *, shared: bool = False) -> BinaryIO | None:
-    """Return the file, made if missing, locked until it is closed; None: another process holds the lock."""
+    """Open a file, created if missing, and lock it until it is closed; None if another process holds the lock."""
     file = path.open("ab", buffering=0)
-    # else its last holder has removed it between open and lock
+    # the last holder may have removed the file between open and lock
     if try_lock(file, shared=shared) and is_at(file, path):
         return file
     file.close()
@@ -193,4 +193,4 @@ def _holder(path: Path) -> str:
     try:
         return path.read_text(errors="replace")[:200] or "an unnamed process"
     except OSError as error:
-        return f"a process that cannot be named ({error})"
+        return f"an unknown process ({error})"

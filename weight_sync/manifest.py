@@ -1,10 +1,10 @@
-"""What a published version consists of: its tensors by name and dtype, their files and checksums.
+"""Manifest of a published version: its tensors by name and dtype, their files and checksums.
 
-A manifest is JSON, and sealed with the checksum of itself. Two further hashes tie versions together: the fingerprint of
-the architecture (names, dtypes, shapes) and the chain (this version's content on top of its parent's).
+A manifest is JSON, sealed with a checksum of itself. Two further hashes link versions: the fingerprint covers the
+architecture (names, dtypes, shapes), and the chain covers the content of the version and the chain of its parent.
 
-A version holds the same tensors in every dtype that an engine asks for: its variants. Its files are safetensors,
-written from the buffers that hold the tensors and read as views of a memory map. This module needs no torch.
+A version holds the same tensors in every dtype that an engine serves: its variants. Its files are safetensors, written
+from the buffers that hold the tensors and read as views of a memory map. This module needs no torch.
 """
 
 from __future__ import annotations
@@ -20,28 +20,29 @@ import msgspec
 import numpy as np
 import xxhash
 
-from common.files import mapped
-from common.hf_folder import StoredTensor, pack_header, parse_header
-from common.staleness import PolicyVersion
+from leeway.common.errors import LeewayError
+from leeway.common.files import mapped
+from leeway.common.hf_folder import StoredTensor, pack_header, parse_header
+from leeway.common.staleness import PolicyVersion
 
 FORMAT_VERSION = 2
 _PIECE_BYTES = 2**20
-"""Of a copy: still in the processor's cache when its checksum is taken."""
+"""Bytes copied at a time; still in the CPU cache when they are hashed."""
 MANIFEST_NAME = "manifest.json"
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8, "int64": 8, "int32": 4}
 """Bytes of one value, for every dtype of weights."""
 CODES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "float64": "F64", "int64": "I64", "int32": "I32"}
 
 Encoding = Literal["same", "xor", "raw"]
-"""How a delta gives a tensor: as the parent's; as a compressed XOR with it; or whole."""
+"""Encoding of a tensor in a delta: unchanged from the parent; compressed XOR with the parent; or whole."""
 
 
-class WeightsError(Exception):
-    """Base of everything that can go wrong with published weights."""
+class WeightsError(LeewayError):
+    """Base class of errors about published weights."""
 
 
 class WeightsCorrupt(WeightsError):
-    """What was read is not what was published: it was cut, changed or belongs to another version."""
+    """The data read differ from what was published: they were cut or changed, or belong to another version."""
 
 
 class WeightsGone(WeightsError):
@@ -49,7 +50,7 @@ class WeightsGone(WeightsError):
 
 
 class TransferFailed(WeightsError):
-    """The weight service did not answer in time, or refused; try again later."""
+    """The weight service did not reply in time, or refused the request; retry later."""
 
 
 class PublishFailed(WeightsError):
@@ -57,7 +58,7 @@ class PublishFailed(WeightsError):
 
 
 class DeltaEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where a tensor lies in the delta file of its part."""
+    """Position of a tensor in the delta file of its part."""
 
     encoding: Encoding
     offset: int
@@ -70,14 +71,14 @@ class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str
     """Name as in a Hugging Face checkpoint."""
     dtype: str
-    """As torch prints it, without the prefix: 'float32', 'bfloat16'."""
+    """Name of the torch dtype without its prefix: 'float32', 'bfloat16'."""
     shape: tuple[int, ...]
     file: str
     """The safetensors file that holds it under `name`."""
     checksum: str
     """xxh3-64 of its bytes (C order, little endian), as hex."""
     delta: DeltaEntry | None = None
-    """Its place in `delta_name(file)`. All tensors of a file have one, or none has."""
+    """Position in `delta_name(file)`. Either all tensors of a file have a delta or none has."""
 
     @property
     def size_bytes(self) -> int:
@@ -90,18 +91,18 @@ class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _AnyFormat(msgspec.Struct, frozen=True):
-    """What every document has, whatever its format."""
+    """The field that documents of every format have."""
 
     format_version: int = FORMAT_VERSION
 
 
 class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What one pipeline stage contributed to a version; lies beside its files until all have come."""
+    """Contribution of one pipeline stage to a version; stored beside its files until all stages have written theirs."""
 
     rank: int
     version: str
     parent: str | None
-    """The version that its deltas are against."""
+    """Base version of its deltas."""
     tensors: tuple[TensorEntry, ...]
     files: tuple[FileEntry, ...]
     format_version: int = FORMAT_VERSION
@@ -110,18 +111,18 @@ class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A committed version. It is written last: a version without a manifest does not exist."""
+    """A committed version. Written last: a version without a manifest does not exist."""
 
     incarnation: int
     version: int
     parent: str | None
-    """The newest version before this one, as 'INCARNATION.VERSION'; deltas are against it."""
+    """The previous newest version, as 'INCARNATION.VERSION'; base version of the deltas."""
     parent_chain: str
-    """The parent's chain; empty without a parent."""
+    """Chain of the parent; empty without a parent."""
     fingerprint: str
-    """Hash over the names, dtypes and shapes: equal for all versions of one architecture."""
+    """Hash of names, dtypes and shapes; equal for all versions of one architecture."""
     chain: str
-    """Hash over the parent's chain and this version's content."""
+    """Hash of the parent's chain and the content of this version."""
     created_s: float
     """Wall time, seconds since the Unix epoch."""
     tensors: tuple[TensorEntry, ...]
@@ -139,12 +140,12 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return tuple(dict.fromkeys(entry.dtype for entry in self.tensors))
 
     def variant(self, dtype: str) -> tuple[TensorEntry, ...]:
-        """The tensors in one dtype; WeightsCorrupt if the version was not published in it."""
+        """Return the tensors in one dtype; WeightsCorrupt if the version was not published in it."""
         found = tuple(entry for entry in self.tensors if entry.dtype == dtype)
         if not found:
             raise WeightsCorrupt(
                 f"version {self.policy} was published in {', '.join(self.dtypes) or 'no dtype'}, not in {dtype}; "
-                "the learner publishes in the dtypes of the actors: is it of the same run?"
+                "the learner publishes in the dtypes of its actors: check that it belongs to the same run"
             )
         return found
 
@@ -152,7 +153,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for entry in self.files:
             if entry.name == file:
                 return entry.size_bytes
-        raise WeightsCorrupt(f"version {self.policy}: the manifest names no file {file}")
+        raise WeightsCorrupt(f"version {self.policy}: the manifest does not list the file {file}")
 
     def files_of(self, dtype: str) -> dict[str, list[TensorEntry]]:
         return by_file(self.variant(dtype))
@@ -161,7 +162,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return sum(self.size_of(name) for name in self.files_of(dtype))
 
     def change_bytes(self, dtype: str) -> int | None:
-        """Size of the deltas of a variant; None where it does not have them all."""
+        """Return the size of the deltas of a variant; None if a tensor has no delta."""
         files = self.files_of(dtype)
         if self.parent is None or any(entry.delta is None for entries in files.values() for entry in entries):
             return None
@@ -170,9 +171,9 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 Sealed = TypeVar("Sealed", Part, Manifest)
 
-# made here, for msgspec is not safe against threads that each use a type for the first time
+# created at import, because msgspec is not thread-safe at the first use of a type
 FILE_NAME = re.compile(r"part-[0-9]{1,6}\.[a-z0-9]{1,16}\.(safetensors|delta)")
-"""Names of the files of a version: no folder, no document."""
+"""Names of the weight files of a version; excludes folders and documents."""
 
 _ANY_FORMAT = msgspec.json.Decoder(_AnyFormat)
 _DECODERS: dict[type, msgspec.json.Decoder[Any]] = {kind: msgspec.json.Decoder(kind) for kind in (Part, Manifest)}
@@ -201,8 +202,8 @@ def checksum_of(data: bytes | memoryview) -> str:
     return xxhash.xxh3_64_hexdigest(data)
 
 
-def copied(data: memoryview, into: memoryview) -> str:
-    """Copy bytes, and the checksum of what arrived; other threads run meanwhile."""
+def copy_and_hash(data: memoryview, into: memoryview) -> str:
+    """Copy bytes and return the checksum of the copy; other threads keep running."""
     source, target, found = np.asarray(data), np.asarray(into), xxhash.xxh3_64()
     for start in range(0, len(source), _PIECE_BYTES):
         piece = target[start : start + _PIECE_BYTES]
@@ -216,7 +217,7 @@ def build_manifest(
 ) -> Manifest:
     """Assemble the manifest of a version from all its parts; PublishFailed if two hold a tensor of the same name.
 
-    Deltas against another version than the parent are left out.
+    Deltas whose base version is not the parent are dropped.
     """
     parts = [_without_foreign_delta(part, parent) for part in parts]
     ordered = tuple(sorted((e for part in parts for e in part.tensors), key=lambda e: (e.dtype, e.name)))
@@ -224,7 +225,7 @@ def build_manifest(
         if (before.name, before.dtype) == (after.name, after.dtype):
             raise PublishFailed(
                 f"version {version}: tensor '{after.name}' is in {before.file} and in {after.file}; "
-                "every tensor is published by exactly one pipeline stage"
+                "exactly one pipeline stage must publish each tensor"
             )
     fingerprint = xxhash.xxh3_128()
     for entry in ordered:
@@ -257,26 +258,26 @@ def encode(document: Part | Manifest) -> bytes:
 
 
 def decode(data: bytes | memoryview, kind: type[Sealed], source: Path | str) -> Sealed:
-    """Read what `encode` wrote; WeightsCorrupt, with its `source`, if it has another format, or was changed."""
+    """Parse the output of `encode`; WeightsCorrupt, naming `source`, if it has another format or was changed."""
     try:
-        # first of all, so that another format is not taken for damage
+        # check this first, so that another format is not reported as damage
         found = _ANY_FORMAT.decode(data).format_version
         if found != FORMAT_VERSION:
             raise WeightsCorrupt(
-                f"{source}: format version {found}, but this program reads {FORMAT_VERSION}; "
+                f"{source} has format version {found}, but this program reads {FORMAT_VERSION}; "
                 "run learner and actors from the same release"
             )
         document: Sealed = _DECODERS[kind].decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise WeightsCorrupt(f"{source}: not a valid {kind.__name__.lower()}: {error}") from error
+        raise WeightsCorrupt(f"{source} is not a valid {kind.__name__.lower()}: {error}") from error
     if document.checksum != _seal(document):
-        raise WeightsCorrupt(f"{source}: its content does not match its own checksum; it was changed or cut")
+        raise WeightsCorrupt(f"{source} does not match its own checksum; it was changed or cut")
     _check_entries(document, source)
     return document
 
 
 def header_of(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> bytes:
-    """The first bytes of a file: length, and name, dtype and shape of each tensor, in the order of their bytes."""
+    """Return the header of a file: length, then name, dtype and shape of each tensor in the order of their bytes."""
     header: dict[str, StoredTensor] = {}
     start = 0
     for name, dtype, shape in tensors:
@@ -287,49 +288,49 @@ def header_of(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> bytes:
 
 
 class TensorFile:
-    """A mapped safetensors file. The map lasts as long as any view of it."""
+    """A memory-mapped safetensors file. The map is freed with its last view."""
 
     def __init__(self, path: Path) -> None:
-        """Map a file and read its header; WeightsCorrupt if it is missing, cut, or no safetensors file."""
+        """Map a file and read its header; WeightsCorrupt if it is missing, cut, or not a safetensors file."""
         self.path = path
         try:
             self._data = mapped(path)
             self._start, self.tensors = parse_header(self._data)
         except FileNotFoundError as error:
-            raise WeightsCorrupt(f"{path}: missing, though the manifest names it") from error
+            raise WeightsCorrupt(f"{path} is missing, but the manifest lists it") from error
         except OSError as error:
-            raise WeightsCorrupt(f"{path}: cannot be read: {error}") from error
+            raise WeightsCorrupt(f"cannot read {path}: {error}") from error
         except ValueError as error:
-            raise WeightsCorrupt(f"{path}: not a readable safetensors file: {error}") from error
+            raise WeightsCorrupt(f"{path} is not a valid safetensors file: {error}") from error
 
     def view(self, name: str) -> memoryview:
-        """The bytes of a tensor, read-only; WeightsCorrupt if the file has no such tensor."""
+        """Return the bytes of a tensor, read-only; WeightsCorrupt if the file has no such tensor."""
         facts = self.tensors.get(name)
         if facts is None:
-            raise WeightsCorrupt(f"{self.path}: tensor '{name}' of the manifest is missing")
+            raise WeightsCorrupt(f"{self.path}: tensor '{name}' is missing, but the manifest lists it")
         return self._data[self._start + facts.start : self._start + facts.end]
 
 
 def _check_entries(document: Part | Manifest, source: Path | str) -> None:
-    """What a seal cannot show: that the document makes sense, whoever sealed it."""
+    """Validate the content of a document; its seal only proves that it is unchanged."""
     sizes = {file.name: file.size_bytes for file in document.files}
     for name in sizes:
         if not FILE_NAME.fullmatch(name):
-            raise WeightsCorrupt(f"{source}: '{name}' is no name of a file beside a manifest")
+            raise WeightsCorrupt(f"{source}: '{name}' is not a valid name of a weight file")
     for entry in document.tensors:
         if entry.dtype not in ITEM_BYTES:
             raise WeightsCorrupt(f"{source}: tensor '{entry.name}' has the unknown dtype '{entry.dtype}'")
         if entry.file not in sizes:
-            raise WeightsCorrupt(f"{source}: tensor '{entry.name}' is in {entry.file}, which is none of its files")
+            raise WeightsCorrupt(f"{source}: tensor '{entry.name}' is in {entry.file}, which it does not list")
         if any(extent < 0 for extent in entry.shape) or entry.size_bytes > sizes[entry.file]:
-            raise WeightsCorrupt(f"{source}: tensor '{entry.name}' has the shape {list(entry.shape)}, beyond its file")
+            raise WeightsCorrupt(f"{source}: tensor '{entry.name}' of shape {list(entry.shape)} does not fit its file")
         delta = entry.delta
         if delta is not None and not 0 <= delta.offset <= delta.offset + delta.size_bytes <= sizes.get(
             delta_name(entry.file), -1
         ):
-            raise WeightsCorrupt(f"{source}: the delta of tensor '{entry.name}' lies outside its file")
+            raise WeightsCorrupt(f"{source}: the delta of tensor '{entry.name}' is outside its file")
     if isinstance(document, Manifest) and document.chain != chain_of(document.parent_chain, document.tensors):
-        raise WeightsCorrupt(f"{source}: its chain is not that of its parent and content")
+        raise WeightsCorrupt(f"{source}: its chain does not match its parent and content")
 
 
 def _without_foreign_delta(part: Part, parent: Manifest | None) -> Part:

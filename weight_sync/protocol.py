@@ -1,7 +1,7 @@
-"""Messages between `WeightClient` and `WeightService`; the body is bytes of a file or a document.
+"""Messages between `WeightClient` and `WeightService`; a body holds the bytes of a file or a document.
 
-Requests are idempotent, and the service keeps nothing about a client, so it may be killed and restarted between any
-two messages. What a client may ask depends on its role alone.
+Requests are idempotent and the service keeps no state per client, so it may be killed and restarted between any two
+messages. The role of a client alone decides which requests it may send.
 """
 
 from __future__ import annotations
@@ -11,12 +11,19 @@ from typing import Annotated
 
 import msgspec
 
-from common.rpc.messages import DAMAGED, ROLES, Count, Message, Protocol, Refused, Role
-from common.staleness import PolicyVersion
-from weight_sync.manifest import FILE_NAME, PublishFailed, TransferFailed, WeightsCorrupt, WeightsError, WeightsGone
+from leeway.common.rpc.messages import DAMAGED, ROLES, Count, Message, Protocol, Refused, Role
+from leeway.common.staleness import PolicyVersion
+from leeway.weight_sync.manifest import (
+    FILE_NAME,
+    PublishFailed,
+    TransferFailed,
+    WeightsCorrupt,
+    WeightsError,
+    WeightsGone,
+)
 
 MAX_CHUNK_BYTES = 64 * 2**20
-MAX_DOCUMENT_BYTES = 256 * 2**20  # the manifest of a million tensors fits
+MAX_DOCUMENT_BYTES = 256 * 2**20  # fits the manifest of a million tensors
 MAX_REASON = 4000
 
 ChunkBytes = Annotated[int, msgspec.Meta(ge=1, le=MAX_CHUNK_BYTES)]
@@ -25,32 +32,32 @@ VersionText = Annotated[str, msgspec.Meta(max_length=40)]
 
 
 class WholeFilesNeeded(WeightsError):
-    """The deltas of a part do not serve: its files are to be sent whole."""
+    """The deltas of a part cannot be applied; upload its whole files."""
 
 
 # --- requests -------------------------------------------------------------------------------------
 
 
 class StoreRequest(Message, frozen=True):
-    """Ask which store it is."""
+    """Request the identity of the store."""
 
     name: str
-    """Of the client, for the log."""
+    """Client name, for the log."""
 
 
 class NewestRequest(Message, frozen=True):
-    """Ask which version is the newest, to fetch it."""
+    """Request the newest version, to fetch it next."""
 
 
 class ManifestRequest(Message, frozen=True):
-    """The manifest of a version, as it was written."""
+    """Request the manifest of a version, as written."""
 
     version: VersionText
-    """Empty: of the newest, for a publisher; it is not kept from removal."""
+    """Empty: the newest, for a publisher; it is not protected from removal."""
 
 
 class ReadRequest(Message, frozen=True):
-    """Bytes of a file that the manifest names."""
+    """Request bytes of a file of the manifest."""
 
     version: VersionText
     file: FileName
@@ -59,7 +66,7 @@ class ReadRequest(Message, frozen=True):
 
 
 class WriteRequest(Message, frozen=True):
-    """The next bytes of a file; the body holds them. An empty one asks how many are there."""
+    """Append the body to a file; an empty body requests the number of bytes stored so far."""
 
     version: VersionText
     file: FileName
@@ -68,18 +75,18 @@ class WriteRequest(Message, frozen=True):
 
 
 class PartDone(Message, frozen=True):
-    """All files of a part are uploaded, its deltas alone or whole files; the body is its document."""
+    """Finish a part whose files, or deltas alone, are uploaded; the body is its document."""
 
 
 class PartRequest(Message, frozen=True):
-    """Ask for the part of a stage."""
+    """Request the part of a stage."""
 
     version: VersionText
     rank: Count
 
 
 class CommitRequest(Message, frozen=True):
-    """Make a version exist; the body is its manifest."""
+    """Commit a version; the body is its manifest."""
 
     keep_versions: Annotated[int, msgspec.Meta(ge=1, le=2**53)]
 
@@ -88,41 +95,41 @@ class CommitRequest(Message, frozen=True):
 
 
 class StoreFacts(Message, frozen=True):
-    """Answers `StoreRequest`."""
+    """Reply to `StoreRequest`."""
 
     store_id: str
     folder: str
-    """Where the versions lie on the service's machine, for people."""
+    """Folder of the versions on the service's machine, for log lines."""
 
 
 class Newest(Message, frozen=True):
-    """Answers `NewestRequest`."""
+    """Reply to `NewestRequest`."""
 
     version: VersionText
 
 
 class Document(Message, frozen=True):
-    """Answer to ManifestRequest and PartRequest: the body is the document; empty where there is none."""
+    """Reply to `ManifestRequest` and `PartRequest`; the body is the document, or empty if there is none."""
 
 
 class Chunk(Message, frozen=True):
-    """Answer to ReadRequest; the body holds the bytes."""
+    """Reply to `ReadRequest`; the body holds the bytes."""
 
     total_bytes: Count
 
 
 class WriteStatus(Message, frozen=True):
-    """Answers `WriteRequest`."""
+    """Reply to `WriteRequest`."""
 
     num_bytes: Count
-    """How many are there, from the start."""
+    """Bytes stored so far, from the start of the file."""
 
 
 Question = StoreRequest | NewestRequest | ManifestRequest | ReadRequest | WriteRequest | PartRequest
 Request = Question | PartDone | CommitRequest
 Reply = StoreFacts | Newest | Document | Chunk | WriteStatus
 
-ASKED_BY: dict[type[Message], frozenset[Role]] = {
+ALLOWED_ROLES: dict[type[Message], frozenset[Role]] = {
     StoreRequest: ROLES,
     NewestRequest: ROLES,
     ManifestRequest: ROLES,
@@ -133,7 +140,7 @@ ASKED_BY: dict[type[Message], frozenset[Role]] = {
     CommitRequest: frozenset({"learner"}),
 }
 
-PROTOCOL = Protocol("weight service", 4, Request, Reply, asked_by=ASKED_BY, max_header_bytes=64 * 2**10)
+PROTOCOL = Protocol("weight service", 4, Request, Reply, allowed_roles=ALLOWED_ROLES, max_header_bytes=64 * 2**10)
 
 _ERRORS: dict[str, type[WeightsError]] = {
     "gone": WeightsGone,
@@ -142,12 +149,12 @@ _ERRORS: dict[str, type[WeightsError]] = {
     "publish": PublishFailed,
     DAMAGED: WeightsCorrupt,
 }
-"""Kind of a refusal -> what the client raises."""
+"""Kind of a refusal -> exception that the client raises."""
 _DISK = "disk"
 
 
 def refusal_of(error: Exception) -> Refused:
-    """Return what a service answers if it meets an error."""
+    """Return the reply that reports an error of the service."""
     if isinstance(error, OSError):
         return Refused(str(error)[:MAX_REASON], _DISK, error.errno or EIO)
     kind = next((kind for kind, raised in _ERRORS.items() if isinstance(error, raised)), "")
@@ -155,22 +162,22 @@ def refusal_of(error: Exception) -> Refused:
 
 
 def error_of(refused: Refused, text: str) -> Exception:
-    """Return what a client raises, with this sentence."""
+    """Return the exception, with this text, that a client raises for a refusal."""
     if refused.kind == _DISK:
         return OSError(refused.errno or EIO, text)
     return _ERRORS.get(refused.kind, TransferFailed)(text)
 
 
 def version_of(text: str) -> PolicyVersion:
-    """Return the version that a message names; ValueError if it is not spelt as `key`: each spelling is a folder."""
+    """Parse the version of a message; ValueError if the text is not the version's `key`, which names a folder."""
     version = PolicyVersion.parse(text)
     if version.key != text:
-        raise ValueError(f"'{text}' is not a policy version: {version.key} is spelt without leading zeros")
+        raise ValueError(f"'{text}' is not a policy version: write {version.key}, without leading zeros")
     return version
 
 
 def upload_name(file: str) -> str:
-    """Return the name if a stage may upload under it, else ValueError: no folder, and no document."""
+    """Return the name if a stage may upload under it; ValueError for folders and documents."""
     if FILE_NAME.fullmatch(file) is None:
-        raise ValueError(f"'{file}' is no name of a part's file, as part-0.bfloat16.safetensors is")
+        raise ValueError(f"'{file}' is not the name of a part's file; expected for example part-0.bfloat16.safetensors")
     return file

@@ -1,12 +1,12 @@
-"""The learner's side: one publisher per pipeline stage, all writing into one sink.
+"""The learner's side: one publisher per pipeline stage, all writing to one sink.
 
     stage 0      part-0.DTYPE.safetensors, part-0.json
     stage 1      part-1.DTYPE.safetensors, part-1.json
-    last stage   its own part, then waits for all part-*.json, then commits
+    last stage   writes its own part, waits for all part-*.json, then commits
 
-`publish` waits for the copy to host memory alone; a thread does the rest. One version is written while the next is
-copied; beyond that `publish` waits for the disk. A full disk, or an unavailable weight service, is tried again until
-`timeout_s` has passed.
+`publish` blocks only for the copy to host memory; a background thread does the rest. One version is written while the
+next is copied; a third waits for the disk. If the disk is full or the weight service unavailable, the thread retries
+for `timeout_s`.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from typing import TypeVar
 import msgspec
 from torch import Tensor
 
-from common.files import FULL
-from common.staleness import PolicyVersion
-from weight_sync.client import WeightClient
-from weight_sync.delta import encode_delta
-from weight_sync.manifest import (
+from leeway.common.files import FULL
+from leeway.common.staleness import PolicyVersion
+from leeway.weight_sync.client import WeightClient
+from leeway.weight_sync.delta import encode_delta
+from leeway.weight_sync.manifest import (
     ITEM_BYTES,
     DeltaEntry,
     Encoding,
@@ -47,37 +47,37 @@ from weight_sync.manifest import (
     delta_name,
     file_name,
 )
-from weight_sync.store import Buffers, WeightStore
-from weight_sync.tensors import DTYPES, HostCopy, TensorSlot
+from leeway.weight_sync.store import Buffers, WeightStore
+from leeway.weight_sync.tensors import DTYPES, HostCopy, TensorSlot
 
 DELTA_BELOW = 0.8
-"""A larger delta, as a share of the tensors, is not kept."""
+"""Largest delta to keep, as a share of the size of the tensors."""
 _TRY_AGAIN_EVERY = 10
-"""Versions after which a delta that was not smaller is tried again: updates may become small."""
+"""Versions after which a tensor whose delta was not smaller is encoded again, because updates may become smaller."""
 NUM_COPIES = 2
-"""Host copies of a stage's weights: one is written while the other is filled. A parent of deltas is a third."""
-_MAY_PASS = FULL | {errno.EIO, errno.EROFS, errno.EACCES}
+"""Host copies of a stage's weights: one is written while the other is filled. The parent of deltas is a third."""
+_RETRIED = FULL | {errno.EIO, errno.EROFS, errno.EACCES}
 FULL_EVERY = 50
-"""Versions from one without deltas to the next: an error that no checksum saw lives no longer. It costs as many bytes
-as about fifty deltas."""
+"""Every n-th version has no deltas, which bounds how long an error that no checksum detected persists. A full version
+takes as many bytes as about fifty deltas."""
 _POLL_S = 0.005
 _LONGEST_POLL_S = 0.05
 _FIRST_PAUSE_S = 0.02
 _LONGEST_PAUSE_S = 1.0
-_SILENT_S = 1.0
-"""Seconds for which the last stage waits for the others before it reports it."""
+_REPORT_AFTER_S = 1.0
+"""Seconds after which the last stage reports that it waits for the part of another."""
 _WARN_EVERY_S = 60.0
 
 _log = logging.getLogger(__name__)
 
 Sink = WeightStore | WeightClient
-"""Where parts go: the store's folder, or the service. Every call is bounded."""
+"""Destination of parts: the store's folder or the service. Every call is bounded."""
 OnCommitted = Callable[[PolicyVersion], None]
 Result = TypeVar("Result")
 
 
 class Publisher:
-    """Publishes this stage's tensors; on the last stage also commits the version."""
+    """Publishes the tensors of one stage; on the last stage also commits the version."""
 
     def __init__(
         self,
@@ -92,18 +92,18 @@ class Publisher:
         parts_timeout_s: float = 120.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Start the thread that writes, for the stage `rank`; the last one commits. The sink is closed here.
+        """Start the writer thread of stage `rank`. The publisher owns the sink and closes it.
 
-        Every `full_every`-th version has no delta; with 1 none has. Timeouts are `timeout_s` for writing a version, and
-        `parts_timeout_s` for the part of another stage.
+        Every `full_every`-th version has no deltas; 1 disables deltas. `timeout_s` bounds the writing of a version,
+        `parts_timeout_s` the wait for the part of another stage.
 
         Raises:
-            ValueError: no such stage, or weights cannot be published in such a dtype.
+            ValueError: `rank` is not a stage, or a dtype is unsupported.
         """
         if not 0 <= rank < num_stages:
             raise ValueError(f"rank = {rank} is not one of the {num_stages} pipeline stages 0..{num_stages - 1}")
         if not dtypes or not set(dtypes) <= DTYPES.keys():
-            raise ValueError(f"weights cannot be published in {list(dtypes)}; possible are {', '.join(DTYPES)}")
+            raise ValueError(f"weights cannot be published in {list(dtypes)}; supported dtypes: {', '.join(DTYPES)}")
         self._sink = sink
         self._rank = rank
         self._num_stages = num_stages
@@ -114,17 +114,17 @@ class Publisher:
         self._parts_timeout_s = parts_timeout_s
         self._clock = clock
         self._changed = threading.Condition()
-        # under the condition
+        # guarded by the condition
         self._jobs: deque[tuple[PolicyVersion, HostCopy, OnCommitted | None]] = deque()
         self._free: list[HostCopy] = []
         self._unfinished = 0
         self._closed = False
         self._error: Exception | None = None
-        # replaced by the thread, read by others
+        # written by the thread, read by other threads
         self._waiting: tuple[str, float] | None = None
-        # of `publish`
+        # used by `publish` alone
         self._last: PolicyVersion | None = None
-        # of the thread, but for the first copies
+        # used by the thread alone, except for the first copies
         self._num_copies = NUM_COPIES
         self._maker = PartMaker(rank, full_every)
         self._thread = threading.Thread(target=self._run, name=f"publisher-{rank}", daemon=True)
@@ -136,39 +136,39 @@ class Publisher:
 
     @property
     def is_full(self) -> bool:
-        """Would `publish` have to wait until an earlier version is written? Not if it would raise."""
+        """Return whether `publish` would block until an earlier version is written; False if it would raise."""
         with self._changed:
             return self._error is None and self._last is not None and not self._free
 
     @property
     def waiting_for(self) -> str:
-        """What keeps a version from being finished, and for how long; '' while nothing does."""
+        """Return what the version in progress is waiting for, and for how long; '' if it is not waiting."""
         what, since_s = self._waiting or ("", 0.0)
         return f"{what}, for {self._clock() - since_s:.0f} s" if what else ""
 
     def publish(
         self, version: PolicyVersion, tensors: Mapping[str, Tensor], on_committed: OnCommitted | None = None
     ) -> None:
-        """Copy the tensors, which may change once this returns, to host memory and publish them in the background.
+        """Copy the tensors to host memory and publish them in the background; they may change once this returns.
 
         Args:
-            version: newer than any published before.
-            tensors: this stage's, by the names of a Hugging Face checkpoint; always the same names and shapes.
+            version: newer than all published before.
+            tensors: tensors of this stage by their names in a Hugging Face checkpoint; names and shapes never change.
             on_committed: called in the publisher's thread once the version is the newest. Last stage only.
 
         Raises:
             PublishFailed: an earlier version failed, or takes longer than `timeout_s`.
-            ValueError: the version is not newer than the last, or these are other tensors than before.
+            ValueError: the version is not newer than the last, or names or shapes of tensors changed.
         """
         if self._last is not None and version <= self._last:
-            raise ValueError(f"version {version} was published after {self._last}: versions only grow")
+            raise ValueError(f"version {version} was published after {self._last}: versions must increase")
         if self._last is None:
             self._free = [HostCopy.like(tensors, self._dtypes) for _ in range(NUM_COPIES)]
         with self._changed:
             self._wait(
                 lambda: bool(self._free),
                 self._timeout_s,
-                f"to take version {version}: stage {self._rank} is still busy with earlier ones",
+                f"to accept version {version}: stage {self._rank} is still writing earlier ones",
             )
             if self._closed:
                 raise PublishFailed(f"the publisher of stage {self._rank} is closed")
@@ -186,12 +186,12 @@ class Publisher:
             self._changed.notify_all()
 
     def flush(self, timeout_s: float) -> None:
-        """Wait until all versions are on disk (last stage: committed); PublishFailed on failure or timeout."""
+        """Block until all versions are on disk (last stage: committed); PublishFailed on failure or timeout."""
         with self._changed:
             self._wait(lambda: self._unfinished == 0, timeout_s, f"for stage {self._rank} to finish publishing")
 
     def close(self, timeout_s: float = 30.0) -> None:
-        """Finish what is queued, as `flush`, and stop the thread. May be called twice."""
+        """Finish queued versions as `flush` does, and stop the thread. Idempotent."""
         try:
             self.flush(timeout_s)
         finally:
@@ -209,8 +209,8 @@ class Publisher:
                 return
             raise PublishFailed(f"the publisher of stage {self._rank} is closed")
         if not done:
-            why = f", which wait for {self.waiting_for}" if self.waiting_for else ""
-            raise PublishFailed(f"waited {timeout_s:g} s {what}{why}; look at the disk of {self._sink.place}")
+            why = f", waiting for {self.waiting_for}" if self.waiting_for else ""
+            raise PublishFailed(f"waited {timeout_s:g} s {what}{why}; check the disk of {self._sink.place}")
 
     # --- the thread ---------------------------------------------------------------------------------
 
@@ -223,7 +223,7 @@ class Publisher:
                         return
                     job = self._jobs.popleft()
                 self._publish_one(*job)
-        except Exception as error:  # surfaces at the next publish, flush or close
+        except Exception as error:  # raised by the next publish, flush or close
             with self._changed:
                 self._error, self._waiting = error, None
                 self._changed.notify_all()
@@ -232,15 +232,15 @@ class Publisher:
 
     def _publish_one(self, version: PolicyVersion, copy: HostCopy, on_committed: OnCommitted | None) -> None:
         part, files = self._maker.make(version, copy)
-        self._again(version, lambda: self._sink.write_part(part, files))
-        as_parent = self._full_every > 1 and self._again(version, self._sink.wants_deltas)
+        self._retry(version, lambda: self._sink.write_part(part, files))
+        as_parent = self._full_every > 1 and self._retry(version, self._sink.wants_deltas)
         if self.commits:
-            self._commit(version, [*self._parts_of_others(version), part])
+            self._commit(version, [*self._other_parts(version), part])
             if on_committed is not None:
                 on_committed(version)
         free = self._maker.keep(version, copy, part, as_parent=as_parent)
         if as_parent and self._num_copies == NUM_COPIES:
-            with contextlib.suppress(OSError):  # without it a version waits until the one before is written
+            with contextlib.suppress(OSError):  # without this copy, a version waits until the previous one is written
                 free.append(copy.another())
             self._num_copies += 1
         with self._changed:
@@ -249,34 +249,34 @@ class Publisher:
             self._changed.notify_all()
 
     def _commit(self, version: PolicyVersion, parts: Sequence[Part]) -> None:
-        asked = False
+        was_sent = False
 
         def commit() -> None:
-            nonlocal asked
+            nonlocal was_sent
             newest = self._newest()
-            if asked and newest is not None and newest.policy == version:
-                return  # the answer was lost, not the request
-            asked = True
+            if was_sent and newest is not None and newest.policy == version:
+                return  # the reply was lost, not the request
+            was_sent = True
             self._sink.commit(build_manifest(version, parts, newest, time.time()), self._keep_versions)
 
-        self._again(version, commit)
+        self._retry(version, commit)
 
     def _newest(self) -> Manifest | None:
-        """What the next version follows; None also where it is damaged: this one is whole and takes its place."""
+        """Return the newest manifest, the parent of the next version; None if there is none or it is damaged."""
         try:
             return self._sink.newest_manifest()
         except (WeightsCorrupt, WeightsGone) as error:
             _log.warning(
-                "the newest version in %s cannot be read, the next one has no parent: %s", self._sink.place, error
+                "cannot read the newest version in %s; the next one has no parent: %s", self._sink.place, error
             )
             return None
 
-    def _parts_of_others(self, version: PolicyVersion) -> list[Part]:
+    def _other_parts(self, version: PolicyVersion) -> list[Part]:
         parts: list[Part] = []
         since_s, poll_s = self._clock(), _POLL_S
         while len(parts) < self._num_stages - 1:
             rank = len(parts)
-            part = self._again(version, functools.partial(self._part, version, rank))
+            part = self._retry(version, functools.partial(self._part, version, rank))
             if part is not None:
                 parts.append(part)
                 since_s, poll_s = self._clock(), _POLL_S
@@ -284,10 +284,10 @@ class Publisher:
             waited_s = self._clock() - since_s
             if waited_s > self._parts_timeout_s:
                 raise PublishFailed(
-                    f"version {version}: the part of stage {rank} did not come within {self._parts_timeout_s:g} s; "
-                    f"look at the log of learner stage {rank}"
+                    f"version {version}: the part of stage {rank} did not arrive within {self._parts_timeout_s:g} s; "
+                    f"check the log of learner stage {rank}"
                 )
-            if waited_s > _SILENT_S:
+            if waited_s > _REPORT_AFTER_S:
                 self._waiting = f"the part of stage {rank} for version {version}", since_s
             self._pause(poll_s)
             poll_s = min(1.2 * poll_s, _LONGEST_POLL_S)
@@ -298,29 +298,29 @@ class Publisher:
         try:
             return self._sink.part(version, rank)
         except WeightsCorrupt as error:
-            # perhaps only on its way here: it has the time of a part that is yet to come
-            _log.warning("the part of stage %d for version %s cannot be read: %s", rank, version, error)
+            # damage in transit is possible, so retry within the timeout of a missing part
+            _log.warning("cannot read the part of stage %d for version %s: %s", rank, version, error)
             return None
 
-    def _again(self, version: PolicyVersion, act: Callable[[], Result]) -> Result:
-        """Do something with the sink; again while there is no space, or the service does not answer."""
+    def _retry(self, version: PolicyVersion, act: Callable[[], Result]) -> Result:
+        """Call the sink; retry while the disk is full or unwritable, or the service does not reply."""
         since_s, pause_s, warned_s = None, _FIRST_PAUSE_S, -math.inf
         while True:
             try:
                 result = act()
             except (OSError, TransferFailed) as error:
-                if isinstance(error, OSError) and error.errno not in _MAY_PASS:
+                if isinstance(error, OSError) and error.errno not in _RETRIED:
                     raise
                 now_s = self._clock()
                 since_s = now_s if since_s is None else since_s
-                what, advice = _what_is_missing(error, self._sink.place)
+                what, advice = _explain(error, self._sink.place)
                 self._waiting = what, since_s
                 if now_s - since_s >= self._timeout_s:
                     raise PublishFailed(
                         f"version {version} waited {now_s - since_s:.0f} s for {what}; {advice}"
                     ) from error
                 if now_s - warned_s >= _WARN_EVERY_S:
-                    _log.warning("version %s waits for %s; trying again. %s", version, self.waiting_for, advice)
+                    _log.warning("version %s waits for %s; retrying. %s", version, self.waiting_for, advice)
                     warned_s = now_s
             else:
                 if since_s is not None:
@@ -333,7 +333,7 @@ class Publisher:
         with self._changed:
             if self._changed.wait_for(lambda: self._closed, pause_s):
                 raise PublishFailed(
-                    f"the publisher of stage {self._rank} was closed while it waited for {self.waiting_for}"
+                    f"the publisher of stage {self._rank} was closed while waiting for {self.waiting_for}"
                 )
 
 
@@ -345,7 +345,7 @@ class _Parent:
 
 
 class PartMaker:
-    """Makes the files of one stage: whole ones, and deltas against the version that it made before."""
+    """Builds the files of one stage: whole files, and deltas against the previous version."""
 
     def __init__(self, rank: int, full_every: int) -> None:
         self._rank = rank
@@ -353,10 +353,10 @@ class PartMaker:
         self._num_made = 0
         self._parent: _Parent | None = None
         self._not_smaller: set[tuple[str, str]] = set()
-        """(dtype, name) of tensors whose delta was not smaller."""
+        """Tensors, as (dtype, name), whose delta was not smaller than the tensor."""
 
     def make(self, version: PolicyVersion, copy: HostCopy) -> tuple[Part, dict[str, Buffers]]:
-        """The document of a part and its files, name -> content. The content is that of `copy`, which must stay."""
+        """Return the document of a part and its files, name -> content. The content aliases `copy`."""
         parent = self._parent
         if parent is None or self._num_made % _TRY_AGAIN_EVERY == 0:
             self._not_smaller.clear()
@@ -365,15 +365,15 @@ class PartMaker:
         files: dict[str, Buffers] = {}
         for dtype in copy.dtypes:
             name = file_name(self._rank, dtype)
-            of_file = [
+            file_entries = [
                 TensorEntry(place.name, dtype, place.shape, name, checksum_of(copy.tensor_bytes(place, dtype)))
                 for place in copy.places
             ]
             files[name] = [copy.header(dtype), copy.bytes_of(dtype)]
-            deltas = self._deltas(copy, parent, of_file) if parent is not None else None
+            deltas = self._deltas(copy, parent, file_entries) if parent is not None else None
             if deltas is not None:
-                of_file, files[delta_name(name)] = deltas
-            entries += of_file
+                file_entries, files[delta_name(name)] = deltas
+            entries += file_entries
         part = Part(
             rank=self._rank,
             version=version.key,
@@ -384,7 +384,7 @@ class PartMaker:
         return part, files
 
     def keep(self, version: PolicyVersion, copy: HostCopy, part: Part, *, as_parent: bool) -> list[HostCopy]:
-        """Return which copies are free once a version is written; `as_parent`: the next may be given as its changes."""
+        """Return the copies that are free once a version is written; `as_parent` keeps this one for the next deltas."""
         free = [] if self._parent is None else [self._parent.copy]
         self._parent = None
         if as_parent and self._num_made % self._full_every:
@@ -426,12 +426,12 @@ class PartMaker:
         return encoding, blob
 
 
-def _what_is_missing(error: OSError | TransferFailed, place: str) -> tuple[str, str]:
+def _explain(error: OSError | TransferFailed, place: str) -> tuple[str, str]:
     if isinstance(error, TransferFailed):
-        return f"the weight service at {place} ({error})", "look at its log, and at the network between here and there"
+        return f"the weight service at {place} ({error})", "check its log and the network between the two machines"
     if error.errno in FULL:
         return (
             f"space in {place} ({error.strerror})",
-            "free some, or set weight_sync.folder to a larger disk",
+            "free some space, or set weight_sync.folder to a larger disk",
         )
-    return f"{place} to take files ({error.strerror})", "look at that disk and at who may write there"
+    return f"{place} to become writable ({error.strerror})", "check that disk and its permissions"

@@ -1,7 +1,7 @@
-"""The actor's side: take a version from the store and keep it from removal.
+"""The actor's side: fetches a version from the store and protects it from removal.
 
-Files of a folder are mapped in place, and the engine reads them against their checksums before it pauses. Versions from
-the weight service are checked as they come, once for all actors of a machine.
+Files of a folder are mapped in place, and the engine verifies their checksums before it pauses. Versions from the
+weight service are verified as they arrive, once for all actors of a machine.
 """
 
 from __future__ import annotations
@@ -9,24 +9,24 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from common.staleness import PolicyVersion
-from weight_sync.client import UPDATE_TIMEOUT_S, StoreAccess
-from weight_sync.host_folder import folder_for
-from weight_sync.manifest import Manifest, TransferFailed, WeightsCorrupt
-from weight_sync.staging import HostStaging
-from weight_sync.store import StagedVersion, WeightStore
+from leeway.common.staleness import PolicyVersion
+from leeway.weight_sync.client import UPDATE_TIMEOUT_S, StoreAccess
+from leeway.weight_sync.host_folder import folder_for
+from leeway.weight_sync.manifest import Manifest, TransferFailed, WeightsCorrupt
+from leeway.weight_sync.staging import HostStaging
+from leeway.weight_sync.store import StagedVersion, WeightStore
 
 log = logging.getLogger(__name__)
 
 _STAGED_AT_ONCE = 4
-"""Versions of which a machine may hold the files at one time: two kept, one being read and one being fetched."""
+"""Versions whose files a machine may hold at once: two kept, one being read and one being fetched."""
 
-_PATIENCE = 0.25
-"""Share of the update timeout after which an actor that fetches for its machine, but is stopped, is replaced."""
+_STALL_SHARE = 0.25
+"""Share of the update timeout after which a stalled actor that fetches for its machine is replaced."""
 
 
 class Puller:
-    """Looks for newer versions and stages them. Used by one thread at a time."""
+    """Polls for newer versions and stages them. Not thread-safe."""
 
     def __init__(self, source: WeightStore | _NetworkSource, dtype: str) -> None:
         self._source = source
@@ -35,14 +35,14 @@ class Puller:
         self._fetched: Manifest | None = None
 
     @classmethod
-    def of_folder(cls, folder: Path, dtype: str, *, who: str = "this process") -> Puller:
-        """Read a store whose folder, which may be empty, is seen; TransferFailed names `who` cannot read it."""
+    def of_folder(cls, folder: Path, dtype: str, *, name: str = "this process") -> Puller:
+        """Open a store through its folder, which may be empty; TransferFailed names the process that cannot read it."""
         try:
             store = WeightStore(folder)
             list(folder.iterdir())
         except OSError as error:
             raise TransferFailed(
-                f"{who} cannot read the weight store's folder {folder} ({error}). Make it "
+                f"{name} cannot read the weight store's folder {folder} ({error}). Make it "
                 "readable, or set [weight_sync] transport = 'network'"
             ) from error
         return cls(store, dtype)
@@ -51,60 +51,60 @@ class Puller:
         """Return the newest committed version, or None before the first. Cheap enough to poll.
 
         Raises:
-            WeightsCorrupt: it is older than the newest before it.
+            WeightsCorrupt: it is older than the previous newest version.
             TransferFailed: the store cannot be reached.
         """
         newest = self._source.newest()
         if self._newest is not None and (newest is None or newest < self._newest):
             raise WeightsCorrupt(
-                f"{self._source.place} gives out version {newest} as the newest, but {self._newest} was before: "
-                "versions only grow. Was the folder of an older run put in its place?"
+                f"{self._source.place} reports version {newest} as the newest, but it was {self._newest} before: "
+                "versions must increase. Check that the folder was not replaced by that of an older run"
             )
         self._newest = newest
         return newest
 
     def fetch(self, version: PolicyVersion) -> StagedVersion:
-        """Have a version on this machine and keep it from removal; blocks.
+        """Block until a version is on this machine, protected from removal.
 
         Raises:
-            WeightsGone: the version does not exist, or no longer: ask for `newest` again.
+            WeightsGone: the version does not exist or was removed; call `newest` again.
             WeightsCorrupt: it is not as published, older than the last one, or of another architecture; keep serving
-                the version you have.
-            TransferFailed: timeout; try again, what came is not lost.
+                the current version.
+            TransferFailed: timeout; a retry resumes the download.
         """
         last = self._fetched
         if last is not None and version < last.policy:
             raise WeightsCorrupt(
-                f"version {version} is older than {last.policy}, which was fetched from {self._source.place} before; "
-                "a version that was replaced is never served again"
+                f"version {version} is older than {last.policy}, which was already fetched from {self._source.place}; "
+                "older versions are never served again"
             )
         staged = self._source.take(version, self._dtype)
         if last is not None and staged.manifest.fingerprint != last.fingerprint:
             staged.close()
             raise WeightsCorrupt(
-                f"version {version} in {self._source.place} is of another architecture than {last.policy}: "
+                f"version {version} in {self._source.place} has another architecture than {last.policy}: "
                 "names, dtypes or shapes of its tensors differ"
             )
         self._fetched = staged.manifest
         return staged
 
-    def distrust(self, staged: StagedVersion) -> None:
-        """Have the next `fetch` read a version, which an engine refused by its checksums, anew."""
-        self._source.distrust(staged.version, staged.dtype)
+    def invalidate(self, staged: StagedVersion) -> None:
+        """Make the next `fetch` read a version again, after an engine found a wrong checksum in it."""
+        self._source.invalidate(staged.version, staged.dtype)
 
     def close(self) -> None:
         self._source.close()
 
 
 def open_puller(access: StoreAccess, name: str, dtype: str) -> Puller:
-    """Take versions in `dtype` from the store's folder where it is seen, else from the service; as `sees_folder`."""
-    if access.sees_folder(name, "actor"):
-        return Puller.of_folder(access.folder, dtype, who=name)
+    """Return a puller of versions in `dtype`, from the folder or the service; decides and raises as `uses_folder`."""
+    if access.uses_folder(name, "actor"):
+        return Puller.of_folder(access.folder, dtype, name=name)
     return Puller(_NetworkSource(access, name), dtype)
 
 
 class _NetworkSource:
-    """The weight service, and the folder in which this machine keeps what came from it."""
+    """The weight service, and the folder in which this machine stages its versions."""
 
     def __init__(self, access: StoreAccess, name: str) -> None:
         self.place = f"the weight service at {access.address}"
@@ -125,19 +125,19 @@ class _NetworkSource:
         manifest, document = self._client.manifest(version)
         manifest.files_of(dtype)
         if self._staging is not None and not self._staging.is_there():
-            log.warning("%s was removed by somebody else; it is made anew", self._staging.store.folder)
+            log.warning("%s was removed by another program; creating it again", self._staging.store.folder)
             self._staging.close()
             self._staging = None
         if self._staging is None:
             needed = _STAGED_AT_ONCE * manifest.whole_bytes(dtype)
             folder = folder_for(self._run_id, self._store_id, needed)
-            self._staging = HostStaging(folder, who=self._name, patience_s=UPDATE_TIMEOUT_S * _PATIENCE)
+            self._staging = HostStaging(folder, owner=self._name, stall_timeout_s=UPDATE_TIMEOUT_S * _STALL_SHARE)
         lock = self._staging.stage(self._client, manifest, document, dtype)
         return StagedVersion(self._staging.store.folder, manifest, dtype, lock)
 
-    def distrust(self, version: PolicyVersion, dtype: str) -> None:
+    def invalidate(self, version: PolicyVersion, dtype: str) -> None:
         if self._staging is not None:
-            self._staging.distrust(version, dtype)
+            self._staging.invalidate(version, dtype)
 
     def close(self) -> None:
         self._client.close()

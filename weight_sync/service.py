@@ -1,16 +1,16 @@
-"""WeightService: the one process that hands published weights out, and takes them in, over ZeroMQ.
+"""WeightService: the process that serves and receives published weights over ZeroMQ.
 
-One thread answers one message a turn, from all clients in turn, and requests are bounded, so no client waits for
-another's whole version. It also writes the pieces of uploads, so a slow disk delays readers meanwhile; a worker thread
-checks uploads and makes them whole. All state lies in the folder: the service may be killed at any time, and starts
-again on the same port.
+One thread handles one message per turn, round-robin over all clients. Requests have a bounded size, so no client waits
+for another's whole version. The same thread writes uploaded chunks, so a slow disk delays readers; a worker thread
+verifies uploads and rebuilds whole files from deltas. All state is in the folder: the service may be killed at any
+time and restarts on the same port.
 
-ServedVersions   what is read: memory-mapped, and kept from removal until `expires_s` after the last request, but no
-                 more than the `MAX_SERVED` that were requested last
-UploadReceiver   what stages upload. A file gets its name once it is complete and checked; deltas are made whole
+ServedVersions   versions being read: memory-mapped, and protected from removal until `expires_s` after the last
+                 request; at most the `MAX_SERVED` requested last
+UploadReceiver   uploads of the stages. A file gets its final name once it is complete and verified
 
-    0.17/.part-0.bfloat16.safetensors.26300416.upload     so far; its size says how far, after a restart too
-    0.17/part-0.bfloat16.safetensors                      complete, every tensor checked
+    0.17/.part-0.bfloat16.safetensors.26300416.upload     partial; its size is the progress, also after a restart
+    0.17/part-0.bfloat16.safetensors                      complete, every tensor verified
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
-from common.files import mapped, write_whole
-from common.rpc.auth import ServiceKeys
-from common.rpc.messages import Done, Message, Refused, Working, checksum
-from common.rpc.server import CannotBind, Rejected, Request, RpcServer
-from common.staleness import PolicyVersion
-from weight_sync import protocol as p
-from weight_sync.delta import rebuild_file
-from weight_sync.manifest import (
+from leeway.common.files import mapped, write_whole
+from leeway.common.rpc.auth import ServiceKeys
+from leeway.common.rpc.messages import Done, Message, Refused, Working, checksum
+from leeway.common.rpc.server import CannotBind, Rejected, Request, RpcServer
+from leeway.common.staleness import PolicyVersion
+from leeway.weight_sync import protocol as p
+from leeway.weight_sync.delta import rebuild_file
+from leeway.weight_sync.manifest import (
     Manifest,
     Part,
     TensorEntry,
@@ -46,24 +46,24 @@ from weight_sync.manifest import (
     delta_name,
     part_name,
 )
-from weight_sync.store import PORT, WeightStore, check_file, read_manifest
+from leeway.weight_sync.store import PORT, WeightStore, check_file, read_manifest
 
 log = logging.getLogger(__name__)
 
 MAX_SERVED = 5
 _NOTE_EVERY_S = 1.0
 _IDLE_S = 0.2
-"""How long a turn may wait for a message, which bounds how late `stop` is noticed."""
+"""Seconds that a turn waits for a message; bounds how late `stop` is noticed."""
 _JOB_POLL_S = 0.005
 _MAX_JOBS = 64
-_COMPLAIN_EVERY_S = 10.0
+_WARN_EVERY_S = 10.0
 
 Answer = tuple[Message, bytes | memoryview]
 
 
 @dataclass
 class _Job:
-    """Work whose answer is still to come, and which client asked for it last."""
+    """Work in progress, and the client that requested it last, which gets the reply."""
 
     identity: bytes
     request_id: int
@@ -71,7 +71,7 @@ class _Job:
 
 
 class WeightService:
-    """Serves one run's weights from one folder."""
+    """Serves the weights of one run from one folder."""
 
     def __init__(
         self,
@@ -85,9 +85,8 @@ class WeightService:
     ) -> None:
         """Open the store in a folder, which is created if missing.
 
-        `host`: the address to bind; None: a Unix socket.
-        With keys, only holders of the run's client key connect. Retention gets a version `read_expires_s` after its
-        last request.
+        `host` is the address to bind; None: a Unix socket. With `keys`, only holders of the run's client key can
+        connect. A version is protected from removal until `read_expires_s` after its last request.
         """
         self._host = host
         self._clock = clock
@@ -97,17 +96,17 @@ class WeightService:
         self._uploads = UploadReceiver(self._store)
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="weight-uploads")
         self._jobs: dict[tuple[str, int], _Job] = {}
-        self._complain_at = 0.0
-        # messages that go out lie in a memory map
+        self._warn_at = 0.0
+        # outgoing messages alias memory maps, hence the longer queue
         self._rpc = RpcServer(
             p.PROTOCOL, run_id, keys=keys, max_message_bytes=p.MAX_DOCUMENT_BYTES, incoming=16, outgoing=64
         )
 
     def bind(self) -> str:
-        """Bind, and return the address for clients. The port of the last service of this folder is kept.
+        """Bind, and return the address for clients. Reuses the port of the folder's previous service.
 
         Raises:
-            TransferFailed: the address is in use or does not exist, or the port cannot be written down.
+            TransferFailed: the address is in use or does not exist, or the port file cannot be written.
         """
         try:
             return self._rpc.bind(self._host, self._store.folder / PORT)
@@ -122,7 +121,7 @@ class WeightService:
             self.close()
 
     def turn(self) -> None:
-        """Wait for a message, and answer it; send what the worker has done."""
+        """Wait for a message and reply to it; send the replies for finished jobs."""
         if self._rpc.poll(_JOB_POLL_S if self._jobs else _IDLE_S) and (frames := self._rpc.receive()) is not None:
             self._take(self._rpc.open(frames))
         for key, job in list(self._jobs.items()):
@@ -145,20 +144,20 @@ class WeightService:
             return
         identity, request_id, reply, peer, unreadable = arrival
         if unreadable:
-            self._complain(f"dropped a message that is none of ours, or was damaged on its way: {unreadable}", peer)
+            self._warn(f"dropped an invalid or damaged message: {unreadable}", peer)
         elif reply is not None:
-            self._complain(f"refused: {reply.reason}", peer)
+            self._warn(f"refused a request: {reply.reason}", peer)
         if reply is not None:
             self._rpc.answer(identity, request_id, reply)
 
-    def _complain(self, what: str, peer: str) -> None:
+    def _warn(self, what: str, peer: str) -> None:
         now = self._clock()
-        if now >= self._complain_at:
-            self._complain_at = now + _COMPLAIN_EVERY_S
+        if now >= self._warn_at:
+            self._warn_at = now + _WARN_EVERY_S
             log.warning("%s, from %s", what, peer)
 
     def _answer(self, request: Request) -> Answer | None:
-        """Return the answer; None: the worker will give it."""
+        """Return the reply; None if the worker sends it later."""
         try:
             match request.message:
                 case p.PartDone():
@@ -173,7 +172,7 @@ class WeightService:
     def _answer_now(self, message: p.Question, body: memoryview) -> Answer:
         match message:
             case p.StoreRequest(name=name):
-                log.info("%s says hello", name)
+                log.info("%s connected", name)
                 return p.StoreFacts(self._store_id, str(self._store.folder)), b""
             case p.NewestRequest():
                 self._served.note_reader()
@@ -194,15 +193,15 @@ class WeightService:
                 return p.Document(), self._uploads.part(p.version_of(version), rank)
 
     def _start(self, request: Request, work: Callable[[memoryview], None]) -> Answer | None:
-        """Have the worker do it, once, however often it is asked."""
+        """Submit work to the worker; repeated requests for the same work join its job."""
         key = type(request.message).__name__, checksum(request.body)
         job = self._jobs.get(key)
         if job is not None:
             job.identity, job.request_id = request.identity, request.request_id
             return Working(), b""
         if len(self._jobs) >= _MAX_JOBS:
-            return Working(), b""  # it will ask again
-        # a copy, for the message is given back with this turn
+            return Working(), b""  # the client resends it
+        # copy the body, because the message is freed after this turn
         future = self._worker.submit(work, memoryview(bytes(request.body)))
         self._jobs[key] = _Job(request.identity, request.request_id, future)
         return None
@@ -225,13 +224,13 @@ class _Served:
     document: bytes
     manifest: Manifest
     lock: BinaryIO
-    asked_at: float
+    requested_at: float
     sent_bytes: int = 0
     maps: dict[str, memoryview] = field(default_factory=dict)
 
 
 class ServedVersions:
-    """Versions that are read over the network."""
+    """Versions that clients are reading over the network."""
 
     def __init__(self, store: WeightStore, *, expires_s: float, clock: Callable[[], float]) -> None:
         self._store = store
@@ -241,21 +240,21 @@ class ServedVersions:
         self._note_at = self._expire_at = clock()
 
     def document(self, version: PolicyVersion) -> bytes:
-        """Return the manifest of a version as it was written, and keep the version from now on; errors as `read`."""
+        """Return the manifest of a version, as written, and protect the version from removal; raises as `read`."""
         return self._of(version).document
 
     def read(self, version: PolicyVersion, file: str, offset: int, size: int) -> tuple[memoryview, int]:
-        """Return bytes of a file, not copied, and the size of the file.
+        """Return bytes of a file without copying, and the size of the file.
 
         Raises:
             WeightsGone: the version is not in the store.
-            WeightsCorrupt: its manifest was changed or names no such file, or the file is cut.
-            ValueError: the file has no such bytes.
+            WeightsCorrupt: its manifest was changed or does not name the file, or the file is truncated.
+            ValueError: the range exceeds the file.
         """
         served = self._of(version)
         total = served.manifest.size_of(file)
         if offset + size > total:
-            raise ValueError(f"version {version}: {file} has {total} bytes, not {offset + size}")
+            raise ValueError(f"version {version}: {file} has {total} bytes, but {offset + size} were requested")
         data = served.maps.get(file)
         if data is None:
             data = served.maps[file] = self._map(version, file, total)
@@ -263,29 +262,29 @@ class ServedVersions:
         return data[offset : offset + size], total
 
     def note_reader(self) -> None:
-        """Note that versions are read over the network, so that deltas are written."""
+        """Record that versions are read over the network, so that the learner writes deltas."""
         now = self._clock()
         if now >= self._note_at:
             self._note_at = now + _NOTE_EVERY_S
             try:
                 self._store.note_remote_reader()
-            except OSError as error:  # it only saves bytes
-                log.warning("%s: that somebody reads over the network cannot be noted: %s", self._store.folder, error)
+            except OSError as error:  # deltas only save bytes
+                log.warning("%s: cannot record that versions are read remotely: %s", self._store.folder, error)
 
     def expire(self) -> None:
-        """Leave versions that are not read any more to retention. Cheap enough for every message."""
+        """Release versions that are no longer read, for retention to remove. Cheap enough to call at every message."""
         now = self._clock()
         if now < self._expire_at:
             return
         self._expire_at = now + min(1.0, self._expires_s)
-        last_first = sorted(self._served, key=lambda version: self._served[version].asked_at, reverse=True)
-        for place, version in enumerate(last_first):
-            if place >= MAX_SERVED or now - self._served[version].asked_at >= self._expires_s:
-                self._let_go(version)
+        newest_first = sorted(self._served, key=lambda version: self._served[version].requested_at, reverse=True)
+        for rank, version in enumerate(newest_first):
+            if rank >= MAX_SERVED or now - self._served[version].requested_at >= self._expires_s:
+                self._release(version)
 
     def close(self) -> None:
         for version in list(self._served):
-            self._let_go(version)
+            self._release(version)
 
     def _of(self, version: PolicyVersion) -> _Served:
         now = self._clock()
@@ -300,7 +299,7 @@ class ServedVersions:
                 lock.close()
                 raise
             self._served[version] = served
-        served.asked_at = now
+        served.requested_at = now
         return served
 
     def _map(self, version: PolicyVersion, file: str, total: int) -> memoryview:
@@ -308,20 +307,20 @@ class ServedVersions:
         try:
             data = mapped(path)
         except OSError as error:
-            raise WeightsCorrupt(f"{path}: cannot be read: {error}") from error
+            raise WeightsCorrupt(f"cannot read {path}: {error}") from error
         if len(data) != total:
-            raise WeightsCorrupt(f"{path}: has {len(data)} bytes, the manifest says {total}; it was cut or replaced")
+            raise WeightsCorrupt(f"{path} has {len(data)} bytes, the manifest says {total}: it was cut or replaced")
         return data
 
-    def _let_go(self, version: PolicyVersion) -> None:
+    def _release(self, version: PolicyVersion) -> None:
         served = self._served.pop(version)
-        log.info("version %s: %.1f MiB of %d files were sent", version, served.sent_bytes / 2**20, len(served.maps))
-        # the maps end with the last message that is on its way
+        log.info("version %s: sent %.1f MiB of %d files", version, served.sent_bytes / 2**20, len(served.maps))
+        # the maps are freed with the last message in flight
         served.lock.close()
 
 
 class UploadReceiver:
-    """Takes the parts of versions. All its state lies in the folder."""
+    """Receives the parts of versions. All its state is in the folder."""
 
     def __init__(self, store: WeightStore) -> None:
         self._store = store
@@ -333,9 +332,9 @@ class UploadReceiver:
         return total_bytes if _size(whole) == total_bytes else 0
 
     def write(self, version: PolicyVersion, file: str, offset: int, total_bytes: int, data: memoryview) -> int:
-        """Write bytes that continue those that are there, and no others; return the `status` afterwards."""
+        """Append bytes that continue the stored ones and ignore others; return the new `status`."""
         if offset + len(data) > total_bytes:
-            raise ValueError(f"{file}: {offset + len(data)} bytes of {total_bytes}")
+            raise ValueError(f"{file}: bytes up to {offset + len(data)} exceed its size of {total_bytes}")
         have = self.status(version, file, total_bytes)
         if offset > have or offset + len(data) <= have:
             return have
@@ -353,11 +352,11 @@ class UploadReceiver:
         return max(have, offset + len(data))
 
     def finish_part(self, document: memoryview) -> None:
-        """Check a part whose files are uploaded, make whole what came as a delta, and write its document.
+        """Verify a part whose files are uploaded, rebuild whole files from deltas, and write its document.
 
         Raises:
-            WholeFilesNeeded: its deltas do not serve.
-            WeightsCorrupt: the document, or a file, is not as the stage had it; the file is to be sent again.
+            WholeFilesNeeded: its deltas cannot be applied.
+            WeightsCorrupt: the document or a file differs from the stage's; upload the file again.
             PublishFailed: the version is older than the newest.
             OSError: the disk is full or not writable.
         """
@@ -388,10 +387,10 @@ class UploadReceiver:
             return b""
 
     def commit(self, document: memoryview, keep_versions: int) -> None:
-        """Make a version exist whose files are all there. Idempotent.
+        """Commit a version whose files are all uploaded. Idempotent.
 
         Raises:
-            WeightsCorrupt: the manifest was changed on its way, or a file that it names is missing.
+            WeightsCorrupt: the manifest was changed in transit, or a file that it names is missing.
             PublishFailed: the version is not newer than the newest.
             OSError: the disk is full; nothing has changed.
         """
@@ -401,24 +400,24 @@ class UploadReceiver:
         folder = self._store.version_folder(manifest.policy)
         for file in manifest.files:
             if _size(folder / file.name) != file.size_bytes:
-                raise WeightsCorrupt(f"version {manifest.policy} cannot be committed: {folder / file.name} is missing")
+                raise WeightsCorrupt(f"cannot commit version {manifest.policy}: {folder / file.name} is missing")
         self._store.commit(manifest, keep_versions)
 
     def _is_committed(self, manifest: Manifest) -> bool:
-        """Return whether the same content exists under this version, and none is newer: the answer was lost."""
+        """Return whether this content is already the newest version, because an earlier reply was lost."""
         if self._store.newest() != manifest.policy:
             return False
-        there = self._store.manifest(manifest.policy)
-        # asked again, the stage may have taken it for its own parent; its tensors are what counts
-        return chain_of("", there.tensors) == chain_of("", manifest.tensors)
+        existing = self._store.manifest(manifest.policy)
+        # a retry may name the version itself as its parent, so compare the tensors alone
+        return chain_of("", existing.tensors) == chain_of("", manifest.tensors)
 
     def _name(self, version: PolicyVersion, name: str, size: int, entries: list[TensorEntry] | None = None) -> bool:
-        """Give a complete upload its name, its tensors checked; False where there is none."""
+        """Verify a complete upload and give it its final name; False if there is none."""
         whole, partial = self._paths(version, name, size)
         found = partial if _size(partial) == size else whole
         if _size(found) != size:
             if size == 0 and entries is None:
-                write_whole(whole, [])  # of nothing no byte was sent
+                write_whole(whole, [])  # an empty file has no chunks
                 return True
             return False
         if entries is not None:
@@ -434,7 +433,7 @@ class UploadReceiver:
     def _rebuild(self, part: Part, version: PolicyVersion, name: str, size: int, entries: list[TensorEntry]) -> None:
         folder = self._store.version_folder(version)
         if part.parent is None or any(entry.delta is None for entry in entries):
-            raise p.WholeFilesNeeded(f"{folder / name} has not come whole, and no delta has")
+            raise p.WholeFilesNeeded(f"neither {folder / name} nor a delta for it was uploaded")
         parent = p.version_of(part.parent)
         try:
             with self._store.lock_for_reading(parent):
@@ -442,10 +441,10 @@ class UploadReceiver:
                     entries, folder / delta_name(name), self._store.version_folder(parent) / name, folder / name
                 )
         except (WeightsGone, WeightsCorrupt, FileNotFoundError) as error:
-            raise p.WholeFilesNeeded(f"{folder / name} cannot be made from its delta: {error}") from error
+            raise p.WholeFilesNeeded(f"cannot rebuild {folder / name} from its delta: {error}") from error
         if _size(folder / name) != size:
             (folder / name).unlink(missing_ok=True)
-            raise p.WholeFilesNeeded(f"{folder / name}: what its delta makes has another size than the stage's file")
+            raise p.WholeFilesNeeded(f"{folder / name}: the size of the rebuilt file differs from the stage's file")
 
     def _paths(self, version: PolicyVersion, file: str, total_bytes: int) -> tuple[Path, Path]:
         folder = self._store.version_folder(version)

@@ -1,18 +1,18 @@
 """The folder of published versions.
 
     weights/
-      STORE                               a random name, by which a program recognises the store
-      NEWEST                              the newest committed version, in one small file
+      STORE                               a random name that identifies the store
+      NEWEST                              the newest committed version
       REMOTE_READER                       touched when versions are read over the network
-      PORT                                of the service, for the next one
+      PORT                                port of the service, reused by the next one
       0.17/                               version 17 of learner incarnation 0
         part-0.bfloat16.safetensors       one file per pipeline stage and dtype
-        part-0.bfloat16.delta             the same, as changes of the parent version; where that is smaller
-        part-0.json                       what the files hold, with checksums
-        readers.lock                      held shared while somebody reads the version
+        part-0.bfloat16.delta             the same as changes since the parent version, if smaller
+        part-0.json                       contents of the files, with checksums
+        readers.lock                      held shared by readers of the version
         manifest.json                     written last: without it the version does not exist
 
-Nothing is synced: what a power cut spoils fails its checksum, and the next learner publishes anew.
+Nothing is synced to disk: after a power cut, damaged files fail their checksums and the next learner publishes again.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from common.files import discard, temporary_beside, try_lock, write_whole
-from common.staleness import PolicyVersion
-from weight_sync.manifest import (
+from leeway.common.files import discard, temporary_beside, try_lock, write_whole
+from leeway.common.staleness import PolicyVersion
+from leeway.weight_sync.manifest import (
     CODES,
     MANIFEST_NAME,
     Manifest,
@@ -39,7 +39,7 @@ from weight_sync.manifest import (
     WeightsCorrupt,
     WeightsGone,
     checksum_of,
-    copied,
+    copy_and_hash,
     decode,
     encode,
     part_name,
@@ -49,7 +49,7 @@ _NEWEST_NAME = "NEWEST"
 _STORE_NAME = "STORE"
 PORT = "PORT"
 KEPT_VERSIONS = 3
-"""How many stay beside those being read: an actor that begins to read one is through before three more are there."""
+"""Versions kept besides those being read; an actor finishes reading a version before three newer ones exist."""
 READERS_LOCK = "readers.lock"
 _REMOTE_READER = "REMOTE_READER"
 _REMOTE_READER_AGE_S = 300.0
@@ -59,7 +59,7 @@ Buffers = Sequence[bytes | memoryview]
 
 @dataclass(frozen=True)
 class StagedVersion(contextlib.AbstractContextManager["StagedVersion"]):
-    """A version on this machine that is kept from removal until its lock is closed."""
+    """A version on this machine, protected from removal until its lock is closed."""
 
     folder: Path
     manifest: Manifest
@@ -93,7 +93,7 @@ class WeightStore:
             named = temporary_beside(path)
             named.write_text(secrets.token_hex(16), encoding="ascii")
             with contextlib.suppress(FileExistsError):
-                os.link(named, path)  # unlike a rename it leaves the name that another process was quicker to give
+                os.link(named, path)  # unlike a rename, it does not replace a name that another process wrote first
             named.unlink()
         return path.read_text(encoding="ascii")
 
@@ -101,14 +101,14 @@ class WeightStore:
         return self.folder / version.key
 
     def newest(self) -> PolicyVersion | None:
-        """The newest committed version, or None before the first. One small read: cheap enough to poll."""
+        """Return the newest committed version, or None before the first. Reads one small file; cheap to poll."""
         try:
             text = (self.folder / _NEWEST_NAME).read_text(encoding="ascii", errors="replace")
             return PolicyVersion.parse(text.strip())
         except FileNotFoundError:
             return None
         except ValueError:
-            # the pointer saves a search and is nothing more: after a power cut it may hold anything
+            # the file only saves a search, and may hold anything after a power cut
             return next(reversed(self.committed()), None)
 
     def newest_manifest(self) -> Manifest | None:
@@ -119,7 +119,7 @@ class WeightStore:
         return sorted(version for version, folder in self._folders() if (folder / MANIFEST_NAME).exists())
 
     def manifest_bytes(self, version: PolicyVersion) -> bytes:
-        """The manifest of a version as it was written, unchecked; WeightsGone if there is none."""
+        """Return the manifest of a version as written, unverified; WeightsGone if there is none."""
         path = self.version_folder(version) / MANIFEST_NAME
         try:
             return path.read_bytes()
@@ -127,11 +127,11 @@ class WeightStore:
             raise WeightsGone(f"version {version} is not in {self.folder}: {path.name} is missing") from error
 
     def manifest(self, version: PolicyVersion) -> Manifest:
-        """The manifest of a version; WeightsGone if there is none, WeightsCorrupt if it was changed or is another's."""
+        """Return a manifest; WeightsGone if there is none, WeightsCorrupt if it is changed or of another version."""
         return read_manifest(self.manifest_bytes(version), version, str(self.version_folder(version) / MANIFEST_NAME))
 
     def part(self, version: PolicyVersion, rank: int) -> Part | None:
-        """What a stage contributed to a version, None until it has; WeightsCorrupt if its document was changed."""
+        """Return the part of a stage, or None if it is not written yet; WeightsCorrupt if its document was changed."""
         path = self.version_folder(version) / part_name(rank)
         try:
             return decode(path.read_bytes(), Part, path)
@@ -143,7 +143,7 @@ class WeightStore:
     ) -> Iterator[tuple[TensorEntry, memoryview]]:
         """Yield the bytes of every tensor of a variant, memory-mapped and `checked`.
 
-        With `into`, which has room for all of them, they are copied there, back to back.
+        With `into`, which must fit all of them, they are copied there back to back.
         """
         folder = self.version_folder(manifest.policy)
         for name, entries in manifest.files_of(dtype).items():
@@ -156,20 +156,20 @@ class WeightStore:
                     yield entry, checked(file, entry, place)
 
     def lock_for_reading(self, version: PolicyVersion) -> BinaryIO:
-        """Keep retention from removing a version until the returned file is closed, or its process ends.
+        """Protect a version from removal until the returned file is closed or the process exits.
 
-        WeightsGone if the version does not exist, or is being removed.
+        WeightsGone if the version does not exist or is being removed.
         """
         folder = self.version_folder(version)
         try:
-            # closed by the caller: the lock lives as long as the file is open
+            # closed by the caller: the lock is held while the file is open
             lock = (folder / READERS_LOCK).open("rb")
         except (FileNotFoundError, NotADirectoryError) as error:
             raise WeightsGone(f"version {version} is not in {self.folder}; retention may have removed it") from error
         if not try_lock(lock, shared=True):
             lock.close()
             raise WeightsGone(f"version {version} is being removed from {self.folder} by retention")
-        # between open and lock retention may have come first
+        # retention may have removed it between open and lock
         if not (folder / MANIFEST_NAME).exists():
             lock.close()
             raise WeightsGone(f"version {version} is not in {self.folder}; retention has removed it")
@@ -185,17 +185,17 @@ class WeightStore:
             raise
         return StagedVersion(self.folder, manifest, dtype, lock)
 
-    def distrust(self, version: PolicyVersion, dtype: str) -> None:
-        """The store's own files have no other source, and engines read all of them every time."""
+    def invalidate(self, version: PolicyVersion, dtype: str) -> None:
+        """Do nothing: the store's files have no other source, and engines verify all of them every time."""
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: the store holds no open files."""
 
     def begin(self, version: PolicyVersion) -> Path:
-        """Make the folder to write a version into.
+        """Create the folder of a version.
 
-        What learners of earlier incarnations never finished is removed to make room. Other stages of this incarnation
-        write at the same time.
+        Unfinished versions of earlier incarnations are removed to free space. Other stages of this incarnation write
+        concurrently.
         """
         folder = self.version_folder(version)
         if not folder.exists():
@@ -206,7 +206,7 @@ class WeightStore:
         return folder
 
     def write_part(self, part: Part, files: Mapping[str, Buffers]) -> None:
-        """Write the files of a part, then its document; OSError if there is no space, or it is not writable."""
+        """Write the files of a part, then its document; OSError if the disk is full or not writable."""
         folder = self.begin(PolicyVersion.parse(part.version))
         for name, buffers in files.items():
             write_whole(folder / name, buffers, sum(memoryview(buffer).nbytes for buffer in buffers))
@@ -216,16 +216,16 @@ class WeightStore:
         newest = self.newest()
         if newest is not None and version <= newest:
             raise PublishFailed(
-                f"version {version} cannot follow {newest} in {self.folder}: versions only grow. "
-                "A restarted learner begins a new incarnation; an old learner that still runs must be stopped"
+                f"version {version} cannot follow {newest} in {self.folder}: versions must increase. "
+                "A restarted learner uses a new incarnation; stop the old learner if it is still running"
             )
 
     def commit(self, manifest: Manifest, keep_versions: int) -> None:
-        """Make a version, whose parts are on disk, the newest; remove all but `keep_versions` and those being read.
+        """Commit a version whose parts are on disk; remove all but the newest `keep_versions` and those being read.
 
         Raises:
             PublishFailed: the version is not newer than the newest.
-            OSError: the disk is full; the version is not the newest, so ask again.
+            OSError: the disk is full and the version is not committed; retry.
         """
         self.refuse_old(manifest.policy)
         folder = self.version_folder(manifest.policy)
@@ -235,7 +235,7 @@ class WeightStore:
         self.retain(manifest.policy, keep_versions)
 
     def retain(self, newest: PolicyVersion, keep_versions: int) -> None:
-        """Remove all but the newest versions, those that are being read, and what is written after `newest`."""
+        """Remove versions, except the newest `keep_versions`, those being read, and those from `newest` on."""
         keep = set(self.committed()[-keep_versions:])
         for version, folder in self._folders():
             if version in keep or version >= newest:
@@ -243,14 +243,14 @@ class WeightStore:
             if (folder / MANIFEST_NAME).exists():
                 remove_unless_read(folder)
             else:
-                # a publish that never finished; later versions are being written, earlier ones never will be
+                # an unfinished publish: only versions after `newest` are still being written
                 discard(folder)
 
     def note_remote_reader(self) -> None:
         (self.folder / _REMOTE_READER).touch()
 
     def wants_deltas(self) -> bool:
-        """Did somebody read over the network in the last minutes, so that a delta would save something?"""
+        """Return whether versions were read over the network in the last 5 minutes, so that deltas save bytes."""
         try:
             return time.time() - (self.folder / _REMOTE_READER).stat().st_mtime < _REMOTE_READER_AGE_S
         except FileNotFoundError:
@@ -263,7 +263,7 @@ class WeightStore:
 
 
 def store_id_of(folder: Path) -> str | None:
-    """The name of the store in a folder, None where there is none; OSError if it cannot be read."""
+    """Return the name of the store in a folder, None if there is none; OSError if it cannot be read."""
     try:
         return (folder / _STORE_NAME).read_text(encoding="ascii", errors="replace")
     except (FileNotFoundError, NotADirectoryError):
@@ -273,12 +273,12 @@ def store_id_of(folder: Path) -> str | None:
 def read_manifest(data: bytes | memoryview, version: PolicyVersion, source: str) -> Manifest:
     manifest = decode(data, Manifest, source)
     if manifest.policy != version:
-        raise WeightsCorrupt(f"{source}: describes version {manifest.policy}, not {version}")
+        raise WeightsCorrupt(f"{source} describes version {manifest.policy}, not {version}")
     return manifest
 
 
 def checked(file: TensorFile, entry: TensorEntry, into: memoryview | None = None) -> memoryview:
-    """Return the bytes of a tensor as published, copied `into` if it is given; WeightsCorrupt names what is not."""
+    """Return the verified bytes of a tensor, copied `into` if given; WeightsCorrupt if they are not as published."""
     view = file.view(entry.name)
     stored = file.tensors[entry.name]
     if (stored.code, stored.shape) != (CODES[entry.dtype], entry.shape):
@@ -286,7 +286,7 @@ def checked(file: TensorFile, entry: TensorEntry, into: memoryview | None = None
             f"{file.path}: tensor '{entry.name}' is {stored.code}{list(stored.shape)}, "
             f"the manifest says {CODES[entry.dtype]}{list(entry.shape)}"
         )
-    found = checksum_of(view) if into is None else copied(view, into)
+    found = checksum_of(view) if into is None else copy_and_hash(view, into)
     if found != entry.checksum:
         raise WeightsCorrupt(
             f"{file.path}: tensor '{entry.name}' has checksum {found}, the manifest says {entry.checksum}; "
@@ -296,7 +296,7 @@ def checked(file: TensorFile, entry: TensorEntry, into: memoryview | None = None
 
 
 def check_file(path: Path, entries: Iterable[TensorEntry], next_tensor: Callable[[], None] = lambda: None) -> None:
-    """Check every tensor of a file, as `checked`; `next_tensor` is called before each."""
+    """Verify every tensor of a file, as `checked` does; call `next_tensor` before each."""
     file = TensorFile(path)
     for entry in entries:
         next_tensor()
@@ -304,10 +304,10 @@ def check_file(path: Path, entries: Iterable[TensorEntry], next_tensor: Callable
 
 
 def remove_unless_read(folder: Path) -> None:
-    """Remove a version's folder, unless somebody reads the version or it is gone already."""
+    """Remove a version's folder, unless the version is being read or is already removed."""
     with contextlib.suppress(FileNotFoundError, PermissionError), (folder / READERS_LOCK).open("r+b") as lock:
         if try_lock(lock):
-            # first the manifest: a reader that comes from here on finds no version
+            # remove the manifest first, so that new readers find no version
             discard(folder / MANIFEST_NAME)
             if not (folder / MANIFEST_NAME).exists():
                 discard(folder)

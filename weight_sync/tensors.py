@@ -1,4 +1,4 @@
-"""Tensors as bytes, bytes as tensors, and the memory that GPUs copy from: the one place where weights meet torch."""
+"""Conversion between tensors and bytes, and pinned host memory: the only module of the package that imports torch."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ import psutil
 import torch
 from torch import Tensor
 
-from common.staleness import PolicyVersion
-from weight_sync.manifest import ITEM_BYTES, Manifest, TensorEntry, header_of
-from weight_sync.store import WeightStore
+from leeway.common.staleness import PolicyVersion
+from leeway.weight_sync.manifest import ITEM_BYTES, Manifest, TensorEntry, header_of
+from leeway.weight_sync.store import WeightStore
 
 DTYPES = {name: getattr(torch, name) for name in ITEM_BYTES if getattr(torch, name).is_floating_point}
-"""Dtypes of published weights: name -> torch's dtype."""
+"""Dtypes of published weights: name -> torch dtype."""
 _FREE_PER_PINNED = 4
 _MOST_PINNED_BYTES = 32 * 2**30
 
@@ -33,12 +33,12 @@ def host_bytes(tensor: Tensor) -> memoryview:
     assert tensor.is_contiguous()
     assert tensor.device.type == "cpu"
     flat = tensor.detach().reshape(-1)
-    # not `view` alone: it does not take a tensor without values to a smaller dtype
+    # `view` rejects an empty tensor for a smaller dtype
     return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
 
 def tensor_of(entry: TensorEntry, data: memoryview) -> Tensor:
-    """Return the bytes as a tensor, without a copy. It must not be written to: they may be a map of a file."""
+    """Return the bytes as a tensor without copying. Do not write to it: the bytes may be a memory-mapped file."""
     dtype = getattr(torch, entry.dtype)
     if len(data) == 0:
         return torch.empty(entry.shape, dtype=dtype)
@@ -46,34 +46,32 @@ def tensor_of(entry: TensorEntry, data: memoryview) -> Tensor:
 
 
 def read_tensors(
-    store: WeightStore, manifest: Manifest, dtype: str, room: PinnedRoom | None = None
+    store: WeightStore, manifest: Manifest, dtype: str, pinned: PinnedBuffer | None = None
 ) -> dict[str, Tensor]:
-    """Return all tensors of a variant as checked views of the store's files, or of a `room` if it has place.
+    """Return all verified tensors of a variant: views of the store's files, or of the `pinned` buffer if they fit.
 
-    Views of a room are valid until it is filled again.
+    Views of the pinned buffer are valid until it is filled again.
     """
     size_bytes = sum(entry.size_bytes for entry in manifest.variant(dtype))
-    with contextlib.nullcontext() if room is None else room.filled(manifest.policy, size_bytes) as into:
+    with contextlib.nullcontext() if pinned is None else pinned.filled(manifest.policy, size_bytes) as into:
         return {entry.name: tensor_of(entry, data) for entry, data in store.tensors(manifest, dtype, into)}
 
 
 def pinned_memory(size_bytes: int, gpu: torch.device) -> Tensor:
-    """Return host memory, as bytes, that a GPU reads and writes by itself; it is freed with the last view of it.
+    """Return pinned host memory as bytes, for DMA by a GPU; it is freed with its last view.
 
-    It is registered with CUDA: torch's allocator would take the next power of two. OSError if it cannot be had.
+    Registered with CUDA directly, because torch's allocator rounds up to a power of two. OSError if pinning fails.
     """
     array = np.frombuffer(mmap.mmap(-1, max(size_bytes, 1)), np.uint8)
-    # in a thread of its own the current device is GPU 0, where a context of this process would take memory for nothing
+    # a new thread defaults to GPU 0, where a CUDA context would waste memory
     with torch.cuda.device(gpu):
         if problem := pin(array):
-            raise OSError(
-                f"{size_bytes / 2**30:.1f} GiB of host memory cannot be pinned for {gpu} (CUDA error {problem})"
-            )
+            raise OSError(f"cannot pin {size_bytes / 2**30:.1f} GiB of host memory for {gpu} (CUDA error {problem})")
     return torch.from_numpy(array)[:size_bytes]
 
 
 def pin(memory: npt.NDArray[np.uint8]) -> int:
-    """Have CUDA lock host memory in place until its last view is given up; CUDA's error code, 0 where it did."""
+    """Pin host memory with CUDA until its last view is freed; return the CUDA error code, 0 on success."""
     address, gpu = memory.ctypes.data, torch.cuda.current_device()
     cuda = torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
@@ -81,7 +79,7 @@ def pin(memory: npt.NDArray[np.uint8]) -> int:
         torch.cuda.set_device(gpu)
         return int(cuda.cudaHostRegister(address, memory.nbytes, 0))
 
-    # CUDA remembers an error in the thread that met it, where the next kernel would be blamed for it
+    # CUDA keeps an error per thread and reports it at the next kernel launch, so use a separate thread
     with ThreadPoolExecutor(1) as thread:
         code = thread.submit(register).result()
     if not code:
@@ -89,41 +87,39 @@ def pin(memory: npt.NDArray[np.uint8]) -> int:
     return code
 
 
-class PinnedRoom:
-    """Pinned host memory for one version at a time, kept for all that follow.
+class PinnedBuffer:
+    """Pinned host memory for one version at a time, reused for all later versions.
 
-    Each rank of an engine has its own: at most a quarter of the free memory when its first version comes, and 32 GiB.
+    One per engine rank. Its size is at most 32 GiB, and at most a quarter of the memory free at the first version.
     """
 
     def __init__(self, gpu: torch.device) -> None:
         self._gpu = gpu
         self._memory: Tensor | None = None
-        self._is_refused = False
+        self._has_failed = False
         self._filling = threading.Lock()
-        self.awaited: PolicyVersion | None = None
-        """The version to be filled; a thread that was given up and comes late finds another one."""
+        self.expected: PolicyVersion | None = None
+        """The version to fill in next; fences off a late thread of an abandoned verification."""
 
     @contextlib.contextmanager
     def filled(self, version: PolicyVersion, size_bytes: int) -> Iterator[memoryview | None]:
-        """So many bytes, to be filled in the block; None where there are none or another version or thread has them."""
+        """Yield `size_bytes` to fill; None if they do not fit, or another thread or version uses the buffer."""
         if not self._filling.acquire(blocking=False):
             yield None
             return
         try:
-            memory = self._taken(size_bytes) if version == self.awaited else None
+            memory = self._allocated(size_bytes) if version == self.expected else None
             yield None if memory is None else host_bytes(memory)[:size_bytes]
         finally:
             self._filling.release()
 
-    def _taken(self, size_bytes: int) -> Tensor | None:
-        if self._memory is None and not self._is_refused:
+    def _allocated(self, size_bytes: int) -> Tensor | None:
+        if self._memory is None and not self._has_failed:
             try:
                 self._memory = self._pin(size_bytes)
             except OSError as error:
-                self._is_refused = True
-                _log.warning(
-                    "weights are copied to %s from memory that is not pinned, which is slower: %s", self._gpu, error
-                )
+                self._has_failed = True
+                _log.warning("weights are copied to %s from unpinned memory, which is slower: %s", self._gpu, error)
         fits = self._memory is not None and size_bytes <= len(self._memory)
         return self._memory if fits else None
 
@@ -131,14 +127,14 @@ class PinnedRoom:
         limit_bytes = min(psutil.virtual_memory().available // _FREE_PER_PINNED, _MOST_PINNED_BYTES)
         if size_bytes > limit_bytes:
             raise OSError(
-                f"a version has {size_bytes / 2**30:.1f} GiB, and at most {limit_bytes / 2**30:.1f} GiB are pinned: a "
-                f"quarter of what is free, and {_MOST_PINNED_BYTES // 2**30} GiB"
+                f"a version takes {size_bytes / 2**30:.1f} GiB, the limit for pinned memory is "
+                f"{limit_bytes / 2**30:.1f} GiB (a quarter of free memory, at most {_MOST_PINNED_BYTES // 2**30} GiB)"
             )
         return pinned_memory(size_bytes, self._gpu)
 
 
 class TensorSlot(NamedTuple):
-    """Where a tensor lies in the buffers of a `HostCopy`, in values."""
+    """Position of a tensor in the buffers of a `HostCopy`, in values."""
 
     name: str
     shape: tuple[int, ...]
@@ -147,18 +143,18 @@ class TensorSlot(NamedTuple):
 
 
 class HostCopy:
-    """A reused copy of a stage's tensors in host memory, in every dtype that is published.
+    """A reusable copy of a stage's tensors in host memory, in every published dtype.
 
-    A dtype is one buffer, in which the tensors lie back to back, by name: the data of a safetensors file.
+    Each dtype has one buffer with the tensors back to back, sorted by name: the data section of a safetensors file.
     """
 
     def __init__(
         self, places: Sequence[TensorSlot], dtypes: Sequence[str], gpu: torch.device | None, *, is_needed: bool = True
     ) -> None:
-        """Make room, and touch it. `places` have no gaps.
+        """Allocate the buffers and touch their pages. `places` have no gaps.
 
-        Copies from a GPU are asynchronous only to pinned memory; a copy that `is_needed` does without, any other raises
-        OSError.
+        With a GPU the buffers are pinned, which asynchronous copies require. If pinning fails, a copy that `is_needed`
+        uses unpinned memory; any other raises OSError.
         """
         self.places = tuple(places)
         self.dtypes = tuple(dtypes)
@@ -168,13 +164,13 @@ class HostCopy:
 
     @classmethod
     def like(cls, tensors: Mapping[str, Tensor], dtypes: Sequence[str]) -> HostCopy:
-        """Room for these tensors; ValueError if one does not hold floating-point values."""
+        """Allocate a copy with the layout of these tensors; ValueError if one does not hold floating-point values."""
         places: list[TensorSlot] = []
         start = 0
         for name in sorted(tensors):
             tensor = tensors[name]
             if not tensor.is_floating_point():
-                raise ValueError(f"tensor '{name}' is {tensor.dtype}; weights are floating-point values")
+                raise ValueError(f"tensor '{name}' has dtype {tensor.dtype}; weights must be floating-point")
             places.append(TensorSlot(name, tuple(tensor.shape), start, start + tensor.numel()))
             start += tensor.numel()
         return cls(places, dtypes, next((tensor.device for tensor in tensors.values() if tensor.is_cuda), None))
@@ -183,9 +179,9 @@ class HostCopy:
         return HostCopy(self.places, self.dtypes, self._gpu, is_needed=False)
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy the tensors, rounded to every dtype; ValueError if they are not those that there is room for."""
+        """Copy the tensors, rounded to every dtype; ValueError if their names or shapes differ from the layout."""
         if {name: tuple(tensor.shape) for name, tensor in tensors.items()} != {p.name: p.shape for p in self.places}:
-            raise ValueError("these are other tensors than before: a publisher publishes one architecture")
+            raise ValueError("tensor names or shapes changed: a publisher publishes one architecture")
         gpus = {tensor.device for tensor in tensors.values() if tensor.is_cuda}
         for buffer in self._buffers.values():
             for name, shape, start, end in self.places:
@@ -211,12 +207,12 @@ def _buffer(length: int, dtype: str, gpu: torch.device | None, *, is_needed: boo
         except OSError as error:
             if not is_needed:
                 raise
-            _log.warning("weights are copied from %s to memory that is not pinned, which is slower: %s", gpu, error)
+            _log.warning("weights are copied from %s to unpinned memory, which is slower: %s", gpu, error)
     return torch.empty(length, dtype=DTYPES[dtype]).zero_()
 
 
 class _ReadOnly:
-    """Bytes that numpy takes for writable: torch knows no other kind and warns of them."""
+    """Read-only bytes that numpy reports as writable, because torch warns about read-only arrays."""
 
     def __init__(self, data: memoryview) -> None:
         self._data = data

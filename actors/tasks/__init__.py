@@ -1,15 +1,15 @@
-"""Tasks: prompts that are leased by id, held-out problems, and functions that reward answers.
+"""Tasks: training prompts, which are leased by id, held-out problems, and reward functions.
 
 config     the `[task]` section
 task       Task, Problem, RewardFunction; PromptCodec: prompts to token ids, completions to text
-prompts    Template: an item's columns to the text of a prompt; held_out: a question's hash has it train or evaluate;
+prompts    Template: an item's columns to the text of a prompt; held_out: splits questions by their hash;
            teachers_of: the teacher of a prompt; the rows of a JSONL or Parquet file
 gym        any reasoning-gym dataset by name
 functions  reward functions from FILE.py:FUNCTION, in TRL's shape
 rules      rewards by name: math, exact, contains, regex, code
-reward_models  a judge behind an endpoint, which rates answers; a sequence classifier, whose output is the reward
+reward_models  a judge: a language model behind an endpoint; a sequence classifier, whose output is the reward
 
-Importing this package, and `check_task` without a model folder, imports neither torch, vllm nor ray.
+Importing this package, or calling `check_task` without a model folder, imports neither torch, vllm nor ray.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from actors.tasks.config import Classifier, CodeRule, FileTask, Judge, ReasoningGymTask, RegexRule, TaskConfig
-from actors.tasks.functions import arguments_of, check_functions, load_function, try_imports
-from actors.tasks.prompts import Template, file_problems, held_out, split_field, teachers_of
-from actors.tasks.rules import ANSWERS, check_rule, load_rule
-from actors.tasks.task import PROMPTS, Call, Problem, PromptCodec, RewardFunction, Task, TaskError, TaskFacts
+from leeway.actors.tasks.config import Classifier, CodeRule, FileTask, Judge, ReasoningGymTask, RegexRule, TaskConfig
+from leeway.actors.tasks.functions import arguments_of, check_functions, load_function, try_imports
+from leeway.actors.tasks.prompts import Template, file_problems, held_out, split_field, teachers_of
+from leeway.actors.tasks.rules import ANSWERS, check_rule, load_rule
+from leeway.actors.tasks.task import PROMPTS, Call, Problem, PromptCodec, RewardFunction, Task, TaskError, TaskFacts
 
 _log = logging.getLogger(__name__)
 
@@ -51,12 +51,12 @@ def check_task(
     import_limit_s: float | None = None,
     teachers: Sequence[str] = (),
 ) -> TaskFacts:
-    """Find every mistake in a `[task]` section that can be found before a process starts; TaskError says what to do.
+    """Check a `[task]` section as far as possible before a process starts; raise TaskError with the fix.
 
-    Reads the data and renders every prompt. Reward files are parsed; with a limit of time they are also imported, in a
-    process of their own, judges are asked for their models, and this machine is checked for what rules and a cut
-    network need. Without a model folder neither lengths of prompts nor classifiers are checked, and nothing heavy is
-    imported. With teachers, by their names, each prompt must have one.
+    Reads the data, renders every prompt, and parses reward files. With `import_limit_s` it also imports reward files in
+    a separate process, queries judges for their models, and checks what rules and network isolation need of this
+    machine. Without a model folder, prompt lengths and classifiers are not checked, and nothing heavy is imported. With
+    `teachers`, a list of names, each prompt must have one.
     """
     reads = None if teachers else _read_columns(config)
     task = load_task(config, None if reads is None else {*reads, PROMPTS})
@@ -71,11 +71,11 @@ def check_task(
     if import_limit_s is not None:
         files = [reference for reference in config.rewards if reference not in named]
         try_imports(files, columns, import_limit_s, has_network=config.reward_network)
-    of_prompts = b""
+    teacher_of_prompt = b""
     if config.teacher_column is not None and teachers:
-        of_prompts = teachers_of(task.train, config.teacher_column, teachers)
+        teacher_of_prompt = teachers_of(task.train, config.teacher_column, teachers)
     return replace(
-        task.facts(of_prompts),
+        task.facts(teacher_of_prompt),
         end_of_turn=end_of_turn,
         answer_start=answer_start,
         column_digests=task.column_digests(),
@@ -85,15 +85,15 @@ def check_task(
 def _check_named(
     name: str, config: ReasoningGymTask | FileTask, columns: Sequence[str], task: Task, *, has_model: bool, here: bool
 ) -> None:
-    """Check what stands under a name of `rewards`; heavy imports are made on use."""
+    """Check the reward model or rule that `rewards` names; heavy imports are made on use."""
     section = config.named_rewards.get(name)
     if isinstance(section, Judge):
-        from actors.tasks.reward_models import check_judge
+        from leeway.actors.tasks.reward_models import check_judge
 
         check_judge(name, section, columns, ask=here)
     elif isinstance(section, Classifier):
         if has_model:
-            from actors.tasks.reward_models import check_classifier
+            from leeway.actors.tasks.reward_models import check_classifier
 
             check_classifier(name, section)
     elif section is not None:
@@ -103,22 +103,22 @@ def _check_named(
 def load_encoded(
     config: TaskConfig, model_path: Path, max_prompt_tokens: int, *, all_columns: bool = False
 ) -> tuple[Task, PromptCodec]:
-    """Return a task with encoded prompts and the columns that rewards read, as actors have it, and its codec."""
+    """Return a task as actors use it, with encoded prompts and the columns that rewards read, and its codec."""
     codec = PromptCodec(model_path, config.chat, config.system_prompt)
     started_s = time.perf_counter()
     task = load_task(config, None if all_columns else _read_columns(config), codec)
     task.check_lengths(max_prompt_tokens)
     tokenising_s = 0.0 if task.store is None else task.store.tokenising_s
     read_s = time.perf_counter() - started_s - tokenising_s
-    _log.info("rows: %s, in %.1f s; tokenised in %.1f s more", task.rows, read_s, tokenising_s)
+    _log.info("rows: %s, in %.1f s; tokenised in another %.1f s", task.rows, read_s, tokenising_s)
     return task, codec
 
 
 def load_task(config: TaskConfig, reads: Collection[str] | None = None, codec: PromptCodec | None = None) -> Task:
-    """Return the task with these columns (None: all), its rewards not yet loaded; TaskError as `check_task`."""
+    """Return the task with these columns (None: all), without loading rewards; raise TaskError as `check_task`."""
     if isinstance(config, ReasoningGymTask):
-        # it imports a library that a process with prompts from files need not load
-        from actors.tasks.gym import COLUMNS, gym_problems
+        # imports a library that processes with prompts from files do not need
+        from leeway.actors.tasks.gym import COLUMNS, gym_problems
 
         split, columns = gym_problems(config, reads, codec), list(COLUMNS)
     else:
@@ -130,7 +130,7 @@ def load_task(config: TaskConfig, reads: Collection[str] | None = None, codec: P
         for each in config.rewards
     ]
     if not rewards:
-        assert isinstance(config, ReasoningGymTask), "a file task without rewards was refused before"
+        assert isinstance(config, ReasoningGymTask), "a file task without rewards is rejected earlier"
         rewards = [RewardFunction(config.name, config, columns)]
     return Task(split.train, split.heldout, tuple(rewards), split.rows, split.store)
 
@@ -141,7 +141,7 @@ def _read_columns(config: ReasoningGymTask | FileTask) -> frozenset[str] | None:
     for name in config.rewards:
         named = config.named_rewards.get(name)
         if named is None:
-            arguments = arguments_of(name) if ":" in name else frozenset[str]()  # else it is refused
+            arguments = arguments_of(name) if ":" in name else frozenset[str]()  # else it is rejected later
             if arguments is None:
                 return None
             found |= arguments
@@ -151,29 +151,29 @@ def _read_columns(config: ReasoningGymTask | FileTask) -> frozenset[str] | None:
         elif isinstance(named, Classifier):
             found.add(PROMPTS)
         elif isinstance(named, CodeRule):
-            return None  # tests may stand beside what says how to run them
+            return None  # other columns may define how to run the tests
         else:
-            usual = () if isinstance(named, RegexRule) else ANSWERS
-            found.update(usual if named.column is None else [split_field(named.column)[0]])
+            defaults = () if isinstance(named, RegexRule) else ANSWERS
+            found.update(defaults if named.column is None else [split_field(named.column)[0]])
     return frozenset(found) if config.rewards else None
 
 
 def load_reward(function: RewardFunction) -> Call:
-    """Load it into this process: runs the user's file, or loads the model; TaskError if that fails."""
+    """Load a reward into this process: run the user's file, or load the model; raise TaskError if that fails."""
     named = function.named
     if function.reference:
         return load_function(function.reference, function.columns)
     if isinstance(named, Judge):
-        from actors.tasks.reward_models import load_judge
+        from leeway.actors.tasks.reward_models import load_judge
 
         return load_judge(function.name, named, function.columns)
     if isinstance(named, Classifier):
-        from actors.tasks.reward_models import load_classifier
+        from leeway.actors.tasks.reward_models import load_classifier
 
         return load_classifier(function.name, named)
     if named is not None:
         return load_rule(function.name, named, function.columns)
-    from actors.tasks.gym import gym_scorer
+    from leeway.actors.tasks.gym import gym_scorer
 
-    assert isinstance(function.task, ReasoningGymTask), "rows of a file do not score answers"
+    assert isinstance(function.task, ReasoningGymTask), "rows of a file cannot score answers"
     return gym_scorer(function.task)

@@ -1,4 +1,4 @@
-"""The rule `code`: run the Python that a completion holds against the tests of its row, in `actors.sandbox`."""
+"""The rule `code`: runs the Python of a completion against the tests of its row, in `leeway.actors.sandbox`."""
 
 from __future__ import annotations
 
@@ -20,42 +20,43 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from actors import sandbox
-from actors.tasks.config import CodeRule
-from actors.tasks.task import Call, NoScore, Problem, TaskError
+from leeway.actors import sandbox
+from leeway.actors.tasks.config import CodeRule
+from leeway.actors.tasks.task import Call, NoScore, Problem, TaskError
 
-AT_ONCE = 4
-"""Completions of a call whose tests run at the same time."""
+MAX_CONCURRENT = 4
+"""Maximum completions of a call that are tested concurrently."""
 _GRACE_S = 5.0
-"""Beyond the rule's own limit, for the sandbox to start and to end."""
+"""Seconds beyond the rule's own timeout, for the sandbox to start and to exit."""
 _PROBE_S = 20.0
 _FENCE = "```"
 _OPENS = re.compile(r"(`{3,}+)[\s{.]*+([\w+#-]*+)[^`]*+")
-"""A fence, and the language that it may name."""
+"""A fence with its optional language."""
 _PYTHON = frozenset({"python", "python3", "py"})
-_PROGRAM = "import sys; sys.path.append(sys.argv[1]); from actors.sandbox import serve; serve(sys.argv[2])"
+_PROGRAM = "import sys; sys.path.append(sys.argv[1]); from leeway.actors.sandbox import serve; serve(sys.argv[2])"
 
 _log = logging.getLogger(__name__)
 
 
-class _Way(NamedTuple):
+class _Isolation(NamedTuple):
     as_nobody: bool
     isolated: bool
 
 
 def check_code(name: str, rule: CodeRule) -> str:
-    """Return what the kernel refuses to the programs here; '' if they are isolated. TaskError if they cannot run, or
-    not as required.
+    """Return the kernel's refusal to isolate programs on this machine; '' if they are isolated.
+
+    Raises TaskError if programs cannot run, or lack a required isolation.
     """
-    return _way(name, rule)[1]
+    return _best_isolation(name, rule)[1]
 
 
 def load_code(name: str, rule: CodeRule, look_up: Callable[[Problem], Any]) -> Call:
-    """Return the rule as a reward function; TaskError as `check_code`. What the kernel refuses is logged once."""
-    way, refusal = _way(name, rule)
+    """Return the rule as a reward function; raise TaskError as `check_code`. Log once what the kernel refuses."""
+    isolation, refusal = _best_isolation(name, rule)
     if refusal:
         _log.warning("reward %s: %s. To isolate them, %s", name, refusal, sandbox.HINT)
-    places = asyncio.Semaphore(AT_ONCE)
+    slots = asyncio.Semaphore(MAX_CONCURRENT)
 
     async def reward(problem: Problem, completion: str) -> float | NoScore | None:
         value = look_up(problem)
@@ -64,8 +65,8 @@ def load_code(name: str, rule: CodeRule, look_up: Callable[[Problem], Any]) -> C
         tests = _tests(value, problem.columns)
         if isinstance(tests, NoScore):
             return tests
-        async with places:
-            return await _reward(rule, way, source_of(completion), tests)
+        async with slots:
+            return await _reward(rule, isolation, source_of(completion), tests)
 
     async def call(problems: Sequence[Problem], completions: Sequence[str]) -> list[float | NoScore | None]:
         return await asyncio.gather(*map(reward, problems, completions))
@@ -74,22 +75,22 @@ def load_code(name: str, rule: CodeRule, look_up: Callable[[Problem], Any]) -> C
 
 
 def source_of(completion: str) -> str:
-    """Return the last fenced block of Python, else the last of no language; all of a completion that has no fence."""
+    """Return the last fenced block of Python, else the last of no language; without a fence, the whole completion."""
     found, block = dict[str, str](), list[str]()
     language, depth, width = None, 0, 0  # of the block that is open
     for line in completion.split("\n"):
         fence, indent = line.strip(), len(line) - len(line.lstrip())
-        ticks, named = told.groups() if (told := _OPENS.fullmatch(fence)) else ("", "")
+        ticks, named = opening.groups() if (opening := _OPENS.fullmatch(fence)) else ("", "")
         named = "python" if named.lower() in _PYTHON else named.lower()
-        is_level = indent <= depth and len(ticks) >= width  # else the block shows it, as a docstring does
-        begins = named == "python" and (is_level or language != "python")  # one before was never closed
+        is_level = indent <= depth and len(ticks) >= width  # else it is text of the block, as in a docstring
+        begins = named == "python" and (is_level or language != "python")  # the one before was never closed
         if ticks and (language is None or begins):
             language, block, depth, width = named, [], indent, len(ticks)
         elif language is not None and is_level and fence == ticks:
             found[language], language = _text_of(block), None
         elif language is not None:
             block.append(line)
-    if language is not None:  # an answer that was cut
+    if language is not None:  # a truncated answer
         found[language] = _text_of(block)
     return found.get("python", found.get("", "")) if _FENCE in completion else completion
 
@@ -98,62 +99,62 @@ def _text_of(block: list[str]) -> str:
     return textwrap.dedent("\n".join(block))
 
 
-async def _reward(rule: CodeRule, way: _Way, source: str, tests: list[_Test]) -> float | NoScore:
+async def _reward(rule: CodeRule, isolation: _Isolation, source: str, tests: list[_Test]) -> float | NoScore:
     if not source.strip():
         return 0.0
     programs = [{"source": source.encode("utf-8", "replace").decode(), **test} for test in tests]
-    results = await _run(rule, way, programs)
+    results = await _run(rule, isolation, programs)
     if isinstance(results, NoScore):
         return results
     unjudged = next((one for one in results if isinstance(one, NoScore)), None)
     if unjudged and (rule.partial or False not in results):
         return unjudged
-    share = results.count(True) / len(tests)  # those that were not run have not passed
+    share = results.count(True) / len(tests)  # tests that were not run count as not passed
     return rule.weight * (share if rule.partial else float(share == 1.0))
 
 
-# --- code: its tests ----------------------------------------------------------------------------------
+# --- tests --------------------------------------------------------------------------------------------
 
 _Test = dict[str, Any]
-_UNKNOWN = "the row's tests have no form that is known"
+_UNKNOWN = "the row's tests have an unknown format"
 _NAMES = ("fn_name", "func_name", "function_name", "entry_point")
 _TEXTS = ("assert_case", "assertion", "test_list", "test_code", "test", "tests", "functional")
 _OUTPUTS = ("output", "expected_output", "expected")
 _DEFINED = re.compile(r"\bdef\s+(?!__)(\w+)")
 _RUNS = re.compile(r"\b(unittest|pytest)\.main\(|^(sys\.)?exit\(0?\)$")
-"""Ends a test text; what it would run is run anyway."""
+"""Call at the end of a test text; the tests that it would run are run anyway."""
 _ASSERTS = re.compile(r"(^|\.)(assert\w*|raises|warns|fail)$")
 _MAY_FAIL = re.compile(r"\braise\b|leeway_ran")
-_NO_CODE = (ValueError, SyntaxError, TypeError, MemoryError, RecursionError)
-"""Raised if a text is no Python."""
+_PARSE_ERRORS = (ValueError, SyntaxError, TypeError, MemoryError, RecursionError)
+"""Raised if a text is not Python."""
 
 
 def check_tests(name: str, problems: Sequence[Problem], look_up: Callable[[Problem], Any]) -> None:
-    """Find a rule that can score none of these problems; TaskError says why the first has no score."""
+    """Raise TaskError if the rule can score none of these problems, with the reason for the first."""
     tests = (_tests(look_up(problem), problem.columns) for problem in problems)
     first = next(tests, None)
     if isinstance(first, NoScore) and all(isinstance(one, NoScore) for one in tests):
-        why = f"Of row {problems[0].index}, {first.why}: {first.detail}"
-        raise TaskError(f"task.rewards: '{name}' can score no training row. {why}; see docs/tasks.md for known forms")
+        why = f"Row {problems[0].index}: {first.why}: {first.detail}"
+        raise TaskError(f"task.rewards: '{name}' can score no training row. {why}; see docs/tasks.md for known formats")
 
 
 def _tests(value: Any, columns: Mapping[str, Any]) -> list[_Test] | NoScore:  # noqa: ANN401 -- any JSON
-    """Return the sandbox's tasks after the source, one per test."""
+    """Return the sandbox's tasks without the source, one per test."""
     tests = [_test(one, columns) for one in _listed(value)]
     wrong = next((one for one in tests if isinstance(one, NoScore)), None if tests else NoScore(_UNKNOWN, "no test"))
     return wrong or [one for one in tests if isinstance(one, dict)]
 
 
 def _parsed(value: Any) -> Any:  # noqa: ANN401 -- any JSON
-    """Return a text's content as JSON or as a literal of Python, else the text itself."""
+    """Parse a text as JSON or as a Python literal; otherwise return it unchanged."""
     for parse in (json.loads, ast.literal_eval) if isinstance(value, str) else ():
-        with contextlib.suppress(*_NO_CODE):
+        with contextlib.suppress(*_PARSE_ERRORS):
             return parse(value)
     return value
 
 
 def _listed(value: Any) -> list[Any]:  # noqa: ANN401 -- any JSON
-    """Return single tests: those of a list, or of an object of lists, which may be texts."""
+    """Return single tests from a list, or from an object of lists; either may be serialized as text."""
     value = _parsed(value)
     if isinstance(value, list):
         singles = [_listed(one) if isinstance(one, dict) and "input" not in one else [one] for one in value]
@@ -162,11 +163,11 @@ def _listed(value: Any) -> list[Any]:  # noqa: ANN401 -- any JSON
         return [value]
     if tests := next((value[key] for key in _TEXTS if value.get(key)), None):
         return _listed(tests)
-    given, wanted = (_parsed(value.get(f"{key}s", value.get(key))) for key in ("input", "output"))
-    if not isinstance(given, list) or not isinstance(wanted, list) or len(given) != len(wanted):
+    given, expected = (_parsed(value.get(f"{key}s", value.get(key))) for key in ("input", "output"))
+    if not isinstance(given, list) or not isinstance(expected, list) or len(given) != len(expected):
         return [value]
-    is_wrapped = all(isinstance(one, list) and len(one) == 1 for one in wanted)  # as APPS has them
-    pairs = zip(given, wanted, strict=True)
+    is_wrapped = all(isinstance(one, list) and len(one) == 1 for one in expected)  # the format of APPS
+    pairs = zip(given, expected, strict=True)
     return [{**value, "input": one, "output": two, "is_wrapped": is_wrapped} for one, two in pairs]
 
 
@@ -175,7 +176,7 @@ def _test(one: Any, columns: Mapping[str, Any]) -> _Test | NoScore:  # noqa: ANN
     own: dict[str, Any] = parsed if isinstance(parsed, dict) else {}
     name, key = _function(own, columns), next((key for key in _OUTPUTS if key in own), None)
     if isinstance(one, str) and not own:
-        imports, setup = columns.get("test_imports") or [], columns.get("test_setup_code") or ""  # of MBPP
+        imports, setup = columns.get("test_imports") or [], columns.get("test_setup_code") or ""  # MBPP
         test = _recorded("\n".join([*(imports if isinstance(imports, list) else [imports]), setup, one]))
         return test if isinstance(test, NoScore) else {**test, "name": name}
     given, kind = own.get("input"), str(own.get("testtype") or own.get("type"))
@@ -189,17 +190,17 @@ def _test(one: Any, columns: Mapping[str, Any]) -> _Test | NoScore:  # noqa: ANN
     return {**call, "name": name} if call else NoScore(_UNKNOWN, repr(one)[:200])
 
 
-def _call(given: Any, wanted: Any, *, is_wrapped: bool) -> _Test | None:  # noqa: ANN401 -- any JSON
-    """Return a call, whose arguments are a list, an object, or one to a line; None if they are no values."""
+def _call(given: Any, expected: Any, *, is_wrapped: bool) -> _Test | None:  # noqa: ANN401 -- any JSON
+    """Return a call with arguments from a list, an object, or lines of a text; None if a line is not a value."""
     if isinstance(given, str):
         lines = [line for line in given.splitlines() if line.strip()]
-        given, wanted = [_parsed(line) for line in lines], _parsed(wanted)
+        given, expected = [_parsed(line) for line in lines], _parsed(expected)
         if any(map(operator.is_, lines, given)):
             return None
     given = given if isinstance(given, list | dict) else [given]
-    results = [wanted, *wanted] if is_wrapped else [wanted]
+    results = [expected, *expected] if is_wrapped else [expected]
     with contextlib.suppress(TypeError):
-        json.dumps(results)  # no set, for example
+        json.dumps(results)  # fails for a set, for example
         return {"call": f"{'**' if isinstance(given, dict) else '*'}{given!r}", "wanted": results}
     return None
 
@@ -227,7 +228,7 @@ def _recorded(text: str) -> _Test | NoScore:
             recorder.visit(tree := ast.parse(text))
             compile(recorded := ast.unparse(ast.fix_missing_locations(tree)), "test.py", "exec", dont_inherit=True)
         missing = [name for name in recorder.imports if find_spec(name.partition(".")[0]) is None]
-    except _NO_CODE as error:
+    except _PARSE_ERRORS as error:
         return NoScore(_UNKNOWN, f"{error}: {text[:200]!r}")
     if missing:
         return NoScore("the row's tests import what is not installed here", missing[0])
@@ -237,7 +238,7 @@ def _recorded(text: str) -> _Test | NoScore:
 
 
 class _Recorder(ast.NodeTransformer):
-    """Has a test call what `sandbox._TEST` defines for each assertion, and around what is compared."""
+    """Inserts calls of functions that `sandbox._TEST` defines: at each assertion, and around compared values."""
 
     def __init__(self) -> None:
         self.imports, self.names, self.can_assert = set[str](), set[str](), False
@@ -248,7 +249,7 @@ class _Recorder(ast.NodeTransformer):
             case ast.Import() | ast.ImportFrom():
                 modules = {each.name for each in node.names} if isinstance(node, ast.Import) else {node.module or ""}
                 self.imports |= modules - {"solution"}
-                return ast.Pass() if modules == {"solution"} and node.names[0].name == "*" else node  # has its names
+                return ast.Pass() if modules == {"solution"} and node.names[0].name == "*" else node  # in scope
             case ast.Expr(ast.Call()) if _RUNS.search(ast.unparse(node)):
                 return ast.Pass()
             case ast.Name():
@@ -264,7 +265,7 @@ class _Recorder(ast.NodeTransformer):
             case ast.If() if any(isinstance(one, ast.Raise) for one in (*node.body, *node.orelse)):
                 node.test = self._asserted(node.test)
             case ast.Try() if _MAY_FAIL.search(ast.unparse(ast.Module([*node.body, *node.orelse], []))):
-                for handler in node.handlers:  # of what it expects
+                for handler in node.handlers:  # an expected exception is an assertion
                     handler.body.insert(0, ast.Expr(self._asserted(ast.Constant(value=True))))
         return node
 
@@ -275,18 +276,18 @@ class _Recorder(ast.NodeTransformer):
 
 def _compared(value: ast.expr) -> ast.expr:
     function = getattr(value, "func", value)
-    is_free = getattr(function, "attr", getattr(function, "id", "")) in ("ANY", "approx")  # meant to equal much
+    is_free = getattr(function, "attr", getattr(function, "id", "")) in ("ANY", "approx")  # meant to equal many values
     is_free |= isinstance(value, ast.Constant | ast.Starred)
     return value if is_free else ast.Call(ast.Name("leeway_honest", ast.Load()), [value], [])
 
 
-# --- code: the sandbox --------------------------------------------------------------------------------
+# --- the sandbox --------------------------------------------------------------------------------------
 
 
-def _job(rule: CodeRule, way: _Way, programs: list[_Test]) -> bytes:
+def _job(rule: CodeRule, isolation: _Isolation, programs: list[_Test]) -> bytes:
     job = {
-        "as_nobody": way.as_nobody,
-        "isolated": way.isolated,
+        "as_nobody": isolation.as_nobody,
+        "isolated": isolation.isolated,
         "timeout_s": rule.timeout_s,
         "memory_bytes": rule.memory_mib * 2**20,
         "stop_at_failure": not rule.partial,
@@ -296,58 +297,58 @@ def _job(rule: CodeRule, way: _Way, programs: list[_Test]) -> bytes:
 
 
 def _command() -> list[str]:
-    return [sys.executable, "-I", "-S", "-c", _PROGRAM, str(Path(sandbox.__file__).parents[1]), str(os.getpid())]
+    return [sys.executable, "-I", "-S", "-c", _PROGRAM, str(Path(sandbox.__file__).parents[2]), str(os.getpid())]
 
 
-async def _run(rule: CodeRule, way: _Way, programs: list[_Test]) -> list[bool | NoScore] | NoScore:
+async def _run(rule: CodeRule, isolation: _Isolation, programs: list[_Test]) -> list[bool | NoScore] | NoScore:
     process = await asyncio.create_subprocess_exec(
         *_command(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
     try:
         async with asyncio.timeout(rule.timeout_s + _GRACE_S):
-            out, error = await process.communicate(_job(rule, way, programs))
+            out, error = await process.communicate(_job(rule, isolation, programs))
     except TimeoutError:
-        return NoScore("the sandbox did not answer", f"within {rule.timeout_s + _GRACE_S:g} s")
+        return NoScore("the sandbox did not reply", f"within {rule.timeout_s + _GRACE_S:g} s")
     finally:
         if process.returncode is None:
-            process.kill()  # what it runs ends with it
+            process.kill()  # its programs are killed with it
             await process.wait()
     if process.returncode:
         return NoScore("the sandbox failed", f"status {process.returncode}: {error.decode(errors='replace')[-500:]}")
     return [NoScore(*one) if isinstance(one, list) else one for one in json.loads(out)]
 
 
-def _way(name: str, rule: CodeRule) -> tuple[_Way, str]:
-    """Return the best way that the kernel allows, and its refusal if that isolates nothing.
+def _best_isolation(name: str, rule: CodeRule) -> tuple[_Isolation, str]:
+    """Return the best isolation that the kernel allows, and its refusal if programs are not isolated.
 
-    TaskError if programs cannot be run at all, or only without a required isolation.
+    Raises TaskError if programs cannot run at all, or only without a required isolation.
     """
     users = (True, False) if os.geteuid() == 0 else (False,)
     refusal = ""
-    for way in [_Way(as_nobody, isolated) for isolated in (True, False) for as_nobody in users]:
-        why = _try(rule, way)
+    for isolation in [_Isolation(as_nobody, isolated) for isolated in (True, False) for as_nobody in users]:
+        why = _try(rule, isolation)
         if not why:
             break
-        if way == _Way(as_nobody=False, isolated=True):
+        if isolation == _Isolation(as_nobody=False, isolated=True):
             refusal = (
                 f"the kernel does not isolate the programs ({why}): limits of time, memory and output hold, but they "
-                "may use the network, and write and signal what this user may"
+                "can use the network, and write files and signal processes as this user"
             )
             if rule.require_isolation:
                 raise TaskError(f"task.reward_rules.{name}.require_isolation = true, but {refusal}: {sandbox.HINT}")
     else:
         raise TaskError(f"task.rewards: '{name}' cannot run a program here: {why}")
-    return way, refusal
+    return isolation, refusal
 
 
-def _try(rule: CodeRule, way: _Way) -> str:
-    """Run a program that does nothing; return why that cannot be."""
+def _try(rule: CodeRule, isolation: _Isolation) -> str:
+    """Run a trivial program; return the error, or ''."""
     patient = rule.model_copy(update={"timeout_s": _PROBE_S})
-    job = _job(patient, way, [{"source": "print(input())", "stdin": "here", "stdout": "here"}])
+    job = _job(patient, isolation, [{"source": "print(input())", "stdin": "here", "stdout": "here"}])
     try:
         done = subprocess.run(_command(), input=job, capture_output=True, timeout=_PROBE_S + _GRACE_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
     if done.returncode:
         return (done.stderr.decode(errors="replace").strip().splitlines() or ["no reason given"])[-1]
-    return "" if json.loads(done.stdout) == [True] else "its Python does not start there"
+    return "" if json.loads(done.stdout) == [True] else "Python does not start in the sandbox"

@@ -1,11 +1,11 @@
 """Reward functions from files: `FILE.py:FUNCTION` in TRL's shape, f(prompts, completions, **columns).
 
-A function may name only the arguments that it needs: `prompts`, `completions`, any column of the
+A function declares only the arguments that it needs: `prompts`, `completions`, any column of the
 task, or `**kwargs` for all of them. Each is a list with one entry per sample. It returns one number
-per sample, or None where it does not apply.
+per sample, or None if it does not apply.
 
-A file may import what lies beside it: its folder is put at the end of `sys.path`, so that no file of
-its author hides a library.
+A file may import modules from its own folder, which is appended to `sys.path`, so that none of them
+shadows a library.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from actors.sandbox import HINT, why_not_cut
-from actors.tasks.task import Call, Problem, TaskError, among_known
-from common.user_input import UserFileError, imported, split
+from leeway.actors.sandbox import HINT, cut_network_error
+from leeway.actors.tasks.task import Call, Problem, TaskError, among_known
+from leeway.common.user_input import UserFileError, imported, split
 
 _ALWAYS = ("prompts", "completions")
 
 
 def parse_reference(reference: str) -> tuple[Path, str]:
-    """Split `FILE.py:FUNCTION`; TaskError if it has another form, or there is no such file."""
+    """Split `FILE.py:FUNCTION`; raise TaskError if it has another form or the file does not exist."""
     file, _, function = reference.rpartition(":")
     if not file or not function.isidentifier():
         raise TaskError(f"task.rewards: '{reference}' is not of the form FILE.py:FUNCTION")
@@ -43,13 +43,13 @@ def parse_reference(reference: str) -> tuple[Path, str]:
 def check_functions(references: Sequence[str], columns: Collection[str], named: Collection[str]) -> None:
     """Check reward functions, each as FILE.py:FUNCTION or `named`, without running their files.
 
-    TaskError if a file or function is missing, or a function needs an argument that no column provides.
+    Raises TaskError if a file or function is missing, or a function needs an argument that no column provides.
     """
     names = [reference.rpartition(":")[2] for reference in references]
     twice = {name for name in names if names.count(name) > 1}
     if twice:
         raise TaskError(
-            f"task.rewards names {sorted(twice)} twice; parts of a reward are told apart by function name: rename one"
+            f"task.rewards names {sorted(twice)} twice; parts of a reward are identified by function name: rename one"
         )
     for reference in references:
         if reference in named:
@@ -66,14 +66,14 @@ def _parsed(reference: str) -> ast.Module:
     path, _ = parse_reference(reference)
     try:
         return ast.parse(importlib.util.decode_source(path.read_bytes()), filename=str(path))
-    except (ValueError, SyntaxError, RecursionError, MemoryError) as error:  # the last two of deep nesting
+    except (ValueError, SyntaxError, RecursionError, MemoryError) as error:  # the last two from deep nesting
         raise TaskError(f"task.rewards: {path} is not Python: {error or type(error).__name__}") from error
     except OSError as error:
         raise TaskError(f"task.rewards: {path} cannot be read: {error.strerror}") from error
 
 
 def arguments_of(reference: str) -> frozenset[str] | None:
-    """Return the names of what a function takes, without running its file; None if that may be every column."""
+    """Return the argument names of a function, without running its file; None if it may need every column."""
     name, tree = reference.rpartition(":")[2], ast.walk(_parsed(reference))
     named = [node for node in tree if name in (getattr(node, each, None) for each in ("name", "asname", "id"))]
     node = named[0] if len(named) == 1 else None  # else it is assigned, imported, defined twice, or used in the file
@@ -85,7 +85,7 @@ def arguments_of(reference: str) -> frozenset[str] | None:
 def _check_definition(tree: ast.Module, reference: str, function: str, columns: Collection[str]) -> None:
     own: set[str] = set()
     others: set[str] = set()
-    """Other names that may be one: assigned, or imported."""
+    """Other names that may be functions: assigned or imported."""
     for node in tree.body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             own.add(node.name)
@@ -95,7 +95,7 @@ def _check_definition(tree: ast.Module, reference: str, function: str, columns: 
                 keyword = zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)
                 required += [argument for argument, default in keyword if default is None]
                 _check_arguments(reference, [argument.arg for argument in required], columns)
-        for each in ast.walk(node):  # also below an `if` or a `try`; whether it is there then, the import shows
+        for each in ast.walk(node):  # also below an `if` or a `try`; the import later shows if it exists
             if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store):
                 others.add(each.id)
             elif isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -118,9 +118,9 @@ def _check_arguments(reference: str, required: Sequence[str], columns: Collectio
 
 _TRY = """
 import json, sys
-from actors.sandbox import cut_network
-from actors.tasks.functions import load_function
-from actors.tasks.task import TaskError
+from leeway.actors.sandbox import cut_network
+from leeway.actors.tasks.functions import load_function
+from leeway.actors.tasks.task import TaskError
 try:
     references, columns, has_network = json.loads(sys.argv[1])
     if not has_network:
@@ -136,15 +136,15 @@ except TaskError as error:
 def try_imports(
     references: Sequence[str], columns: Collection[str], limit_s: float, *, has_network: bool = True
 ) -> None:
-    """Load the functions as an actor does, but in a process of their own.
+    """Load the functions as an actor does, but in a separate process.
 
-    TaskError as `load_function`; or if the import ends the process or does not end in time, or if this machine cannot
-    cut rewards off from the network as asked.
+    Raises TaskError as `load_function`, if the import ends the process or times out, or if this machine cannot cut
+    rewards off from the network as configured.
     """
-    why = "" if has_network else why_not_cut()
+    why = "" if has_network else cut_network_error()
     if why:
         raise TaskError(
-            f"task.reward_network = false, but the kernel does not let a process leave the network here ({why}): "
+            f"task.reward_network = false, but the kernel cannot cut a process off from the network here ({why}): "
             f"{HINT}; or leave the key out"
         )
     if not references:
@@ -158,20 +158,21 @@ def try_imports(
         )
     except subprocess.TimeoutExpired:
         raise TaskError(
-            f"task.rewards: importing {files} did not end within {limit_s:g} s; do the slow part at the first call"
+            f"task.rewards: importing {files} timed out after {limit_s:g} s; do the slow part at the first call"
         ) from None
     if not done.returncode:
         return
-    told = (done.stdout.strip().splitlines() or [""])[-1]
-    if done.returncode == 1 and told.startswith('"'):
-        raise TaskError(json.loads(told))
-    last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+    message = (done.stdout.strip().splitlines() or [""])[-1]
+    if done.returncode == 1 and message.startswith('"'):
+        raise TaskError(json.loads(message))
+    last = (done.stderr.strip().splitlines() or ["no output"])[-1]
     raise TaskError(f"task.rewards: importing {files} ended the process with status {done.returncode}: {last}")
 
 
 def load_function(reference: str, columns: Collection[str]) -> Call:
-    """Import the file of a function, which runs it, and wrap the function; TaskError as `check_functions`, or if that
-    fails.
+    """Import the file of a function, which runs it, and wrap the function.
+
+    Raises TaskError as `check_functions`, or if the import fails.
     """
     path, name = parse_reference(reference)
     try:
@@ -191,11 +192,11 @@ def _in_trl_shape(function: Callable[..., Any], reference: str, columns: Collect
     variadic = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
     required = [one.name for one in parameters if one.default is inspect.Parameter.empty and one.kind not in variadic]
     _check_arguments(reference, required, columns)
-    wanted = [name for name in columns if takes_all or name in named]
+    needed = [name for name in columns if takes_all or name in named]
 
     def call(problems: Sequence[Problem], completions: Sequence[str]) -> Any:  # noqa: ANN401 -- the user's
-        # samples of a group share their problem, and a function may change what it gets
-        values: dict[str, Any] = {name: [copy.deepcopy(one.columns.get(name)) for one in problems] for name in wanted}
+        # samples of a group share their problem, and a function may modify its arguments
+        values: dict[str, Any] = {name: [copy.deepcopy(one.columns.get(name)) for one in problems] for name in needed}
         if takes_all or "prompts" in named:
             values["prompts"] = [one.text for one in problems]
         if takes_all or "completions" in named:

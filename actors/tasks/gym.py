@@ -16,19 +16,19 @@ from reasoning_gym.dataset import ProceduralDataset
 from reasoning_gym.factory import DATASETS
 from reasoning_gym.utils import extract_answer
 
-from actors.tasks.config import ReasoningGymTask
-from actors.tasks.prompts import HELDOUT_SHARE, Split
-from actors.tasks.task import Problem, PromptCodec, TaskError, among_known
+from leeway.actors.tasks.config import ReasoningGymTask
+from leeway.actors.tasks.prompts import HELDOUT_SHARE, Split
+from leeway.actors.tasks.task import Problem, PromptCodec, TaskError, among_known
 
 COLUMNS = ("question", "answer", "metadata")
 
-# A finite dataset repeats itself more and more before its last questions come up. It counts as
-# exhausted when so many items in a row were all known, plus one per distinct question found.
+# A finite dataset repeats itself more and more before its last questions appear. It counts as
+# exhausted after this number of known items in a row, plus one per distinct question found.
 _PATIENCE_ITEMS = 1000
 _ACCEPTED_SIZE = 20_000
-"""By word_ladder, which refuses a larger one."""
-_KEPT_ITEMS = 1024
-"""By a scorer, for the samples of a group come one after the other."""
+"""Maximum size that word_ladder accepts."""
+_CACHED_ITEMS = 1024
+"""Items that a scorer caches, since the samples of a group arrive one after the other."""
 
 
 def gym_problems(
@@ -36,7 +36,8 @@ def gym_problems(
 ) -> Split:
     """Stream the dataset until both halves are full.
 
-    TaskError if there is no such dataset or parameter, the template does not fit, or too few questions are distinct.
+    Raises TaskError if the dataset or a parameter does not exist, the template does not fit, or there are too few
+    distinct questions.
     """
     dataset = _dataset(config)
     split = Split(config, ("question",), reads, codec)
@@ -62,30 +63,30 @@ def gym_problems(
 
 def _most_items(config: ReasoningGymTask) -> int:
     # The stream yields a held-out question with probability HELDOUT_SHARE, so even an endless
-    # dataset needs that many items on average; ten times as many are allowed for repetitions.
+    # dataset needs this number of items on average; repetitions may take ten times as many.
     need = max(config.num_train / (1 - HELDOUT_SHARE), config.num_heldout / HELDOUT_SHARE)
     return _PATIENCE_ITEMS + 10 * math.ceil(need)
 
 
 def gym_scorer(config: ReasoningGymTask) -> Callable[[Sequence[Problem], Sequence[str]], list[float]]:
-    """Return the dataset's own `score_answer`, on the completion or what it has between the answer tags.
+    """Return the dataset's own `score_answer`, applied to the completion or to the text between the answer tags.
 
-    Items are made anew from their index, for they are of any types. Some datasets evaluate the answer as code.
+    Items are regenerated from their index: their values may have any type. Some datasets evaluate the answer as code.
     """
     dataset = _dataset(config)
 
-    @lru_cache(_KEPT_ITEMS)
+    @lru_cache(_CACHED_ITEMS)
     def item_at(index: int) -> dict[str, Any]:
         return _item(dataset, index, config.name)
 
     def score(problems: Sequence[Problem], completions: Sequence[str]) -> list[float]:
         values = []
         for problem, completion in zip(problems, completions, strict=True):
-            item = copy.deepcopy(item_at(problem.index))  # a dataset may change it
+            item = copy.deepcopy(item_at(problem.index))  # a dataset may modify it
             if item["question"] != problem.question:
                 raise TaskError(
-                    f"dataset {config.name} makes another item {problem.index} in each process: start the command with "
-                    "PYTHONHASHSEED=0 in its environment"
+                    f"dataset {config.name} generates a different item {problem.index} in each process: start the "
+                    "command with PYTHONHASHSEED=0 in its environment"
                 )
             answer = extract_answer(completion, config.answer_tag) if config.answer_tag else completion.strip()
             values.append(_score(dataset, answer, item))
@@ -95,9 +96,9 @@ def gym_scorer(config: ReasoningGymTask) -> Callable[[Sequence[Problem], Sequenc
 
 
 def _score(dataset: ProceduralDataset, answer: str | None, item: dict[str, Any]) -> float:
-    """Return the dataset's score; 0 for an answer that it cannot read, if it can read its own."""
+    """Return the dataset's score; 0 for an answer that it cannot parse, provided that it can parse its own."""
     if "nan" in str(answer).replace(" ", "").lower() and item["metadata"].get("source_dataset") == "complex_arithmetic":
-        return 0.0  # where it gives min(1.0, nan), which is 1.0
+        return 0.0  # the dataset returns min(1.0, nan), which is 1.0
     try:
         return float(dataset.score_answer(answer, item))
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError):
@@ -119,28 +120,28 @@ def _dataset(config: ReasoningGymTask) -> ProceduralDataset:
             raise TaskError(f"task.params.{name}: {config.name} has no such parameter; {among_known(name, known)}")
     params = {"seed": 0, **config.params}
     if type(params["seed"]) is not int:
-        raise TaskError(f"task.params.seed = {params['seed']!r} is not a whole number")
+        raise TaskError(f"task.params.seed = {params['seed']!r} is not an integer")
     try:
         if config.name == "composite":
             params["datasets"] = [DatasetSpec(**each) for each in params.get("datasets", ())]
-        # Items are asked for by index, and the size has to be larger than any. No larger: some draw them all at once.
+        # Items are requested by index, which must be below the size. No larger: some datasets draw all items at once.
         size = 1 + _most_items(config)
         try:
             return reasoning_gym.create_dataset(config.name, size=size, **params)
-        except ValueError:  # of a size, perhaps, by which it makes no item
+        except ValueError:  # possibly a size that the dataset does not accept
             size = min(size, _ACCEPTED_SIZE)
             return reasoning_gym.create_dataset(config.name, size=size, **params)
     except Exception as error:  # as in `_item`
         why = str(error) or type(error).__name__
-        raise TaskError(f"task.params: {config.name} refuses {dict(config.params)}: {why}") from error
+        raise TaskError(f"task.params: {config.name} rejects {dict(config.params)}: {why}") from error
 
 
 def _item(dataset: ProceduralDataset, index: int, name: str) -> dict[str, Any]:
     state = random.getstate()
-    random.seed(index)  # some draw from Python's own generator too, and an item is made anew in each process
+    random.seed(index)  # some datasets use the global generator too, and each process regenerates items
     try:
         item: dict[str, Any] = dataset[index]
-    except Exception as error:  # generators of over a hundred datasets: say which one and where
+    except Exception as error:  # generators of over a hundred datasets: name the dataset and the item
         raise TaskError(
             f"reasoning-gym dataset {name} failed at item {index}: {type(error).__name__}: {error}"
         ) from error

@@ -1,12 +1,12 @@
-"""From an item to a prompt: the template that makes its text, and its half, training or held-out.
+"""From items to prompts: the template that renders a prompt, and the split into training and held-out prompts.
 
-Items are those of a dataset, or the rows of a JSONL or Parquet file, which are read here. Templates are Python's format
+Items are those of a dataset, or rows of a JSONL or Parquet file, which this module reads. Templates are Python's format
 language over an item's columns, without attribute access.
 
-A hash of what the template reads of a row (a question) decides whether the row trains or evaluates, never a seed.
-Generated datasets derive an item from seed + index, so two seeds share almost all their items. The hash separates them
-for every seed, order of a file and fixed text of a template, and for anything else that asks `held_out` (a supervised
-warm-up, say), so no held-out question is ever trained on.
+The split is decided by a hash of the columns that the template reads (the question), never by a seed. Generated
+datasets derive an item from seed + index, so two seeds share almost all their items. The hash gives the same split for
+every seed, order of a file and fixed text of a template, and for any other user of `held_out` (a supervised warm-up,
+for example), so that no held-out question is ever trained on.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from actors.tasks.config import MOST_HELDOUT, FileTask, ReasoningGymTask
-from actors.tasks.task import (
+from leeway.actors.tasks.config import MAX_HELDOUT, FileTask, ReasoningGymTask
+from leeway.actors.tasks.task import (
     Problem,
     PromptCodec,
     PromptStore,
@@ -46,11 +46,11 @@ _FIELD = re.compile(r"(?P<column>[^.\[\]]+)(?P<keys>(?:\[[^\]]+\])*)")
 _KEY = re.compile(r"\[([^\]]+)\]")
 _BATCH_ROWS = 1024
 _SHALLOW = 100
-"""Opening brackets of a row that is certainly not nested too deeply."""
+"""Number of opening brackets up to which a row cannot be nested too deeply."""
 
 
 class _Columns(Formatter):
-    """`{column}`, `{column[key]}` and the format `compact`; `{column.attribute}` does not exist."""
+    """Formats `{column}`, `{column[key]}` and the format `compact`, but not `{column.attribute}`."""
 
     def get_field(self, field_name: str, args: Sequence[object], kwargs: Mapping[str, Any]) -> tuple[object, str]:
         column, keys = split_field(field_name)
@@ -59,15 +59,15 @@ class _Columns(Formatter):
             value = _entry(value, key, f"{{{field_name}}}")
         return value, column
 
-    def convert_field(self, value: object, conversion: Any) -> object:  # noqa: ANN401 -- as typeshed has it
+    def convert_field(self, value: object, conversion: Any) -> object:  # noqa: ANN401 -- as in typeshed
         if isinstance(value, list | tuple | dict | bytes) and _has_null(value := json_safe(value)):
-            raise ValueError(f"a null stands within {str(value)[:80]}; name its entries, or write the column as text")
+            raise ValueError(f"{str(value)[:80]} contains a null; name its entries, or write the column as text")
         return "" if value is None else super().convert_field(value, conversion)
 
     def format_field(self, value: object, format_spec: str) -> str:
         if format_spec == "compact":
             return "".join(str(value).split())
-        return format(value, format_spec) if value != "" else ""  # a null, which no format of numbers takes
+        return format(value, format_spec) if value != "" else ""  # a null, which no number format accepts
 
 
 def _has_null(value: object) -> bool:
@@ -84,12 +84,12 @@ def _entry(container: object, key: str, field: str) -> object:
         if key in container:
             return container[key]
         raise TaskError(f"the item has no '{key}' for {field}; {among_known(key, container)}")
-    raise TaskError(f"{field} looks for '{key}' in a {type(container).__name__}, which has no such entry")
+    raise TaskError(f"{field}: a {type(container).__name__} has no entry '{key}'")
 
 
 @lru_cache(1024)
 def split_field(field: str) -> tuple[str, list[str]]:
-    """Return the column and the keys of `column[key][key]`; TaskError if it has another form."""
+    """Return the column and the keys of `column[key][key]`; raise TaskError if it has another form."""
     match = _FIELD.fullmatch(field)
     if match is None:
         raise TaskError(
@@ -99,7 +99,7 @@ def split_field(field: str) -> tuple[str, list[str]]:
 
 
 def value_at(columns: Mapping[str, Any], field: str) -> Any:  # noqa: ANN401 -- any JSON
-    """Return a row's value under `column[key][key]`, None if it has none; TaskError as `split_field`."""
+    """Return a row's value at `column[key][key]`, None if there is none; raise TaskError as `split_field`."""
     split_field(field)
     try:
         return _Columns().get_field(field, (), columns)[0]
@@ -108,9 +108,9 @@ def value_at(columns: Mapping[str, Any], field: str) -> Any:  # noqa: ANN401 -- 
 
 
 def teachers_of(problems: Sequence[Problem], field: str, teachers: Sequence[str]) -> bytes:
-    """Return for each problem, in the order of their ids, the number (a byte) of the teacher that its column names.
+    """Return for each problem, in order of ids, the number (a byte) of the teacher that its column names.
 
-    TaskError if a problem names none of them, or none names a teacher.
+    Raises TaskError if a problem names no known teacher, or no problem names one of the teachers.
     """
     column, _ = split_field(field)
     numbers = {name: number for number, name in enumerate(teachers)}
@@ -122,26 +122,26 @@ def teachers_of(problems: Sequence[Problem], field: str, teachers: Sequence[str]
             if column not in problem.columns:
                 why, known = f"is not in {row}", among_known(column, problem.columns)
             else:
-                said = "nothing" if name is None else repr(name)[:80]
-                why = f"says {said} in {row}, and model.teachers has no teacher of that name"
+                value = "null" if name is None else repr(name)[:80]
+                why = f"is {value} in {row}, but model.teachers has no teacher of that name"
                 known = among_known(str(name), teachers)
             raise TaskError(f"task.teacher_column = '{field}' {why}; {known}")
         found.append(numbers[name])
     if idle := [name for number, name in enumerate(teachers) if number not in found]:
         raise TaskError(
-            f"model.teachers.{idle[0]} would teach nothing: task.teacher_column = '{field}' says '{idle[0]}' in no "
-            "training row; leave that teacher out, or look at the rows"
+            f"model.teachers.{idle[0]} has no prompts: task.teacher_column = '{field}' is '{idle[0]}' in no "
+            "training row; remove that teacher, or check the rows"
         )
     return bytes(found)
 
 
 class Template:
-    """Turns an item into the text of a prompt."""
+    """Renders the text of a prompt from an item."""
 
     def __init__(self, text: str, key: str = "task.template") -> None:
-        """Parse a template, for example "{metadata[expression]:compact}=", which stands under this key.
+        """Parse a template, for example "{metadata[expression]:compact}="; errors name the config key.
 
-        TaskError if the braces do not pair, or the text names no column.
+        Raises TaskError if the braces are unbalanced, or the text names no column.
         """
         self.text = text
         self._key = key
@@ -149,7 +149,7 @@ class Template:
         try:
             fields = list(self._fields(text))
         except ValueError as error:
-            raise TaskError(f"{key} {text!r} does not parse: {error}; write {{{{ or }}}} for a brace") from error
+            raise TaskError(f"{key} {text!r} cannot be parsed: {error}; write {{{{ or }}}} for a brace") from error
         if not fields:
             raise TaskError(f"{key} {text!r} names no column, so every prompt would be the same; use {{question}}")
         self.columns = list(dict.fromkeys(re.split(r"[.\[]", field)[0] for field in fields))
@@ -160,44 +160,44 @@ class Template:
                 yield from (field, *self._fields(spec or ""))
 
     def render(self, item: Mapping[str, Any], where: str = "a row") -> str:
-        """Return the prompt of one item, with a null as an empty string; `where` is for the error.
+        """Return the prompt of one item, with a null as an empty string; errors name the item by `where`.
 
-        TaskError if the item lacks a column, or its value does not take the format.
+        Raises TaskError if the item lacks a column, or its value does not support the format.
         """
         try:
             return self._formatter.vformat(self.text, (), item)
-        except (ValueError, TypeError, LookupError, ArithmeticError, MemoryError) as error:  # the last two of a width
+        except (ValueError, TypeError, LookupError, ArithmeticError, MemoryError) as error:  # the last two from a width
             why = error if isinstance(error, ValueError | TypeError) else f"{type(error).__name__}: {error}"
             raise TaskError(f"{self._key} {self.text!r} at {where}: {why}") from error
 
 
 HELDOUT_SHARE = 0.125
-"""Share of all questions that are set aside for evaluation."""
+"""Fraction of all questions that are held out for evaluation."""
 
 
 def held_out(text: str) -> bool:
-    """Decide by a hash of its text, as `hashed_text` returns it, whether a row is set aside for evaluation.
+    """Return whether a row is held out for evaluation, by a hash of its text as `hashed_text` returns it.
 
-    White space and case count; the spellings that Unicode has of one text (NFC) are one.
+    White space and case matter; equivalent Unicode spellings (by NFC) do not.
     """
     return digest_of(text) / 2**64 < HELDOUT_SHARE
 
 
 class Split:
-    """Collects rows with distinct prompts into a training and a held-out half until both have as many as asked."""
+    """Collects rows with distinct prompts into a training and a held-out half until both have the requested size."""
 
     def __init__(
         self, config: FileTask | ReasoningGymTask, names: Sequence[str], reads: Collection[str] | None,
         codec: PromptCodec | None,
     ) -> None:  # fmt: skip
-        """`names` are the columns that are hashed; if empty, those that the template reads."""
+        """`names` are the columns to hash; if empty, those that the template reads."""
         self.template = Template(config.template or f"{{{QUESTION}}}")
         self._names = names or self.template.columns
-        self._most = config.num_train or 2**63, config.num_heldout or MOST_HELDOUT
+        self._max_sizes = config.num_train or 2**63, config.num_heldout or MAX_HELDOUT
         self.store = PromptStore(self.template.render, self._names, reads, codec)
         self._halves, self._num_moved = (array("q"), array("q")), 0
         self._seen, self._held = set[int](), set[int]()
-        """Hashes of the prompts that were offered, and of those that are held out."""
+        """Hashes of all offered prompts, and of the held-out ones."""
         self.num_read = 0
 
     @property
@@ -205,29 +205,29 @@ class Split:
         return len(self._seen)
 
     def finish(self) -> Split:
-        """Tokenise the rest, and make the halves, in the order of their rows."""
+        """Tokenise the remaining prompts, and create both halves in the order of their rows."""
         self.store.flush()
         train = [at for at in self._halves[0] if self.store.keys[at] not in self._held]
         self.train, self.heldout = (
             StoredPrompts(self.store, np.array(each, np.int64)) for each in (train, self._halves[1])
         )
         used, equal = len(train) + len(self.heldout), self.num_read - len(self._seen)
-        self.rows = f"{self.num_read} read, {used} used, {equal} equal to another, {len(self._seen) - used} skipped"
+        self.rows = f"{self.num_read} read, {used} used, {equal} duplicate, {len(self._seen) - used} skipped"
         return self
 
     def has_room(self, *, held: bool) -> bool:
-        """Return whether a half has fewer prompts than asked."""
-        return len(self._halves[held]) - (0 if held else self._num_moved) < self._most[held]
+        """Return whether a half has fewer prompts than requested."""
+        return len(self._halves[held]) - (0 if held else self._num_moved) < self._max_sizes[held]
 
     def offer(self, row: Mapping[str, Any], number: int, where: str, held: bool | None = None) -> None:
-        """Take in a row; `held` says its half if its hash does not.
+        """Add a row to the half `held`; None: to the half given by its hash.
 
-        Of rows with the same prompt (NFC) the first stands for all; if any of them is held out, none trains. TaskError
-        if its prompt is empty, or the template does not fit.
+        Of rows with equal prompts (by NFC) only the first is kept; if any of them is held out, none is trained on.
+        Raises TaskError if the prompt is empty, or the template does not fit.
         """
         text = self.template.render(row, where)
         if not text.strip():
-            raise TaskError(f"{where}: its prompt is empty, {text!r}; mend the row, or see task.template")
+            raise TaskError(f"{where}: its prompt is empty, {text!r}; fix the row, or see task.template")
         if held is None:
             held = held_out(hashed_text(row, self._names))
         key = digest_of(text)
@@ -248,15 +248,15 @@ class Split:
 def file_problems(
     config: FileTask, reads: Collection[str] | None = None, codec: PromptCodec | None = None
 ) -> tuple[Split, list[str]]:
-    """Read and split the file: the two halves, and the names of the columns.
+    """Read and split the file; return the two halves and the names of the columns.
 
-    TaskError if a file, column or row is wrong, or there are too few distinct questions.
+    Raises TaskError if a file, column or row is invalid, or there are too few distinct questions.
     """
     if not config.rewards:
         raise TaskError("task.rewards is empty: a file of prompts needs at least one FILE.py:FUNCTION to score answers")
     split = Split(config, (), reads, codec)
     columns = dict[str, None]()
-    # Held-out rows come first, so that a prompt in both files is held out and not trained on.
+    # Read held-out rows first, so that a prompt in both files is held out and not trained on.
     files = [(config.heldout_path, "task.heldout_path", True)] if config.heldout_path else []
     for path, key, held in (*files, (config.path, "task.path", False if files else None)):
         for number, row in _rows(Path(path).expanduser(), key, split.template.columns, reads, columns):
@@ -271,13 +271,13 @@ def file_problems(
 def _check_question(row: Mapping[str, Any], where: str) -> None:
     if QUESTION not in row:
         raise TaskError(
-            f"task.template is unset, so the column '{QUESTION}' is the prompt, and it is not in {where}; "
+            f"task.template is unset, so the column '{QUESTION}' is the prompt, but it is not in {where}; "
             f"{among_known(QUESTION, row)}"
         )
     question = row[QUESTION]
     if not isinstance(question, str) or not question.strip():
         raise TaskError(
-            f"{where}: '{QUESTION}' must be text and not empty, it is {str(question)[:80]!r}; mend the row, or set "
+            f"{where}: '{QUESTION}' must be non-empty text, got {str(question)[:80]!r}; fix the row, or set "
             "task.template"
         )
 
@@ -285,21 +285,21 @@ def _check_question(row: Mapping[str, Any], where: str) -> None:
 def _rows(
     path: Path, key: str, needed: Sequence[str], reads: Collection[str] | None, columns: dict[str, None]
 ) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """Yield every row with its number, from Parquet the columns in `needed` and `reads` alone; add all to `columns`."""
+    """Yield each row with its number and add its columns to `columns`; of Parquet, read only `needed` and `reads`."""
     try:
         is_file = path.is_file()
-    except OSError as error:  # a folder that may not be entered, a name that is too long
+    except OSError as error:  # a folder without access, or a name that is too long
         raise TaskError(f"{key}: {path} cannot be read: {error.strerror}") from error
     if not is_file:
-        what = "is a folder, not a file" if path.is_dir() else "is not there"
+        what = "is a folder, not a file" if path.is_dir() else "does not exist"
         raise TaskError(f"{key}: {path.absolute()} {what}; give a .jsonl, .ndjson or .parquet file")
     if path.suffix == ".parquet":
         yield from _parquet_rows(path, key, needed, reads, columns)
     elif path.suffix in (".jsonl", ".ndjson"):
         try:
-            with path.open("rb") as lines:  # decoded line by line, so that a mistake has a line
+            with path.open("rb") as lines:  # decoded line by line, so that an error has a line number
                 for number, line in enumerate(lines, start=1):
-                    # an editor may have put a mark of the order of bytes before the first line
+                    # an editor may have put a byte order mark before the first line
                     if text := (line if number > 1 else line.removeprefix(codecs.BOM_UTF8)).strip():
                         row = _json_row(text, f"{key}: {path}, line {number}")
                         columns.update(dict.fromkeys(row))
@@ -313,21 +313,21 @@ def _rows(
 def _parquet_rows(
     path: Path, key: str, needed: Sequence[str], reads: Collection[str] | None, columns: dict[str, None]
 ) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    import pyarrow as pa  # only where needed: loading a configuration stays light
+    import pyarrow as pa  # only if needed: loading a configuration stays fast
     import pyarrow.parquet as pq
 
     try:
         with pq.ParquetFile(path) as file:
             names = file.schema_arrow.names
             columns.update(dict.fromkeys(names))
-            if reads is not None and set(needed) <= set(names):  # else the error says which there are
+            if reads is not None and set(needed) <= set(names):  # else the error lists the existing columns
                 names = [name for name in names if name in reads or name in needed]
             numbers = count(1)
             for batch in file.iter_batches(_BATCH_ROWS, columns=names):
                 for row in zip(*map(_values, batch.columns), strict=True):
                     yield next(numbers), dict(zip(batch.schema.names, row, strict=True))
-    except (pa.ArrowException, OSError, ValueError, OverflowError, LookupError) as error:  # the last of a time zone
-        raise TaskError(f"{key}: {path} is not a Parquet file that can be read: {error}") from error
+    except (pa.ArrowException, OSError, ValueError, OverflowError, LookupError) as error:  # the last from a time zone
+        raise TaskError(f"{key}: {path} is not a readable Parquet file: {error}") from error
 
 
 def _values(column: pa.Array) -> list[Any]:
@@ -337,7 +337,7 @@ def _values(column: pa.Array) -> list[Any]:
 
 
 def _readable(kind: pa.DataType) -> pa.DataType:
-    """Return a type with the microseconds of Python's times in place of nanoseconds."""
+    """Return a type with microseconds, as Python's times have, in place of nanoseconds."""
     import pyarrow as pa
 
     if isinstance(kind, pa.StructType):
@@ -359,7 +359,7 @@ def _json_row(line: bytes, where: str) -> Mapping[str, Any]:
         text = line.decode()
         row = json.loads(text)
         if "\\ud" in text.lower() or text.count("[") + text.count("{") > _SHALLOW:
-            # half of a surrogate pair can be read and not written again, and so what is nested deeply
+            # half of a surrogate pair and deep nesting can be read, but not written again
             json.dumps(row, ensure_ascii=False).encode()
     except UnicodeDecodeError as error:
         raise TaskError(
@@ -367,13 +367,11 @@ def _json_row(line: bytes, where: str) -> Mapping[str, Any]:
             "file, as with iconv -f LATIN1 -t UTF-8, or -f UTF-16"
         ) from error
     except UnicodeEncodeError as error:
-        raise TaskError(
-            f"{where} holds half of a surrogate pair ({error.object[error.start]!r}); take it out"
-        ) from error
+        raise TaskError(f"{where} holds half of a surrogate pair ({error.object[error.start]!r}); remove it") from error
     except json.JSONDecodeError as error:
         raise TaskError(f"{where} is not JSON: {error.msg} at column {error.colno}; write one object a line") from error
-    except ValueError as error:  # Python's bound on the digits of a number
-        raise TaskError(f"{where} holds a number of thousands of digits; write it as text") from error
+    except ValueError as error:  # Python's limit on the digits of a number
+        raise TaskError(f"{where} holds a number with thousands of digits; write it as text") from error
     except RecursionError as error:
         raise TaskError(f"{where} is nested too deeply; write the inner part as text") from error
     if not isinstance(row, dict):
@@ -383,14 +381,14 @@ def _json_row(line: bytes, where: str) -> Mapping[str, Any]:
 
 def _check_sizes(config: FileTask, split: Split) -> None:
     if not split.num_distinct:
-        raise TaskError(f"task.path: {config.path} holds no row; write one JSON object a line, or name another file")
+        raise TaskError(f"task.path: {config.path} has no rows; write one JSON object per line, or name another file")
     halves = (
         ("train", "training", len(split.train), config.num_train, "Add rows"),
         ("heldout", "held-out", len(split.heldout), config.num_heldout, "Add rows, or name a heldout_path"),
     )
-    for name, adjective, found, wanted, remedy in halves:
-        if found < (wanted or 1):
-            needs = f"but task.num_{name} = {wanted}" if wanted else "and at least 1 is needed"
+    for name, adjective, found, required, remedy in halves:
+        if found < (required or 1):
+            needs = f"but task.num_{name} = {required}" if required else "and at least 1 is needed"
             raise TaskError(
                 f"{config.path} has only {split.num_distinct} distinct questions, {found} of them {adjective}, "
                 f"{needs}. {remedy}"

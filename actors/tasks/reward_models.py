@@ -1,4 +1,4 @@
-"""Reward models: a language model behind an endpoint as a judge, whose rating is the reward; a sequence classifier."""
+"""Reward models: a judge (a language model behind an endpoint, which rates answers), and a sequence classifier."""
 
 from __future__ import annotations
 
@@ -18,38 +18,38 @@ from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import proxy_bypass
 
-from actors.tasks.config import Classifier, Judge
-from actors.tasks.prompts import Template
-from actors.tasks.task import TOOK_TOO_LONG, Call, NoScore, Problem, TaskError, among_known, first_line
-from common.rpc.auth import is_loopback
+from leeway.actors.tasks.config import Classifier, Judge
+from leeway.actors.tasks.prompts import Template
+from leeway.actors.tasks.task import TOOK_TOO_LONG, Call, NoScore, Problem, TaskError, among_known, first_line
+from leeway.common.rpc.auth import is_loopback
 
-_LOOK_S = 10.0
-"""Timeout for the endpoint's list of models."""
-_OFTEN = 1_000_000
-"""Tries of a request: its limit is one of time."""
-_LONGEST_PAUSE_S = 120.0
-"""Before a retry; to an endpoint that asks for more the library makes no further request."""
+_PROBE_S = 10.0
+"""Timeout in seconds for the endpoint's list of models."""
+_MAX_RETRIES = 1_000_000
+"""Retries of a request: effectively unlimited, since its timeout bounds them."""
+_MAX_PAUSE_S = 120.0
+"""Maximum seconds before a retry; if an endpoint asks for a longer pause, the library sends no further request."""
 _NUMBER = re.compile(r"(-?(?:\d+(?:\.\d+)?|(?<![^\W_])(?<!\.)\.\d+))")
 _BREAK = re.compile(r"[:=\n]|[.!?;]\s")
-"""A number after it is not part of what is said before it."""
+"""Separates a number from the statement before it."""
 _LISTED = re.compile(r"(?m)^[\s>*-]*\d+[.)]\s")
 _IS_RATING = re.compile(r"(?i)rating|score|grade|overall|final|total|verdict|mark")
 _MARKUP = re.compile(r"[\s*_`$\\(){}\[\]]+")
-_SAYS_MORE = re.compile(r"(?:[^\w.!?;\n]|_)*(?:[=:]|[^\W_])")
-"""What follows a number that is not the rating: `10 = best`, `10 is the best`."""
+_EXPLANATION = re.compile(r"(?:[^\w.!?;\n]|_)*(?:[=:]|[^\W_])")
+"""Text after a number that shows that it is not the rating: `10 = best`, `10 is the best`."""
 _OF_A_SCALE = frozenset({"/", "of", "out of"})
 _OF_A_RANGE = frozenset({",", "\u2013", "to", "or"})
-"""What stands between two numbers: `8/10`, `7 or 8`."""
+"""Text between two numbers of a scale or a range: `8/10`, `7 or 8`."""
 
 
 # --- a judge ------------------------------------------------------------------------------------------
 
 
 def check_judge(name: str, config: Judge, columns: Collection[str], *, ask: bool) -> None:
-    """Check the template and the key, and with `ask` the endpoint.
+    """Check the template and the API key, and with `ask` the endpoint.
 
-    TaskError if the prompt leaves out the completion or names what no row has, the key is not there, or the endpoint
-    refuses it, does not answer, or has no such model.
+    Raises TaskError if the prompt omits the completion or names an unknown column, the key is not set, or the endpoint
+    rejects the key, does not answer, or does not have the model.
     """
     _template(name, config, columns)
     key = _api_key(name, config)
@@ -58,11 +58,11 @@ def check_judge(name: str, config: Judge, columns: Collection[str], *, ask: bool
 
 
 def load_judge(name: str, config: Judge, columns: Collection[str]) -> Call:
-    """Return the judge as a reward function, whose samples are rated at once; TaskError as `check_judge` without `ask`.
+    """Return the judge as a reward function that rates concurrently; raise TaskError as `check_judge` without `ask`.
 
-    An endpoint that is busy (429), fails (5xx) or is away is asked again, after as long as it says (two minutes at
-    most) or with growing pauses, until `timeout_s` is over. Only then, or if it refuses, or rates nothing, or if the
-    row lacks what the prompt names, has a sample no score.
+    If the endpoint is busy (429), fails (5xx) or is down, the request is retried until `timeout_s`, after the pause
+    that the endpoint requests (up to 2 minutes) or with growing pauses. A sample has no score if this times out, if the
+    endpoint rejects the request or returns no rating, or if the row lacks a column of the prompt.
     """
     template = _template(name, config, columns)
     client = _Client(config, _api_key(name, config))
@@ -70,8 +70,8 @@ def load_judge(name: str, config: Judge, columns: Collection[str]) -> Call:
     async def rate(problem: Problem, completion: str) -> float | NoScore:
         try:
             text = template.render({**problem.columns, "prompt": problem.text, "completion": completion}, "a sample")
-        except TaskError as error:  # this row lacks what others have
-            return NoScore("the judge's prompt cannot be made", str(error))
+        except TaskError as error:  # this row lacks a column that others have
+            return NoScore("the judge's prompt cannot be rendered", str(error))
         answer = await client.answer(text)
         return answer if isinstance(answer, NoScore) else _reward(answer, config)
 
@@ -88,21 +88,21 @@ class _Client:
         self._config = config
         self._errors = openai
         self._last_status: int | None = None
-        """What the endpoint answered last; None if it did not."""
+        """Last HTTP status of the endpoint; None if it has not answered."""
         self._head = [{"role": "system", "content": config.system_prompt}] if config.system_prompt is not None else []
         self._request = {"temperature": 0.0, "max_tokens": config.max_tokens, **config.request}
-        if "max_completion_tokens" in config.request:  # its other name, where the first is refused
+        if "max_completion_tokens" in config.request:  # its newer name, for endpoints that reject the old one
             del self._request["max_tokens"]
         http = _http(openai.DefaultAsyncHttpxClient, config.endpoint, event_hooks={"response": [self._note]})
         self._chat = openai.AsyncOpenAI(
-            base_url=config.endpoint, api_key=key, max_retries=_OFTEN, timeout=config.timeout_s, http_client=http
+            base_url=config.endpoint, api_key=key, max_retries=_MAX_RETRIES, timeout=config.timeout_s, http_client=http
         ).chat.completions
 
-    async def _note(self, response: Any) -> None:  # noqa: ANN401 -- of the library's own HTTP client
+    async def _note(self, response: Any) -> None:  # noqa: ANN401 -- of the library's HTTP client
         self._last_status = response.status_code
         for name, units in (("retry-after-ms", 1000.0), ("retry-after", 1.0)):
-            if _pause(response.headers.get(name, "")) > _LONGEST_PAUSE_S * units:
-                response.headers[name] = f"{_LONGEST_PAUSE_S * units:g}"
+            if _pause(response.headers.get(name, "")) > _MAX_PAUSE_S * units:
+                response.headers[name] = f"{_MAX_PAUSE_S * units:g}"
 
     async def answer(self, text: str) -> str | NoScore:
         messages: Any = [*self._head, {"role": "user", "content": text}]
@@ -110,26 +110,26 @@ class _Client:
             async with asyncio.timeout(self._config.timeout_s):
                 answer = await self._chat.create(model=self._config.model, messages=messages, extra_body=self._request)
         except TimeoutError:
-            last = f"answered {self._last_status} last" if self._last_status else "did not answer"
-            return NoScore(TOOK_TOO_LONG, f"{self._config.timeout_s:g} s, its endpoint {last}")
+            last = f"last answered {self._last_status}" if self._last_status else "did not answer"
+            return NoScore(TOOK_TOO_LONG, f"{self._config.timeout_s:g} s, the endpoint {last}")
         except self._errors.APIStatusError as error:
             return NoScore(f"the judge answered {error.status_code}", error.message)
         except self._errors.APIError as error:
             return NoScore("the judge gave no answer", error.message)
         if not answer.choices:
-            return NoScore("the judge gave no answer", "its response has no choice")
+            return NoScore("the judge gave no answer", "its response has no choices")
         choice = answer.choices[0]
         if choice.finish_reason == "length":
-            return NoScore("the judge's answer was cut", f"at max_tokens = {self._config.max_tokens}")
+            return NoScore("the judge's answer was truncated", f"at max_tokens = {self._config.max_tokens}")
         return choice.message.content or ""
 
 
-def _pause(said: str) -> float:
-    """Return the seconds that a header asks for, by a number or a date."""
+def _pause(header: str) -> float:
+    """Return the pause that a header requests, in its own unit for a number and in seconds for a date."""
     with contextlib.suppress(ValueError):
-        return float(said)
+        return float(header)
     with contextlib.suppress(ValueError, OverflowError):
-        return parsedate_to_datetime(said).timestamp() - time.time()
+        return parsedate_to_datetime(header).timestamp() - time.time()
     return 0.0
 
 
@@ -137,12 +137,12 @@ def _reward(answer: str, config: Judge) -> float | NoScore:
     low, high = sorted((config.worst, config.best))
     rating = _rating(answer, low, high)
     if rating is None or not low <= rating <= high:
-        return NoScore("the judge rated nothing", f"not one number from {low:g} to {high:g} ends {answer[-200:]!r}")
+        return NoScore("the judge gave no rating", f"no single number from {low:g} to {high:g} ends {answer[-200:]!r}")
     return config.weight * (rating - config.worst) / (config.best - config.worst)
 
 
 def _rating(answer: str, low: float, high: float) -> float | None:
-    """Return the last number, of "8/10" the 8; None if another one may be the rating just as well."""
+    """Return the last number (of "8/10" the 8); None if another number could equally be the rating."""
     numbers, pieces, between = _numbers_in(answer)
     if _rated(numbers, between, high):
         numbers, pieces, between = _numbers_in(_LISTED.sub("", answer))
@@ -152,11 +152,11 @@ def _rating(answer: str, low: float, high: float) -> float | None:
     if between[-1] in _OF_A_SCALE:
         return numbers[-2] if last == high else None
     if last in (low, high) and any(low <= one <= high and one != last for one in numbers):
-        # an end of the scale may be named after the rating
+        # the rating may be followed by an explanation of the scale
         *before, lead = _BREAK.split(pieces[-3])
-        if not before or _MARKUP.sub("", lead) or _SAYS_MORE.match(pieces[-1]):
+        if not before or _MARKUP.sub("", lead) or _EXPLANATION.match(pieces[-1]):
             return None
-    if rated - {last}:  # behind a rating of a scale, a number is one where it is called so
+    if rated - {last}:  # after a rating with its scale, a number is a rating only if labelled so
         *_, label, lead = ["", *_BREAK.split(pieces[-3])]
         if _MARKUP.sub("", lead) or not _IS_RATING.search(label):
             return None
@@ -165,14 +165,14 @@ def _rating(answer: str, low: float, high: float) -> float | None:
 
 
 def _numbers_in(answer: str) -> tuple[list[float], list[str], list[str]]:
-    """Return the numbers; numbers and what follows each, in turns; and what stands between two, without markup."""
+    """Return the numbers; numbers alternating with the text after each; and the text between two, without markup."""
     _, *pieces = _NUMBER.split(answer)
     between = [_MARKUP.sub(" ", text).strip().lower() for text in pieces[1:-1:2]]
     return [float(number) for number in pieces[::2]], pieces, between
 
 
 def _rated(numbers: Sequence[float], between: Sequence[str], high: float) -> set[float]:
-    """Return what is said to be of the whole scale, as the 8 of `8/10`."""
+    """Return the numbers that are given with the scale, such as the 8 of `8/10`."""
     neighbours = zip(numbers, between, numbers[1:], strict=False)
     return {one for one, text, most in neighbours if text in _OF_A_SCALE and most == high}
 
@@ -183,15 +183,15 @@ def _template(name: str, config: Judge, columns: Collection[str]) -> Template:
     known = {"prompt", "completion", *columns}
     for column in template.columns:
         if column not in known:
-            raise TaskError(f"{key} names {{{column}}}, which no row has; {among_known(column, known)}")
+            raise TaskError(f"{key} names {{{column}}}, but no row has that column; {among_known(column, known)}")
     if "completion" not in template.columns:
-        raise TaskError(f"{key} does not name {{completion}}, so the judge would not see what it rates")
+        raise TaskError(f"{key} lacks {{completion}}, so the judge would not see what it rates; add {{completion}}")
     return template
 
 
 def _api_key(name: str, config: Judge) -> str:
     if config.api_key_env is None:
-        return "none"  # the library sends no request without one
+        return "none"  # the library needs a key to send requests
     key = os.environ.get(config.api_key_env, "")
     if not key:
         raise TaskError(
@@ -206,48 +206,48 @@ def _check_endpoint(name: str, config: Judge, key: str) -> None:
 
     where = f"task.reward_models.{name}: {config.endpoint}"
     http = _http(openai.DefaultHttpxClient, config.endpoint)
-    client = openai.OpenAI(base_url=config.endpoint, api_key=key, timeout=_LOOK_S, max_retries=1, http_client=http)
+    client = openai.OpenAI(base_url=config.endpoint, api_key=key, timeout=_PROBE_S, max_retries=1, http_client=http)
     proxy = _proxy_hint(config.endpoint)
     try:
         with client:
             models = [model.id for model in client.models.list()]
     except openai.APIStatusError as error:
         if error.status_code in (401, 403, 407):
-            why = f"refuses the key ({error.status_code}): set api_key_env to the variable with the right one"
+            why = f"rejects the key ({error.status_code}): set api_key_env to the variable with the right key"
             raise TaskError(f"{where} {why}{proxy}") from error
-        return  # it is there; some have no list, some are busy
+        return  # the endpoint is up; it may have no list of models, or be busy
     except openai.APIError as error:
         raise TaskError(
-            f"{where} does not answer ({error.message}): start the judge first, or mend the address{proxy}"
+            f"{where} does not answer ({error.message}): start the judge first, or correct the address{proxy}"
         ) from error
     if models and config.model not in models:
         raise TaskError(f"{where} has no model '{config.model}'; {among_known(config.model, models)}")
 
 
 def _http(kind: Callable[..., Any], endpoint: str, **options: object) -> Any:  # noqa: ANN401 -- the library's own
-    """Make an HTTP client, which logs no requests; a judge on this machine is asked without the environment's proxy."""
+    """Create an HTTP client that logs no requests, and bypasses the environment's proxy for a judge on this machine."""
     for name in ("httpx", "httpx2", "openai"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    direct = {"trust_env": False, "verify": ssl.create_default_context()} if _is_here(endpoint) else {}
+    direct = {"trust_env": False, "verify": ssl.create_default_context()} if _is_local(endpoint) else {}
     try:
         return kind(**direct, **options)
-    except (ValueError, ImportError) as error:  # of the value of a variable
-        raise TaskError(f"the judge {endpoint} cannot be asked: {first_line(error)}{_proxy_hint(endpoint)}") from error
+    except (ValueError, ImportError) as error:  # from the value of a variable
+        raise TaskError(f"cannot query the judge {endpoint}: {first_line(error)}{_proxy_hint(endpoint)}") from error
 
 
-def _is_here(endpoint: str) -> bool:
+def _is_local(endpoint: str) -> bool:
     host = urlsplit(endpoint).hostname or ""
     return is_loopback(host) or host.endswith(".localhost") or host in ("0.0.0.0", socket.gethostname().lower())
 
 
 def _proxy_hint(endpoint: str) -> str:
-    """Return what an error says of the environment's proxy, if an endpoint is asked through it."""
+    """Return a hint for errors if an endpoint is reached through the environment's proxy; else ''."""
     url = urlsplit(endpoint)
     names = (f"{url.scheme}_proxy", f"{url.scheme}_proxy".upper(), "all_proxy", "ALL_PROXY")
     name = next(filter(os.environ.get, names), "")
-    if not name or _is_here(endpoint) or proxy_bypass(url.hostname or ""):
+    if not name or _is_local(endpoint) or proxy_bypass(url.hostname or ""):
         return ""
-    return f"; it is asked through the proxy of {name}: to ask it directly, add {url.hostname} to NO_PROXY"
+    return f"; requests use the proxy of {name}: to bypass it, add {url.hostname} to NO_PROXY"
 
 
 # --- a classifier -------------------------------------------------------------------------------------
@@ -256,28 +256,28 @@ def _proxy_hint(endpoint: str) -> str:
 def check_classifier(name: str, config: Classifier) -> None:
     """Check the model's config and tokenizer, without its weights.
 
-    TaskError if there is no model, it has more than one output, or its tokenizer is of another model.
+    Raises TaskError if there is no model, it has more than one output, or its tokenizer is of another model.
     """
     _tokenizer_for(name, config, _config_of(name, config))
 
 
 def load_classifier(name: str, config: Classifier) -> Call:
-    """Return the classifier as a reward function, its model in this process; TaskError as `check_classifier`."""
+    """Return the classifier as a reward function, with its model loaded here; raise TaskError as `check_classifier`."""
     import torch
     from transformers import AutoModelForSequenceClassification
 
-    where, made = f"task.reward_models.{name}", _config_of(name, config)
-    tokenizer = _tokenizer_for(name, config, made)
+    where, model_config = f"task.reward_models.{name}", _config_of(name, config)
+    tokenizer = _tokenizer_for(name, config, model_config)
     try:
         model, loaded = AutoModelForSequenceClassification.from_pretrained(
             config.path, dtype=getattr(torch, config.dtype), local_files_only=True, output_loading_info=True
         )
         model = model.to(config.device).eval()
-    except (OSError, ValueError, RuntimeError, AssertionError) as error:  # the last of a torch without CUDA
+    except (OSError, ValueError, RuntimeError, AssertionError) as error:  # the last from a torch without CUDA
         raise TaskError(f"{where}: {config.path} cannot be loaded: {first_line(error)}") from error
     if missing := sorted(loaded["missing_keys"]):
         raise TaskError(
-            f"{where}: {config.path} lacks {missing[0]}, so its rewards would be random: it is no trained classifier"
+            f"{where}: {config.path} lacks {missing[0]}, so its rewards would be random: use a trained classifier"
         )
     limit = _max_tokens(model)
     pads = tokenizer.pad_token_id is not None and tokenizer.pad_token_id != tokenizer.eos_token_id
@@ -294,7 +294,7 @@ def load_classifier(name: str, config: Classifier) -> Call:
             with torch.inference_mode():
                 logits = model(**{key: value.to(config.device) for key, value in batch.items()}).logits
             values: list[float] = logits[:, 0].float().tolist()
-        except torch.AcceleratorError:  # with it all that this process asks of its GPU fails from now on
+        except torch.AcceleratorError:  # after this, every GPU call of this process fails
             traceback.print_exc()
             os._exit(1)
         return values
@@ -306,12 +306,12 @@ def load_classifier(name: str, config: Classifier) -> Call:
         encoded = tokenizer(texts, add_special_tokens=not config.chat)["input_ids"]
         fit = [number for number, ids in enumerate(encoded) if ids and (limit is None or len(ids) <= limit)]
         values: list[float | NoScore | None] = [
-            NoScore("too long for the reward model", f"{len(ids)} tokens, it was made for {limit}")
+            NoScore("too long for the reward model", f"{len(ids)} tokens, its limit is {limit}")
             if ids
-            else NoScore("the reward model's tokenizer makes no token of the text")
+            else NoScore("the reward model's tokenizer returns no token for the text")
             for ids in encoded
         ]
-        # without a token of its own for padding a classifier cannot tell where a shorter text ends
+        # without a separate padding token a classifier cannot find the end of a shorter text
         for batch in [fit] if pads and fit else [[number] for number in fit]:
             for number, value in zip(batch, score([encoded[number] for number in batch]), strict=True):
                 values[number] = config.weight * value
@@ -321,11 +321,11 @@ def load_classifier(name: str, config: Classifier) -> Call:
 
 
 def _max_tokens(model: Any) -> int | None:  # noqa: ANN401 -- Transformers
-    """Return the length of text that a model was made for; None if it has no limit."""
+    """Return the maximum tokens of a text for a model; None if it has no limit."""
     if (limit := getattr(model.config.get_text_config(), "max_position_embeddings", None)) is None:
         return None
     tables = (module for name, module in model.named_modules() if name.endswith("position_embeddings"))
-    padding = (getattr(table, "padding_idx", None) for table in tables)  # models like RoBERTa count from behind it
+    padding = (getattr(table, "padding_idx", None) for table in tables)  # models like RoBERTa number positions after it
     return int(limit) - sum(index + 1 for index in padding if index is not None)
 
 
@@ -342,34 +342,34 @@ def _config_of(name: str, config: Classifier) -> Any:  # noqa: ANN401 -- Transfo
 
     where = f"task.reward_models.{name}.path = '{config.path}'"
     if not (Path(config.path) / "config.json").is_file():
-        raise TaskError(f"{where}: there is no model (config.json) in this folder")
+        raise TaskError(f"{where}: this folder has no model (config.json)")
     try:
-        made = AutoConfig.from_pretrained(config.path, local_files_only=True)
+        model_config = AutoConfig.from_pretrained(config.path, local_files_only=True)
     except (OSError, ValueError) as error:
         raise TaskError(f"{where}: its config.json cannot be read: {first_line(error)}") from error
-    kinds = made.architectures or ["no architecture"]
+    kinds = model_config.architectures or ["no architecture"]
     if not kinds[0].endswith("ForSequenceClassification"):
         raise TaskError(f"{where} is of type {kinds[0]}; a reward model is a ...ForSequenceClassification")
-    if made.num_labels != 1:
+    if model_config.num_labels != 1:
         raise TaskError(
-            f"{where} has {made.num_labels} outputs, and a reward is one number: take one with num_labels 1"
+            f"{where} has {model_config.num_labels} outputs, but a reward is one number: use a model with num_labels 1"
         )
-    return made
+    return model_config
 
 
-def _tokenizer_for(name: str, config: Classifier, made: Any) -> Any:  # noqa: ANN401 -- Transformers
+def _tokenizer_for(name: str, config: Classifier, model_config: Any) -> Any:  # noqa: ANN401 -- Transformers
     from transformers import AutoTokenizer
 
     where = f"task.reward_models.{name}.path = '{config.path}'"
     try:
         tokenizer = AutoTokenizer.from_pretrained(config.path, local_files_only=True)
-    except Exception as error:  # of many kinds
-        raise TaskError(f"{where} has no tokenizer that can be loaded: {first_line(error)}") from error
-    vocab_size = made.get_text_config().vocab_size
+    except Exception as error:  # of many types
+        raise TaskError(f"{where} has no loadable tokenizer: {first_line(error)}") from error
+    vocab_size = model_config.get_text_config().vocab_size
     if len(tokenizer) > vocab_size:
         raise TaskError(
-            f"{where}: its tokenizer has {len(tokenizer)} tokens and its model a vocabulary of {vocab_size}: the "
-            "tokenizer is of another model; put the model's own into the folder"
+            f"{where}: its tokenizer has {len(tokenizer)} tokens, but its model a vocabulary of {vocab_size}: the "
+            "tokenizer is of another model; put the model's own tokenizer into the folder"
         )
     if config.chat and not tokenizer.chat_template:
         raise TaskError(

@@ -1,8 +1,8 @@
-"""Rules: rewards by name, which hold a completion against a column of its row.
+"""Rules: built-in rewards by name, which compare a completion with a column of its row.
 
-They run where any reward function does, so one that does not end is ended with its process: a regular expression that
-backtracks forever, or an equation that sympy never simplifies, costs its own sample. The rule `code` is in
-`actors.tasks.code`.
+They run in reward processes like any reward function, so a rule that does not return is killed with its process: a
+regular expression that backtracks forever, or an equation that sympy never simplifies, costs only its own sample. The
+rule `code` is in `leeway.actors.tasks.code`.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ from unicodedata import normalize
 
 import numpy as np
 
-from actors.tasks.code import check_code, check_tests, load_code
-from actors.tasks.config import CodeRule, ContainsRule, ExactRule, MathRule, RegexRule, RewardRule
-from actors.tasks.prompts import Template, split_field, value_at
-from actors.tasks.task import Call, NoScore, Problem, TaskError, among_known
+from leeway.actors.tasks.code import check_code, check_tests, load_code
+from leeway.actors.tasks.config import CodeRule, ContainsRule, ExactRule, MathRule, RegexRule, RewardRule
+from leeway.actors.tasks.prompts import Template, split_field, value_at
+from leeway.actors.tasks.task import Call, NoScore, Problem, TaskError, among_known
 
 ANSWERS = ("answer", "solution", "ground_truth")
 TESTS = ("tests", "test_list")
 """Columns that a rule reads if its table names none, in this order."""
-_Matches = Callable[[str, str], bool | NoScore]  # whether a completion is right by this answer
+_Matches = Callable[[str, str], bool | NoScore]  # (answer, completion) -> whether the completion is correct
 
 
 def check_rule(
     name: str, rule: RewardRule, columns: Collection[str], problems: Sequence[Problem], *, here: bool
 ) -> None:
-    """Find what is wrong with a rule before a process starts; with `here` also what this machine lacks for it.
+    """Check a rule before a process starts; with `here`, also check what it needs of this machine.
 
-    TaskError if no row has its column, none of these problems has a value there, a library is missing, or the kernel
-    refuses a required isolation.
+    Raises TaskError if no row has its column, none of these problems has a value there, a library is missing, or the
+    kernel refuses a required isolation.
     """
     path = _path(name, rule, columns)
     if path is not None and all(value_at(each.columns, path) is None for each in problems):
         column, _ = split_field(path)
         one = next((each for each in problems if each.columns.get(column) is not None), problems[0])
-        why = f"task.rewards: no training row has what '{name}' reads,"
-        Template(f"{{{path}}}", why).render(one.columns, f"row {one.index}")  # says which keys there are
+        why = f"task.rewards: no training row has the value that '{name}' reads,"
+        Template(f"{{{path}}}", why).render(one.columns, f"row {one.index}")  # its error lists the existing keys
         raise TaskError(f"{why} '{{{path}}}': it is null")
     if here and isinstance(rule, MathRule):
         _check_math()
@@ -54,7 +54,7 @@ def check_rule(
 
 
 def load_rule(name: str, rule: RewardRule, columns: Collection[str]) -> Call:
-    """Return the rule as a reward function; TaskError as `check_rule`."""
+    """Return the rule as a reward function; raise TaskError as `check_rule`."""
     path = _path(name, rule, columns)
 
     def look_up(problem: Problem) -> Any:  # noqa: ANN401 -- any JSON
@@ -80,7 +80,7 @@ def load_rule(name: str, rule: RewardRule, columns: Collection[str]) -> Call:
 
 
 def _texts(answer: object, rule: RewardRule) -> list[str]:
-    """Return each spelling of the answer: 0.00005 is 5e-05 too, 5.0 is 5; but not within a text, where 15 has a 5."""
+    """Return all spellings of a number (5e-05 and 0.00005, 5.0 and 5), except for `contains`: 15 contains a 5."""
     texts = [str(answer)]
     if isinstance(answer, float) and math.isfinite(answer) and not isinstance(rule, ContainsRule | MathRule):
         texts.append(np.format_float_positional(answer, trim="-"))
@@ -88,15 +88,15 @@ def _texts(answer: object, rule: RewardRule) -> list[str]:
 
 
 def _path(name: str, rule: RewardRule, columns: Collection[str]) -> str | None:
-    """Return the field of a row with the value for the rule, None if it needs none; TaskError if no row has it."""
+    """Return the field that the rule reads of a row, None if it needs none; raise TaskError if no row has it."""
     if isinstance(rule, RegexRule) and rule.column is None:
         return None
-    usual = TESTS if isinstance(rule, CodeRule) else ANSWERS
-    path = rule.column or next((each for each in usual if each in columns), None)
+    defaults = TESTS if isinstance(rule, CodeRule) else ANSWERS
+    path = rule.column or next((each for each in defaults if each in columns), None)
     if path is None:
         raise TaskError(
-            f"task.rewards: '{name}' looks for a column {' or '.join(usual)}, and the rows have {', '.join(columns)}; "
-            f'name theirs in a table: [task.reward_rules.{name}] type = "{rule.type}", column = ...'
+            f"task.rewards: '{name}' needs a column {' or '.join(defaults)}, but the rows have {', '.join(columns)}; "
+            f'name the column in a table: [task.reward_rules.{name}] type = "{rule.type}", column = ...'
         )
     column, _ = split_field(path)
     if column not in columns:
@@ -122,17 +122,17 @@ def _matches_of(rule: MathRule | ExactRule | ContainsRule | RegexRule) -> _Match
     fold: Callable[[str], str] = str.casefold if rule.ignore_case else str
 
     def matches(answer: str, completion: str) -> bool | NoScore:
-        if not (right := fold(answer.strip())):
+        if not (expected := fold(answer.strip())):
             return NoScore("the row's answer is empty")
         if isinstance(rule, ContainsRule):
-            return right in fold(completion)
-        return fold(_between(completion, rule.answer_tag)) == right
+            return expected in fold(completion)
+        return fold(_between(completion, rule.answer_tag)) == expected
 
     return matches
 
 
 def _between(completion: str, tag: str | None) -> str:
-    """Return what the last pair of tags holds; nothing without such a pair."""
+    """Return the text between the last pair of tags; empty without such a pair."""
     if tag is None:
         return completion.strip()
     head, closed, _ = completion.rpartition(f"</{tag}>")
@@ -142,13 +142,13 @@ def _between(completion: str, tag: str | None) -> str:
 
 # --- exact numbers --------------------------------------------------------------------------------------
 
-_Number = tuple[Fraction, int]  # the value as it is written; 100 where a percent sign follows, else 1
-_LONGEST = 3000  # characters of an answer that is read, digits of a power that is computed (1e999999999 is not)
+_Number = tuple[Fraction, int]  # the value as written; 100 if a percent sign follows, else 1
+_LONGEST = 3000  # maximum characters of an answer, and digits of a computed power (1e999999999 is not computed)
 _SIGNS = str.maketrans(
     "\u2212\u2013\u2012\u2010\u2011\u00d7\u2715\u22c5\u2219\u00f7\u2044", "-----····//", "\u200b\u2060\ufeff"
 )
 _PART = r"(?:\{\s*([-+]?[\d.]+(?:\^[-+]?\d+)?)\s*\}|(\d))"
-_SPELLINGS = (  # to 1234567, 2·10^-5, 1/2, 3 1/2, -7, 7%
+_SPELLINGS = (  # normalizes to 1234567, 2·10^-5, 1/2, 3 1/2, -7, 7%
     (r"(?<=\d)(?<!\d{4})(?<!\b0)(?:,\\!|\{,\}|\\[,;: ]|[,'_\u2019 ])(?=\d{3}(?!\d|,\d\d?\b| ?/))", ""),
     (r"[ \t]*(?:·|\\(?:times|cdot)(?![A-Za-z]))[ \t]*|(?<=[\d.])[ \t]*[xX][ \t]*(?=\d)", "·"),
     (r"[ \t]*(?:/|\\div(?![A-Za-z]))[ \t]*", "/"),
@@ -169,13 +169,13 @@ _STARTS = r"(?:(?<![A-Za-z0-9)}%^+-])(?<!\d[ .\]])[-+])?(?<![A-Za-z0-9^])(?<![^\
 _RUN = rf"{_STARTS}{_TERM}(?:{_TIMES}{_TERM})*"
 _UNIT = r"(?!sqrt|sin|cos|tan|log|exp|and|mod|hundred|thousand|[mbtr]+illion)(?:[cmk]m|[km]g|ml|ft|hr|m/s|[A-Za-z]{3,})"
 _ALONE = rf"[\s({{\[$€£¥₹]*({_RUN})[\s)\]}}$€£¥₹°.,*]*(%?)[\s)\]}}$°.,]*(?:{_UNIT}(?:[\sA-Za-z./)}}]|\^-?\d)*)?"
-_PART_OF_MORE = re.compile(  # what stands before \1 or behind \2, which enclose a number
+_PART_OF_MORE = re.compile(  # text before \1 or after \2, which enclose a number
     r"(?:[-+][ \t*`\"'$({\[]*|[\w)\]}%] *[/·^][({]*|[)\]}] *\* *|[√±^]\{?|(?<![A-Za-z])—|\d(?::|[.:]?\()|[\]}]\s*\{\s*"
     r"|\\[A-Za-z]+(?:_\w+)?[\s{(]*|(?:(?<![-=\n>])>|<|[<>!]=|[≤≥≠])[ \t]*|\b(?:sqrt|log|ln|exp|sin|cos|tan)\W{0,2}"
     r"|(?:\bnot|n't|than|instead of) |[\d)}$]\W{0,3}\bor\W{0,3})\x01|[.\d]\d\x02\.\.|\x02(?:[)\]}]*\^|_\d|[.,:]\d"
     r"|[xyzikKMB]\b|[eEbxo]\d| *(?:[π√∞±]|\\(?:pi|sqrt|pm|[lc]?dots|frac)|[-+*·/] *[({\\]|hundr|thous|[mbtr]+ill))"
 )
-_SEVERAL = re.compile(  # in these math-verify takes one of several answers, or a part for the whole
+_SEVERAL = re.compile(  # in these, math-verify accepts one of several answers, or a part as the whole
     r"(?<!\\);|[±…]|(?<![\\{]),(?!\d{3})|\b(?:or|and)\b|\.{3}|\\(?:pm|n|[lc]?dots)|\\text\w*\{[^{}]*\d|illion|thousand|[\d)}]_"
 )
 _BOX = re.compile(r"\\boxed\s*(?:\{(" + r"(?>[^{}]|\{" * 5 + r"[^{}]*" + r"\})*+" * 5 + r")\}|([^{\n]+))")
@@ -202,7 +202,7 @@ def _value(run: str) -> Fraction | None:
 
 
 def _last_number(text: str) -> _Number | None:
-    """Return the last number of prose; None if it is part of something else, as in 5 or 7, x > 7, sqrt(7)."""
+    """Return the last number in prose; None if it is part of an expression, such as 5 or 7, x > 7, sqrt(7)."""
     end = max((each.end() for each in re.finditer(r"[\d¼-¾⅐-⅞]+", text)), default=0)
     text = "\n" + (text[: end + 80] if end <= _LONGEST else re.sub(r"^\S+", "", text[end - _LONGEST : end + 80]))
     text = re.sub(r"(?m)^[ \t]*[-+*•][ \t]+", "", text)  # bullets
@@ -215,7 +215,7 @@ def _last_number(text: str) -> _Number | None:
 
 
 def _answer(text: str) -> tuple[_Number | None, str]:
-    """Return the number that is the answer, if it is one, and the formula that is; the last box before all else."""
+    """Return the answer as a number, if it is one, and as a formula; the last box takes precedence."""
     text = text.replace("\\$", "£").replace("$$", "$")
     box = _BOX.match(text, max(text.rfind("\\boxed"), 0))
     start, formula = (box.start(), box[1] or box[2] or "") if box else (0, "")
@@ -245,36 +245,36 @@ def _check_math() -> None:
 
 
 def _load_math(tag: str | None) -> _Matches:
-    """Without math-verify's own time limits, which are alarms: what takes too long is ended with this process."""
+    """Load the rule without math-verify's own timeouts, which are alarms: a slow call is killed with this process."""
     _check_math()
     from math_verify import parse, verify
     from sympy import Basic, Float, Rational  # type: ignore[import-untyped]
 
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its limits are off
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its timeouts are off
 
     def parsed(text: str) -> list[Any]:
         text = re.sub(r"(?<![\w.])(\d+(?:\.\d+)?)[eE]([+-]?\d{1,3})(?!\w|\.\d)", r"{\1*10^{\2}}", text[-20_000:])
-        is_endless = re.search(r"(?:[({\[][^(){}\[\]]*){40}|\^[\s{(]*[-+]?\d{5,}", text)  # it would take minutes
+        is_endless = re.search(r"(?:[({\[][^(){}\[\]]*){40}|\^[\s{(]*[-+]?\d{5,}", text)  # parsing would take minutes
         found = [] if is_endless else parse(text, parsing_timeout=None)
         return [x.xreplace({y: Rational(str(y)) for y in x.atoms(Float)}) if isinstance(x, Basic) else x for x in found]
 
     @lru_cache(1024)  # the samples of a group share their answer
-    def right_one(answer: str) -> tuple[_Number | None, list[Any]]:
-        text = answer.rpartition("####")[2].strip()  # of GSM8K, whose answers show how they are found
+    def expected(answer: str) -> tuple[_Number | None, list[Any]]:
+        text = answer.rpartition("####")[2].strip()  # GSM8K answers include the derivation
         number = None if "=" in text else _answer(f"\\boxed{{{text}}}")[0]
         exact = [Rational(number[0] / number[1])] if number else None
         return number, exact or parsed(text if re.search(r"\$|\\boxed|\\[(\[]", text) else f"\\boxed{{{text}}}")
 
     def matches(answer: str, completion: str) -> bool | NoScore:
-        right, formulas = right_one(answer)
+        right, formulas = expected(answer)
         if not formulas:
-            return NoScore("the row's answer is no mathematics", repr(answer[:200]))
+            return NoScore("the row's answer is not mathematics", repr(answer[:200]))
         text = _between(completion, tag)
         text = text.rpartition("</think>")[2].strip() or text
         given, formula = _answer(text)
         if right and given:
             (share, per), (number, one) = (right, given) if right[1] > given[1] else (given, right)
-            as_named = number if number.denominator == 1 < abs(number) else None  # 50% for 50, as math-verify has it
+            as_named = number if number.denominator == 1 < abs(number) else None  # 50% for 50, as in math-verify
             return share == number if per == one else share in (100 * number, as_named)
         if right:
             text = "" if _SEVERAL.search(formula) else f"\\boxed{{{formula}}}"

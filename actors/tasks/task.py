@@ -22,62 +22,63 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from actors.tasks.config import FileTask, ReasoningGymTask, RewardModel, RewardRule
-from common.user_input import did_you_mean
+from leeway.actors.tasks.config import FileTask, ReasoningGymTask, RewardModel, RewardRule
+from leeway.common.errors import LeewayError
+from leeway.common.user_input import did_you_mean
 
-MOST_LOOKED_AT = 50_000
-"""Prompts that are tokenised before a run starts; its actors tokenise all."""
-MOST_BYTES = 8_000_000
-"""UTF-8 bytes of those prompts together; the longest is checked even if it has more."""
+MAX_CHECKED_PROMPTS = 50_000
+"""Maximum prompts that are tokenised before a run starts; its actors tokenise all of them."""
+MAX_CHECKED_BYTES = 8_000_000
+"""Maximum UTF-8 bytes of those prompts together; the longest prompt is checked even if it exceeds them."""
 PROMPTS = "prompts"
-"""Stands for the text of the prompt among the columns that a process reads."""
+"""Name of the prompt's text among the columns that a process reads."""
 _AT_ONCE_CHARACTERS = 2**18
-"""Characters that each core tokenises at once; a tokenizer takes some hundred bytes for each token."""
+"""Characters that each core tokenises at once; a tokenizer needs about a hundred bytes per token."""
 
 
-class TaskError(ValueError):
-    """The `[task]` section asks for something that cannot be had; the text names the key and the file."""
+class TaskError(LeewayError, ValueError):
+    """The `[task]` section is invalid; the text names the key and the file."""
 
 
 def among_known(name: str, known: Iterable[str]) -> str:
-    """Return a clause that lists what is known and a close name, if any."""
+    """Return a clause that lists the known names, and a similar one if any."""
     names = sorted({str(one) for one in known})
     shown = ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
     return f"known: {shown or 'none'}{did_you_mean(name, names)}"
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of a library's error; its kind if it has none."""
+    """Return the first line of a library's error; its type if it has no text."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 @dataclass(frozen=True, slots=True)
 class NoScore:
-    """In place of a score: this sample has none, and no other is to blame."""
+    """In place of a score: the sample has none, and other samples of the call are not affected."""
 
     why: str
-    """Failures are counted by it, so it names no sample."""
+    """Failures are counted by this text, so it must not contain anything specific to a sample."""
     detail: str = ""
 
 
 TOOK_TOO_LONG = "took too long"
-"""The `why` of a sample whose own time limit was over: it is not tried again."""
+"""The `why` of a sample that exceeded its own timeout; it is not retried."""
 Scores = Sequence[float | NoScore | None]
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One prompt and what is known of it."""
+    """One prompt and its data."""
 
     question: str
-    """What the split hashed, if the process keeps it; else the text."""
+    """The text that the split hashed, if the process keeps it; else the prompt."""
     text: str
-    """The prompt after the template, before any chat template, for reward functions. Decoded from the tokens in an
-    actor whose rewards do not read it."""
+    """The prompt after the template and before any chat template, for reward functions. Decoded from the tokens in an
+    actor if no reward reads it."""
     columns: Mapping[str, Any]
-    """JSON-safe, for reward functions, and stored with every trajectory; in an actor what rewards read."""
+    """JSON-safe values for reward functions, stored with every trajectory; actors keep only those that rewards read."""
     index: int = 0
-    """Of the item in its dataset, or of the row in its file."""
+    """Index of the item in its dataset, or number of the row in its file."""
     token_ids: list[int] = field(default_factory=list)
     """Empty if the task was loaded without a tokenizer."""
 
@@ -105,47 +106,47 @@ class RewardFunction:
 
 @dataclass(frozen=True, slots=True)
 class TaskFacts:
-    """What a run must know of a task. The fingerprint is equal if two processes see the same prompts."""
+    """Facts of a task that a run needs. The fingerprint is equal if two processes read the same prompts."""
 
     num_train: int
     num_heldout: int
     fingerprint: str
     rows: str = ""
-    """Counts of rows: read, used, equal to another, skipped."""
+    """Counts of rows: read, used, duplicate, skipped."""
     teacher_of_prompt: bytes = b""
     """Number of each training prompt's teacher; empty without teachers."""
     end_of_turn: tuple[int, str, str] | None = None
     """The token that ends an answer, its text, and its source: 'chat template' or 'tokenizer'."""
     answer_start: str = ""
-    """What prompts have of the answer, before the completion."""
+    """Start of the answer that every prompt contains, before the completion."""
     column_digests: Mapping[str, str] = field(default_factory=dict)
-    """By column: equal if reward functions read the same of every prompt. Empty in a process of the run."""
+    """Hash of each column: equal if reward functions read the same values. Empty in the processes of a run."""
 
 
 class PromptStore:
-    """Prompts in a few bytes each: token ids as int32, columns as JSON. A `Problem` is made anew each time."""
+    """Stores prompts compactly: token ids as int32, columns as JSON. Each access creates a new `Problem`."""
 
     def __init__(
         self, render: Render, names: Sequence[str], reads: Collection[str] | None, codec: PromptCodec | None
     ) -> None:
-        """Keep the columns `reads` of rows (None: all), of which the split hashes `names`, and with a codec tokens."""
+        """Store the columns `reads` (None: all) and, with a codec, tokens; the split hashes the columns `names`."""
         self._has_text = reads is None or PROMPTS in reads
         self._reads = None if reads is None else {*reads, *(names if self._has_text else ())}
         self._render, self._names, self._codec = render, names, codec
         self._rows, self._json, self._ends = array("I"), bytearray(), array("q", [0])
         self.ids, self.id_ends = array("i"), array("q", [0])
         self.sizes, self.keys = array("i"), array("Q")
-        """UTF-8 bytes of each prompt, and a hash of it in NFC."""
+        """Size of each prompt in UTF-8 bytes, and a hash of its NFC text."""
         self._pending: list[str] = []
         self._num_pending, self._num_cores, self.tokenising_s = 0, len(os.sched_getaffinity(0)), 0.0
 
     def add(self, row: Mapping[str, Any], text: str, number: int = 0, key: int = 0) -> int:
-        """Keep a row, the `number`-th of its data, whose prompt is `text` with the hash `key`; return its place."""
+        """Store row `number` of the data, with its prompt `text` and the hash `key` of that; return its place."""
         if self._reads is not None:
             row = {name: value for name, value in row.items() if name in self._reads}
         kept = _to_json(row)
         if self._has_text and not all(isinstance(row.get(name), str) for name in self._names):
-            # a decimal, say, is printed otherwise than the number that is kept of it
+            # for example, a decimal renders differently than the number that is stored for it
             kept = kept if self._render(json.loads(kept)) == text else _to_json({**row, "": text})
         self._json += kept.encode()
         self._ends.append(len(self._json))
@@ -159,7 +160,7 @@ class PromptStore:
         return len(self.keys) - 1
 
     def flush(self) -> None:
-        """Tokenise what was added, on all cores: a tokenizer computes without the GIL."""
+        """Tokenise the added prompts on all cores: a tokenizer runs without the GIL."""
         texts, self._pending, self._num_pending = self._pending, [], 0
         if self._codec is None or not texts:
             return
@@ -183,7 +184,7 @@ class PromptStore:
 
 
 class StoredPrompts(Sequence[Problem]):
-    """Some prompts of a store, by their places."""
+    """A sequence of prompts of a store, given by their places."""
 
     def __init__(self, store: PromptStore, places: npt.NDArray[np.int64]) -> None:
         self.store, self.places = store, places
@@ -191,28 +192,28 @@ class StoredPrompts(Sequence[Problem]):
     def __len__(self) -> int:
         return len(self.places)
 
-    def __getitem__(self, index: Any) -> Any:  # noqa: ANN401 -- a problem, or of a slice some prompts
+    def __getitem__(self, index: Any) -> Any:  # noqa: ANN401 -- a problem; for a slice, prompts
         places = self.places[index]
         return StoredPrompts(self.store, places) if isinstance(index, slice) else self.store.problem(int(places))
 
 
 @dataclass(frozen=True)
 class Task:
-    """Prompt ids are 0..num_train-1 and mean the same in every process."""
+    """A loaded task. Prompt ids are 0..num_train-1 and are the same in every process."""
 
     train: Sequence[Problem]
     heldout: Sequence[Problem]
     rewards: tuple[RewardFunction, ...]
     rows: str = ""
     store: PromptStore | None = None
-    """None: the problems were made by hand."""
+    """None: the problems were created by hand."""
 
     def prompt(self, prompt_id: int) -> Problem:
-        """Return the training problem of this id; TaskError if buffer and actor disagree about the task."""
+        """Return the training problem with this id; raise TaskError if buffer and actor have different tasks."""
         if not 0 <= prompt_id < len(self.train):
             raise TaskError(
-                f"prompt {prompt_id} was leased but this actor's task has {len(self.train)} training prompts; "
-                "the buffer was opened for another [task]: check num_train and the task's files"
+                f"prompt {prompt_id} was leased, but this actor's task has {len(self.train)} training prompts: "
+                "the buffer was created for another [task]; check num_train and the task's files"
             )
         return self.train[prompt_id]
 
@@ -237,40 +238,40 @@ class Task:
         return np.concatenate([half.places for half in halves])
 
     def check_lengths(self, max_prompt_tokens: int) -> None:
-        """See that no prompt is empty or too long; TaskError says how many are, and what the longest needs."""
-        assert self.store is not None, "it was loaded"
+        """Raise TaskError if prompts are empty or too long, with their number and the length of the longest."""
+        assert self.store is not None, "the task was loaded from a config"
         lengths = np.diff(self.store.id_ends)[self._places()]
         self._check_lengths(np.arange(len(lengths)), lengths, max_prompt_tokens)
 
     def check_prompts(self, codec: PromptCodec, max_prompt_tokens: int, vocab_size: int) -> None:
-        """Check as many prompts as a few seconds allow, the longest by UTF-8 bytes.
+        """Check as many prompts as is possible in a few seconds, those with the most UTF-8 bytes.
 
-        TaskError as `check_lengths`; or if the tokenizer has more tokens than the model.
+        Raises TaskError as `check_lengths`, or if the tokenizer has more tokens than the model.
         """
-        assert self.store is not None, "it was loaded"
+        assert self.store is not None, "the task was loaded from a config"
         places = self._places()
         sizes = np.array(self.store.sizes)[places]
-        order = np.argsort(-sizes, kind="stable")[:MOST_LOOKED_AT]
-        order = order[: max(1, int(np.searchsorted(np.cumsum(sizes[order]), MOST_BYTES, "right")))]
-        tried = PromptStore(str, (), (), codec)
+        order = np.argsort(-sizes, kind="stable")[:MAX_CHECKED_PROMPTS]
+        order = order[: max(1, int(np.searchsorted(np.cumsum(sizes[order]), MAX_CHECKED_BYTES, "right")))]
+        checked = PromptStore(str, (), (), codec)
         for place in places[order].tolist():
-            # no token has so many characters; the rest of a text that is longer need not be looked at
-            tried.add({}, self.store.problem(place).text[: 1000 * (max_prompt_tokens + 1)])
-        tried.flush()
-        self._check_lengths(order, np.diff(tried.id_ends), max_prompt_tokens)
-        if (greatest := max(tried.ids)) >= vocab_size:
+            # no token has this number of characters, so the rest of a longer text need not be checked
+            checked.add({}, self.store.problem(place).text[: 1000 * (max_prompt_tokens + 1)])
+        checked.flush()
+        self._check_lengths(order, np.diff(checked.id_ends), max_prompt_tokens)
+        if (greatest := max(checked.ids)) >= vocab_size:
             raise TaskError(
-                f"the tokenizer makes token {greatest} of a prompt, and the model has a vocabulary of {vocab_size}: it "
-                "is of another model; put the model's own tokenizer into its folder"
+                f"the tokenizer returns token {greatest} for a prompt, but the model has a vocabulary of {vocab_size}: "
+                "the tokenizer is of another model; put the model's own tokenizer into its folder"
             )
 
-    def _check_lengths(self, indices: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], most: int) -> None:
-        """Of the prompts of these numbers, training ones first."""
-        wrong = np.flatnonzero((lengths == 0) | (lengths > most))
+    def _check_lengths(self, indices: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], max_tokens: int) -> None:
+        """Check the lengths of the prompts with these indices; held-out prompts follow the training prompts."""
+        wrong = np.flatnonzero((lengths == 0) | (lengths > max_tokens))
         if not len(wrong):
             return
         num_all = len(self.train) + len(self.heldout)
-        seen = f"the {len(indices)} that were looked at of " if len(indices) < num_all else ""
+        seen = f"the {len(indices)} checked among " if len(indices) < num_all else ""
         of_all = f"of {seen}the task's {num_all} prompts"
         worst = wrong[np.argmax(lengths[wrong])]
         index, length = int(indices[worst]), int(lengths[worst])
@@ -278,29 +279,27 @@ class Task:
         name = f"held-out prompt {rank}" if rank >= 0 else f"training prompt {index}"
         text = (self.heldout[rank] if rank >= 0 else self.train[index]).text[:80]
         if length == 0:
-            raise TaskError(
-                f"{len(wrong)} {of_all} have no token at all, {name} the first ({text!r}): see task.template"
-            )
+            raise TaskError(f"{len(wrong)} {of_all} have no tokens; the first is {name} ({text!r}): see task.template")
         raise TaskError(
-            f"{(lengths > most).sum()} {of_all} are longer than actors.max_prompt_tokens = {most}; the longest, "
-            f"{name}, has {length} tokens: {text!r}. Set actors.max_prompt_tokens = {length}, shorten task.template, "
-            "or take the long questions out of the data"
+            f"{(lengths > max_tokens).sum()} {of_all} are longer than actors.max_prompt_tokens = {max_tokens}; the "
+            f"longest, {name}, has {length} tokens: {text!r}. Set actors.max_prompt_tokens = {length}, shorten "
+            "task.template, or remove long questions from the data"
         )
 
 
 def digest_of(text: str) -> int:
-    """Return a hash of 64 bits of the NFC text."""
+    """Return a 64-bit hash of the NFC text."""
     return int.from_bytes(blake2b(normalize("NFC", text).encode(), digest_size=8).digest(), "big")
 
 
 def hashed_text(row: Mapping[str, Any], names: Iterable[str]) -> str:
-    """Return the text of some columns of a row; that of a single column is unchanged."""
+    """Return the joined text of some columns of a row; the text of a single column is unchanged."""
     values = (row.get(name, "") for name in names)
     return "\0".join(value if isinstance(value, str) else _to_json(value) for value in values)
 
 
 def json_safe(value: Any) -> Any:  # noqa: ANN401 -- any JSON
-    """Return a copy made of JSON types only: tuples become lists, numbers plain, anything else its text."""
+    """Return a copy of JSON types only: tuples become lists, numbers plain numbers, other values their text."""
     return json.loads(_to_json(value))
 
 
@@ -309,7 +308,7 @@ def _plain(value: object) -> object:
         return sorted(value, key=str)
     if hasattr(value, "tolist"):  # numpy scalars and arrays
         return value.tolist()
-    if isinstance(value, Decimal):  # a number, unless a float would be another one
+    if isinstance(value, Decimal):  # a number, unless a float would change its value
         number = int(value) if value.as_tuple().exponent == 0 else float(value)
         return number if Decimal(repr(number)) == value else str(value)
     return value.decode(errors="backslashreplace") if isinstance(value, bytes) else str(value)
@@ -317,47 +316,46 @@ def _plain(value: object) -> object:
 
 _to_json = json.JSONEncoder(default=_plain, skipkeys=True, ensure_ascii=False, separators=(",", ":")).encode
 _ANSWER = {"role": "assistant", "content": "the-answer"}
-"""A turn on which a chat template is tried."""
+"""An example turn for rendering a chat template."""
 OPEN_TAG = re.compile(r"(<(?:think|thinking|thought|reasoning|answer)>)\s*$", re.IGNORECASE)
-"""End of a prompt that has the start of the answer."""
+"""End of a prompt that contains the start of the answer."""
 _TOKENIZER_FILES = ("tokenizer.json", "*.model", "vocab.*", "merges.txt")
-"""A folder with a tokenizer has at least one."""
+"""A folder with a tokenizer has at least one of these."""
 
 
 class PromptCodec:
-    """Encodes prompts, as they are or as a user turn of a chat, and decodes completions."""
+    """Encodes prompts, unchanged or as a user turn of a chat, and decodes completions."""
 
     def __init__(self, folder: Path, chat: bool, system_prompt: str | None) -> None:
         """Load the tokenizer of a local folder; with `chat` each prompt is wrapped in its chat template.
 
-        TaskError if there is no tokenizer in the folder, or no chat template although `chat` is set.
+        Raises TaskError if the folder has no tokenizer, or if `chat` is set and it has no chat template.
         """
         from transformers import AutoTokenizer  # imports torch; loading a configuration must not
 
         if not folder.is_dir():
             raise TaskError(f"model folder {folder} does not exist, so there is no tokenizer to encode prompts with")
-        if not any(next(folder.glob(name), None) for name in _TOKENIZER_FILES):  # Transformers speaks of its packages
+        if not any(next(folder.glob(name), None) for name in _TOKENIZER_FILES):  # Transformers' own error misleads
             raise TaskError(
-                f"model folder {folder} holds no tokenizer ({_TOKENIZER_FILES[0]}), and prompts need one: copy it from "
-                "the model's origin, or save it with AutoTokenizer.from_pretrained(...).save_pretrained(...)"
+                f"model folder {folder} has no tokenizer ({_TOKENIZER_FILES[0]}), but prompts need one: copy it from "
+                "the model's source, or save it with AutoTokenizer.from_pretrained(...).save_pretrained(...)"
             )
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        except Exception as error:  # of many kinds, among them a bare Exception for a file that is damaged
+        except Exception as error:  # of many types, including a bare Exception for a damaged file
             raise TaskError(
-                f"model folder {folder} holds no tokenizer that can be loaded: {first_line(error)}; fetch its files "
-                "again"
+                f"model folder {folder} has no loadable tokenizer: {first_line(error)}; download its files again"
             ) from error
         if chat and not self._tokenizer.chat_template:
             raise TaskError(f"task.chat = true, but the tokenizer in {folder} has no chat template; set chat = false")
         self._chat = chat
         self._system_prompt = system_prompt
-        self._num_ends = self._ends_behind()
+        self._num_ends = self._num_trailing_ends()
 
     def encode(self, texts: list[str]) -> list[list[int]]:
-        """Return the token ids of each prompt, with the special tokens that its tokenizer puts in front.
+        """Return the token ids of each prompt, with the special tokens that the tokenizer prepends.
 
-        TaskError if the chat template refuses the turns.
+        Raises TaskError if the chat template rejects the turns.
         """
         if not self._chat:
             return self._ids(texts, special=True)
@@ -368,37 +366,37 @@ class PromptCodec:
             rendered = self._rendered(map(self._turns, texts), add_generation_prompt=True)
         except TemplateError as error:
             raise TaskError(
-                f"task.chat = true, and the tokenizer's chat template refuses the prompts: {error}. Where it knows no "
-                "system turn, leave task.system_prompt out and say it in task.template"
+                f"task.chat = true, but the tokenizer's chat template rejects the prompts: {error}. If it supports no "
+                "system turn, put the text of task.system_prompt into task.template instead"
             ) from error
         return self._ids(rendered, special=False)
 
     def end_of_turn(self) -> tuple[int, str, str] | None:
-        """Return what the chat template puts behind an answer, or the tokenizer's end; as in `TaskFacts`."""
+        """Return the token that the chat template puts after an answer, or the tokenizer's; as in `TaskFacts`."""
         tokens = self._tokenizer.added_tokens_decoder
-        _, found, behind = self._tried(_ANSWER).rpartition(_ANSWER["content"])
-        ends = [each for each in self._ids([behind], special=False)[0] if each in tokens] if found else []
+        _, found, suffix = self._example(_ANSWER).rpartition(_ANSWER["content"])
+        ends = [each for each in self._ids([suffix], special=False)[0] if each in tokens] if found else []
         end = ends[0] if ends else self._tokenizer.eos_token_id
-        said_by = "chat template" if ends else "tokenizer"
-        return None if end is None else (end, str(self._tokenizer.convert_ids_to_tokens(end)), said_by)
+        source = "chat template" if ends else "tokenizer"
+        return None if end is None else (end, str(self._tokenizer.convert_ids_to_tokens(end)), source)
 
     def answer_start(self, text: str) -> str:
-        """Return what a prompt, as this one, has of the answer, as '<think>'; empty if it has nothing.
+        """Return the start of the answer that prompts like this one contain, such as '<think>'; empty if none.
 
-        With a chat template that is what a prompt has beyond the text before an answer of a conversation, in its last
-        turn or an earlier one. It is an open tag at the end of the prompt, too.
+        With a chat template, this is the part of a prompt after the text that precedes the answer in a conversation,
+        whether that answer is the last turn or an earlier one. An open tag at the end of the prompt also counts.
         """
-        prompt = self._tried(add_generation_prompt=True) if self._chat else text
-        answered = (self._tried(_ANSWER), self._tried(_ANSWER, *self._turns("")[-1:]))
+        prompt = self._example(add_generation_prompt=True) if self._chat else text
+        answered = (self._example(_ANSWER), self._example(_ANSWER, *self._turns("")[-1:]))
         heads = [head for head, found, _ in (chat.partition(_ANSWER["content"]) for chat in answered) if found]
         starts = [prompt[len(head) :].strip() for head in heads if prompt.startswith(head)]
         return max(starts, key=len, default="") or "".join(OPEN_TAG.findall(prompt))
 
-    def _tried(self, *answered: dict[str, str], **options: bool) -> str:
-        """Return how a question and these turns are rendered; empty without a template, or if it refuses them."""
+    def _example(self, *answered: dict[str, str], **options: bool) -> str:
+        """Render a question and these turns; return '' without a chat template, or if it rejects them."""
         try:
             return self._rendered([[*self._turns("the-question"), *answered]], **options)[0] if self._chat else ""
-        except Exception:  # of any kind: a run asks the template for no answer
+        except Exception:  # of any type: a run never renders an answer
             return ""
 
     def _turns(self, text: str) -> list[dict[str, str]]:
@@ -410,20 +408,20 @@ class PromptCodec:
 
     def _ids(self, texts: list[str], special: bool) -> list[list[int]]:
         ids: list[list[int]]
-        if self._tokenizer.is_fast:  # without offsets and masks; `_ends_behind` has left neither truncation nor padding
+        if self._tokenizer.is_fast:  # no offsets or masks; `_num_trailing_ends` has disabled truncation and padding
             backend = self._tokenizer.backend_tokenizer
             ids = [each.ids for each in backend.encode_batch_fast(texts, add_special_tokens=special)]
         else:
             ids = self._tokenizer(texts, add_special_tokens=special)["input_ids"] if texts else []
         return [each[: len(each) - self._num_ends] for each in ids] if special and self._num_ends else ids
 
-    def _ends_behind(self) -> int:
-        """Return how many ends of a sequence the tokenizer puts behind a text: an answer would begin after its end."""
+    def _num_trailing_ends(self) -> int:
+        """Return the number of end-of-sequence tokens that the tokenizer appends: an answer must not follow them."""
         (ids,), (bare,) = (self._tokenizer(["1"], add_special_tokens=added)["input_ids"] for added in (True, False))
-        behind = len(ids)
-        while bare and behind and ids[behind - 1] == self._tokenizer.eos_token_id:
-            behind -= 1
-        return len(ids) - behind
+        length = len(ids)
+        while bare and length and ids[length - 1] == self._tokenizer.eos_token_id:
+            length -= 1
+        return len(ids) - length
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of a completion, without special tokens."""

@@ -1,27 +1,27 @@
-"""A simulated run whose lengths and pools change while it goes on."""
+"""Simulation of a run whose completion lengths and pool size change while it runs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from common.staleness import PolicyVersion
-from planning import simulator
-from planning.simulator import Simulation
-from planning.world import EnginePool, Outcome, TokenClock, World
+from leeway.common.staleness import PolicyVersion
+from leeway.planning import simulator
+from leeway.planning.simulator import Simulation
+from leeway.planning.world import EnginePool, Outcome, TokenClock, World
 
 
 class ScalingSimulation(Simulation):
-    """As its base; what is told after each step may `scale` it and change its `stretch`."""
+    """A simulation whose callback after each step may `scale` it and change its `stretch`."""
 
     def __init__(self, world: World, seed: int, after_step: Callable[[int], None]) -> None:
-        """Call `after_step` with the number of each step, from 1."""
+        """Call `after_step` with the number of each finished step, starting at 1."""
         super().__init__(world, seed)
         self.stretch = 1.0
-        """Lengths are drawn so many times as long as the law says."""
+        """Factor by which drawn lengths are multiplied."""
         self._after_step, self._num_steps = after_step, 0
-        self._leaving: set[object] = set()
-        """Engines that lease nothing more."""
+        self._draining: set[object] = set()
+        """Engines that take no more leases."""
         drawn = self._prompts.next
 
         def stretched(pool: EnginePool, version: int) -> tuple[int, list[float]]:
@@ -31,41 +31,41 @@ class ScalingSimulation(Simulation):
         self._prompts.next = stretched  # type: ignore[method-assign]
 
     def so_far(self) -> Outcome:
-        """What is counted until now, but for shares of time."""
+        """Return the counts up to now; shares of time are not filled in."""
         return self._found
 
     def count(self) -> int:
-        """Actors that work."""
-        return len(self._engines) - len(self._leaving)
+        """Return the number of actors that are not draining."""
+        return len(self._engines) - len(self._draining)
 
     def scale(self, count: int, start_s: float = 0.0) -> None:
-        """Let the only pool have another number of actors; who comes takes a while, who leaves finishes what it runs.
+        """Scale the only pool; new actors start after `start_s`, removed ones finish their running samples.
 
         Raises:
-            ValueError: none is to be left, or there are several pools.
+            ValueError: `count` is below 1, or there are several pools.
         """
         (kind,) = self._world.pools
-        there = [engine for engine in self._engines if engine not in self._leaving]
+        running = [engine for engine in self._engines if engine not in self._draining]
         if count < 1:
-            raise ValueError("who leaves hands what waits in it on: at least one actor stays")
-        for _ in range(count - len(there)):
+            raise ValueError(f"count = {count}: at least one actor must remain to take over waiting samples")
+        for _ in range(count - len(running)):
             newest = PolicyVersion(0, self._published)
             slots, clock = kind.config.max_running_samples, TokenClock[Any](kind.law, self.now_s)
             engine = simulator._Engine(kind, slots, clock, kind.gate(), newest, newest)
-            engine.is_asking = True
+            engine.is_requesting = True
             self._engines.append(engine)
             self._at(self.now_s + start_s, simulator._LEASE, engine)
-        for engine in there[count:]:
-            self._leaving.add(engine)
+        for engine in running[count:]:
+            self._draining.add(engine)
             engine.closed_since_s = None
-            heir = min(there[:count], key=lambda each: len(each.waiting))
-            heir.waiting.extend(engine.waiting)
+            successor = min(running[:count], key=lambda each: len(each.waiting))
+            successor.waiting.extend(engine.waiting)
             engine.waiting.clear()
-            self._advance(heir)
-            self._go_on(heir)
+            self._advance(successor)
+            self._resume(successor)
 
     def _lease(self, engine: simulator._Engine) -> None:
-        if engine not in self._leaving:
+        if engine not in self._draining:
             super()._lease(engine)
 
     def _on_step(self, what: Any) -> None:  # noqa: ANN401 -- its base's

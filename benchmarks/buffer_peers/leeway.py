@@ -1,8 +1,8 @@
-"""The buffer of this repository: `python -m tests.world.buffer_process` and a BufferClient, at the default durability.
+"""Leeway's buffer: `python -m tests.world.buffer_process` and a BufferClient, at the default durability.
 
-Settings: 32 trajectories per call of `push_many`, groups of 8; messages by the client's own coalescing, of 1 MiB at
-most. A push counts when its future says 'committed', which is after the synced commit. `push_plain_per_s` is one
-trajectory per call, each with a future of its own, as actors push.
+Settings: 32 trajectories per call of `push_many`, groups of 8; the client coalesces messages up to 1 MiB. A push counts
+when its future returns 'committed', which is after the synced commit. `push_plain_per_s` uses one trajectory and one
+future per call, as actors do.
 """
 
 from __future__ import annotations
@@ -28,24 +28,25 @@ from benchmarks.buffer_peers.workload import (
     rates,
     sampled,
 )
-from buffer import schema
-from buffer.client import BufferClient, Draw
-from buffer.protocol import STAGES, Done, Lease, RowResult
-from buffer.rows import flat_values
-from buffer.schema import Trajectory
-from common.run import RunFacts
+
+from leeway.buffer import schema
+from leeway.buffer.client import Batch, BufferClient
+from leeway.buffer.protocol import STAGES, Done, Lease, RowResult
+from leeway.buffer.rows import flat_values
+from leeway.buffer.schema import Trajectory
+from leeway.common.run import RunFacts
 
 LONE_GROUPS = 8
 HALF_LOAD_PART = 4
-"""One in so many trajectories is pushed again at half of the measured rate."""
+"""1 / HALF_LOAD_PART of the workload is pushed again at half of the measured rate."""
 DRAWS_IN_FLIGHT = 2
 NUM_SAMPLED_BATCHES = 60
 LEASES_AHEAD = 128
-"""Groups leased at a time while a store is filled: what admission allows with 32 groups per step."""
+"""Groups leased at a time while a store is filled; admission allows this many with 32 groups per step."""
 
 
 def measure(work: Workload, folder: Path) -> Figures:
-    """Push the workload with leases taken before, and with leasing inside the clock; then draw it."""
+    """Push the workload with leases requested beforehand, then with leasing in the timed part; then draw it."""
     figures = _push(work, folder / "push")
     figures |= _push_with_leasing(work, folder / "leasing")
     figures |= _sample(work, folder / "sample")
@@ -53,7 +54,7 @@ def measure(work: Workload, folder: Path) -> Figures:
 
 
 def count_syncs(work: Workload, folder: Path) -> Figures:
-    """Commits, and the system calls that sync, per 1,000 trajectories; the calls need `strace`."""
+    """Count commits and sync system calls per 1,000 trajectories; counting the calls needs `strace`."""
     tracer = shutil.which("strace")
     trace = folder / "syncs.txt"
     calls = "fsync,fdatasync,msync,sync_file_range"
@@ -74,10 +75,10 @@ def count_syncs(work: Workload, folder: Path) -> Figures:
 
 
 def push_all(actor: BufferClient, rows: list[Trajectory], latencies_s: list[float] | None = None) -> None:
-    """Push and wait until all are acknowledged as committed.
+    """Push trajectories and wait until all are acknowledged as committed.
 
     Raises:
-        RuntimeError: one was not committed.
+        RuntimeError: a trajectory was not committed.
     """
     futures: list[Future[list[RowResult]]] = []
     for call in calls(rows):
@@ -90,10 +91,10 @@ def push_all(actor: BufferClient, rows: list[Trajectory], latencies_s: list[floa
 
 
 def check(futures: Sequence[Future[list[RowResult]]]) -> None:
-    """Wait for every acknowledgement.
+    """Wait for all acknowledgements.
 
     Raises:
-        RuntimeError: one is not 'committed'.
+        RuntimeError: a trajectory was not committed.
     """
     for future in futures:
         for result in future.result(PATIENCE_S):
@@ -102,12 +103,12 @@ def check(futures: Sequence[Future[list[RowResult]]]) -> None:
 
 
 def _facts(work: Workload) -> RunFacts:
-    """Facts that admit the workload at once, and what is pushed beside it."""
+    """Return facts that admit the whole workload at once, and the further pushes of the measurement."""
     return facts_for(steps_for(len(work) // GROUP_SIZE * 2 + LONE_GROUPS))
 
 
 def _push(work: Workload, folder: Path) -> Figures:
-    """Leases are taken before the clock starts. Then the latency at half of that rate, and of lone pushes."""
+    """Push with leases requested beforehand; then measure the latency at half of that rate and of lone pushes."""
     latencies_s: list[float] = []
     with Service(folder, _facts(work), config_for()) as service:
         learner, actor = service.begin(), service.client("actor-0")
@@ -145,7 +146,7 @@ def _some_leases(work: Workload, actor: BufferClient) -> list[Lease]:
 
 
 def _at_rate(actor: BufferClient, rows: list[Trajectory], per_s: float) -> float:
-    """Median seconds to the acknowledgement where a group is pushed every so often."""
+    """Return the median seconds to the acknowledgement if groups are pushed at a constant rate."""
     latencies_s: list[float] = []
     futures = []
     started = time.perf_counter()
@@ -161,7 +162,7 @@ def _at_rate(actor: BufferClient, rows: list[Trajectory], per_s: float) -> float
 
 
 def _lone(actor: BufferClient, rows: list[Trajectory]) -> float:
-    """Median seconds to the acknowledgement where nothing else is on its way."""
+    """Return the median seconds to the acknowledgement if one push is in flight at a time."""
     latencies_s = []
     for row in rows:
         started = time.perf_counter()
@@ -175,7 +176,7 @@ def _time(future: Future[list[RowResult]], pushed_at: float, latencies_s: list[f
 
 
 def _push_with_leasing(work: Workload, folder: Path) -> Figures:
-    """Leases are taken within the clock, one request ahead of the pushes."""
+    """Push with leases requested in the timed part, one request ahead of the pushes."""
     with Service(folder, _facts(work), config_for()) as service:
         learner, actor = service.begin(), service.client("actor-0")
         futures = []
@@ -201,9 +202,9 @@ def _push_with_leasing(work: Workload, folder: Path) -> Figures:
 
 
 def _sample(work: Workload, folder: Path) -> Figures:
-    """Batches drawn uniformly, with reuse, from the whole workload; two draws in flight.
+    """Draw batches uniformly, with reuse, from the whole workload, with two draws in flight.
 
-    Each batch is decoded to Arrow columns and NumPy views, and its step is finished.
+    Each batch is decoded to Arrow columns and NumPy views, and its step is reported as finished.
     """
     config = config_for(sampler="uniform", max_uses="unlimited")
     groups_per_step = BATCH_TRAJECTORIES // GROUP_SIZE
@@ -219,13 +220,13 @@ def _sample(work: Workload, folder: Path) -> Figures:
 
 
 def fill(actor: BufferClient, work: Workload, num_trajectories: int, *, first: int = 0) -> None:
-    """Push so many trajectories, the workload's over and over, under leases that are taken as they go.
+    """Push trajectories of the workload repeatedly, and request leases as needed.
 
     Args:
-        actor: who pushes.
-        work: what; the i-th trajectory pushed is its `i % len(work)`-th.
-        num_trajectories: how many; rounded down to whole groups.
-        first: where to begin in the workload.
+        actor: client that pushes.
+        work: workload; the i-th pushed trajectory is its trajectory `i % len(work)`.
+        num_trajectories: number to push, rounded down to whole groups.
+        first: index in the workload at which to start.
     """
     pushed = 0
     while pushed + GROUP_SIZE <= num_trajectories:
@@ -238,20 +239,20 @@ def fill(actor: BufferClient, work: Workload, num_trajectories: int, *, first: i
 
 
 def draw_steps(learner: BufferClient, done: int, num_steps: int, groups_per_step: int) -> int:
-    """Draw the steps after `done`, one ahead of the one at hand; returns the number of trajectories.
+    """Draw the steps after `done` with one draw ahead; return the number of trajectories.
 
-    As the learner does, it goes on before the service has answered that a step is finished.
+    Like the learner, continue before the service has acknowledged that a step is finished.
 
     Raises:
         RuntimeError: a batch was not ready.
     """
-    ahead: deque[Future[Draw]] = deque()
+    ahead: deque[Future[Batch]] = deque()
     finished: list[Future[Done]] = []
-    asked, num_trajectories = done, 0
+    requested, num_trajectories = done, 0
     for step in range(done + 1, done + num_steps + 1):
-        while asked < done + num_steps and len(ahead) < DRAWS_IN_FLIGHT:
-            asked += 1
-            ahead.append(learner.draw(asked, asked - 1, 0, groups_per_step, PATIENCE_S))
+        while requested < done + num_steps and len(ahead) < DRAWS_IN_FLIGHT:
+            requested += 1
+            ahead.append(learner.draw(requested, requested - 1, 0, groups_per_step, PATIENCE_S))
         draw = ahead.popleft().result(PATIENCE_S)
         if not draw.ready:
             raise RuntimeError(f"step {step} cannot be drawn: {draw.waiting_for}")
@@ -263,17 +264,17 @@ def draw_steps(learner: BufferClient, done: int, num_steps: int, groups_per_step
 
 
 def open_batch(body: bytes | memoryview) -> int:
-    """A batch as NumPy views of its columns; returns the number of trajectories."""
+    """Decode a batch to NumPy views of its columns; return the number of trajectories."""
     batch = schema.read_stream(body)
     for name in ("token_ids", "logprobs"):
         values, bounds = flat_values(batch.column(schema.SCHEMA.get_field_index(name)))
         if bounds[-1] != len(values):
-            raise RuntimeError(f"column '{name}' of a batch is torn")
+            raise RuntimeError(f"column '{name}' of a batch is truncated: its values do not match its offsets")
     return int(batch.num_rows)
 
 
 def _count_calls(trace: Path) -> int:
-    """Lines of a trace that are calls; a call that was cut in two counts once."""
+    """Return the number of calls in a trace; a call split over two lines counts once."""
     if not trace.exists():
         return 0
     return sum(1 for line in trace.read_text().splitlines() if re.match(r"^\d+ +\w+\(", line))

@@ -1,10 +1,10 @@
-"""The limits: what the wire alone and the disk alone can do on this machine.
+"""Upper limits of this machine: network transport alone, and disk alone.
 
-Raw ZeroMQ: PUSH to PULL over loopback, 32 trajectories per message, encoded as the client encodes
-them, read and validated as the service does, then thrown away. Nothing is acknowledged but the end.
+Raw ZeroMQ: PUSH to PULL over loopback, 32 trajectories per message, encoded as by the client, read and validated as by
+the service, then discarded. Only the end is acknowledged.
 
-LMDB alone: records of the same bytes, one per trajectory, written by the process that has them,
-synchronous, without writemap, 256 (and 32) per commit; read back by random keys.
+Plain LMDB: records of the same size, one per trajectory, written by the process that holds them, synchronous, without
+writemap, 256 (and 32) per commit; read back by random keys.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from pathlib import Path
 
 import lmdb
 import zmq
-
 from benchmarks.buffer_peers.service import RUN_ID, facts_for
 from benchmarks.buffer_peers.workload import (
     BATCH_TRAJECTORIES,
@@ -29,8 +28,9 @@ from benchmarks.buffer_peers.workload import (
     sampled,
 )
 from benchmarks.lib.processes import command_of
-from buffer import schema
-from buffer.ingest import faults
+
+from leeway.buffer import schema
+from leeway.buffer.ingest import faults
 
 RECORDS_PER_COMMIT = 256
 NUM_SAMPLED_BATCHES = 100
@@ -38,7 +38,7 @@ _PATIENCE_MS = int(PATIENCE_S * 1000)
 
 
 def measure_raw_zmq(work: Workload, folder: Path) -> Figures:
-    """Push the workload to a receiver that validates and keeps nothing."""
+    """Push the workload to a receiver that validates it and stores nothing."""
     rows = work.trajectories()
     with zmq.Context() as context, context.socket(zmq.PUSH) as push, context.socket(zmq.PULL) as reply:
         push.bind("tcp://127.0.0.1:*")
@@ -47,8 +47,8 @@ def measure_raw_zmq(work: Workload, folder: Path) -> Figures:
             socket.linger = 0
             socket.sndtimeo = socket.rcvtimeo = _PATIENCE_MS
         addresses = [socket.getsockopt_string(zmq.LAST_ENDPOINT) for socket in (push, reply)]
-        told = dict(zip(("data_address", "reply_address"), addresses, strict=True))
-        receiver = subprocess.Popen(command_of(f"{__name__}:receive", told), stdout=subprocess.DEVNULL)
+        arguments = dict(zip(("data_address", "reply_address"), addresses, strict=True))
+        receiver = subprocess.Popen(command_of(f"{__name__}:receive", arguments), stdout=subprocess.DEVNULL)
         try:
             reply.recv()
             started = time.perf_counter()
@@ -61,12 +61,12 @@ def measure_raw_zmq(work: Workload, folder: Path) -> Figures:
             receiver.terminate()
             receiver.wait(PATIENCE_S)
     if received != len(work):
-        raise RuntimeError(f"the receiver got {received} of {len(work)} trajectories")
+        raise RuntimeError(f"the receiver accepted {received} of {len(work)} trajectories")
     return rates(work, seconds)
 
 
 def receive(data_address: str, reply_address: str) -> None:
-    """The receiving process: validate until an empty message, then say how many rows were good."""
+    """Run the receiver: validate until an empty message arrives, then send the number of valid rows."""
     facts, known = facts_for(1), {0: 0}
     num_rows = 0
     with zmq.Context() as context, context.socket(zmq.PULL) as pull, context.socket(zmq.PUSH) as reply:
@@ -81,7 +81,7 @@ def receive(data_address: str, reply_address: str) -> None:
 
 
 def measure_lmdb(work: Workload, folder: Path) -> Figures:
-    """Write every record in this process, then read batches of random ones."""
+    """Write every record in this process, then read batches of random records."""
     records = [row.token_ids.tobytes() + row.logprobs.tobytes() + bytes(128) for row in work.trajectories()]
     figures: Figures = {}
     for name, per_commit in (("push_32_a_commit", ROWS_PER_CALL), ("push", RECORDS_PER_COMMIT)):
@@ -97,7 +97,7 @@ def measure_lmdb(work: Workload, folder: Path) -> Figures:
 
 
 def _read(environment: lmdb.Environment, num_records: int) -> float:
-    """Seconds to copy batches of random records out of the store."""
+    """Return the seconds that copying batches of random records out of the store takes."""
     rng = random.Random(0)
     started = time.perf_counter()
     for _ in range(NUM_SAMPLED_BATCHES):

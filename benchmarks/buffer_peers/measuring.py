@@ -1,4 +1,4 @@
-"""One measurement in a process of its own, so that none warms up another; and what the peers need."""
+"""Isolation of measurements in separate processes, so that none warms up another; requirements of the peers."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from benchmarks.lib.peers import python_with
 from benchmarks.lib.processes import call_in_processes, end_at_sigterm
 
 SETTINGS = {
-    "RAY_AUTH_MODE": "token",  # Ray's default; said aloud it prints no banner
+    "RAY_AUTH_MODE": "token",  # Ray's default; an explicit value suppresses its banner
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "TQ_LOGGING_LEVEL": "ERROR",
 }
-"""Environment of every measurement: libraries read it when they are imported."""
+"""Environment variables of every measurement, which libraries read at import."""
 LIMIT_S = 900.0
-"""No measurement takes longer; one that does has failed."""
+"""Timeout of a measurement in seconds."""
 REQUIREMENTS = [
     "torchrl==0.14.1", "tensordict==0.14.3", "TransferQueue==0.1.11", "omegaconf==2.3.0",
     "antlr4-python3-runtime==4.9.3", "redis==8.1.0", "hiredis==3.5.0",
@@ -30,18 +30,18 @@ REQUIREMENTS = [
 def run_measurement(
     name: str, what: str, *, folder: Path, num_trajectories: int | None, quick: bool, python: Path | None
 ) -> Figures:
-    """The figures of a measurement.
+    """Run a measurement and return its figures.
 
     Args:
-        name: as people know it.
-        what: "module:function" of this package.
-        folder: the file system that is measured; a fresh folder is made there, and removed.
-        num_trajectories: of the workload that it is given; None: it has its own sizes, and is told whether to be quick.
-        quick: smaller.
-        python: interpreter of the environment to run in; None: this one.
+        name: name of the measurement.
+        what: function of this package, as "module:function".
+        folder: folder on the file system to measure; a temporary folder is created there and removed.
+        num_trajectories: size of its workload; None: it has its own sizes and receives `quick` instead.
+        quick: whether to use smaller sizes.
+        python: interpreter of the environment to run in; None: the current one.
 
     Raises:
-        MeasurementFailed: it failed or took too long.
+        MeasurementFailed: it failed or timed out.
     """
     with tempfile.TemporaryDirectory(dir=folder, prefix=f"buffer-{name}-", ignore_cleanup_errors=True) as fresh:
         call = {"what": what, "num_trajectories": num_trajectories, "quick": quick, "folder": fresh}
@@ -50,13 +50,13 @@ def run_measurement(
 
 
 def measure(what: str, num_trajectories: int | None, quick: bool, folder: str) -> Figures:
-    """The process of a measurement."""
+    """Run a measurement in this process."""
     end_at_sigterm()
     os.environ.update(SETTINGS)
     module, _, function = what.partition(":")
     called = getattr(importlib.import_module(f"{__package__}.{module}"), function)
     size = quick if num_trajectories is None else Workload.make(num_trajectories)
-    # A real producer holds a few trajectories, not all of them: do not have the collector walk over these.
+    # A real producer holds few trajectories at a time: exclude the workload from garbage collection.
     gc.collect()
     gc.freeze()
     found: Figures = called(size, Path(folder))
@@ -64,5 +64,5 @@ def measure(what: str, num_trajectories: int | None, quick: bool, folder: str) -
 
 
 def peers_python() -> Path:
-    """The interpreter of the peers' environment; PeersUnavailable where it cannot be made."""
+    """Return the interpreter of the peers' environment; raise PeersUnavailable if it cannot be created."""
     return python_with(*REQUIREMENTS)

@@ -1,8 +1,8 @@
-"""Pickle over `multiprocessing.Queue`: what a user without a store would pick first.
+"""Pickle over `multiprocessing.Queue`, the simplest transport without a store.
 
-Settings: 32 trajectories per `put`; the consumer unpickles and keeps them in a list. The time ends
-when the consumer has the last one. Objects as they are (`Trajectory`), or as plain dicts, whichever
-is faster on this machine.
+Settings: 32 trajectories per `put`; the consumer unpickles them and keeps them in a list. Timing ends when the consumer
+has received the last one. Trajectories are sent as `Trajectory` objects or as plain dicts, whichever is faster on this
+machine.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.buffer_peers.workload import PATIENCE_S, Figures, Workload, calls, expect, rates
-from buffer.schema import Trajectory
+
+from leeway.buffer.schema import Trajectory
 
 _NAMES = [field.name for field in fields(Trajectory)]
 
 
 def measure(work: Workload, folder: Path) -> Figures:
-    """Hand the workload to another process, in both forms; the faster one counts."""
+    """Send the workload to another process in both forms; the faster one counts."""
     rows = work.trajectories()
     forms: dict[str, Callable[[list[Trajectory]], Any]] = {
         "objects": lambda call: call,
@@ -35,7 +36,7 @@ def measure(work: Workload, folder: Path) -> Figures:
 
 
 def as_dict(row: Trajectory) -> dict[str, Any]:
-    """A trajectory as plain values: pickles without looking classes up."""
+    """Return a trajectory as plain values, which pickle without class lookups."""
     values = {name: getattr(row, name) for name in _NAMES}
     values["spans"] = [(span.version.incarnation, span.version.version, span.start, span.end) for span in row.spans]
     return values
@@ -44,20 +45,20 @@ def as_dict(row: Trajectory) -> dict[str, Any]:
 def hand_over(
     rows: list[Trajectory], convert: Callable[[list[Trajectory]], Any], consume: Callable[..., None], *arguments: object
 ) -> tuple[float, Any]:
-    """Put everything into a queue, which another process empties.
+    """Put all trajectories into a queue that a consumer process drains.
 
     Args:
-        rows: what.
-        convert: what is put of the trajectories that travel together.
-        consume: called there with the queue, a pipe and the arguments. Says 0 once it is up, how many trajectories it
-            has after the None that comes last, and one thing more.
-        arguments: for it.
+        rows: trajectories to send.
+        convert: conversion of the trajectories of one call to the object put into the queue.
+        consume: function that the consumer runs with the queue, a pipe and the arguments. It sends 0 when ready; after
+            the final None it sends the number of trajectories it holds, and then one result.
+        arguments: further arguments of `consume`.
 
     Returns:
-        Seconds until it had all, and the one thing more.
+        Seconds until the consumer holds all trajectories, and its result.
 
     Raises:
-        RuntimeError: it has not all.
+        RuntimeError: the consumer does not hold all trajectories.
     """
     context = multiprocessing.get_context("spawn")
     queue: Queue[Any] = context.Queue()
@@ -65,7 +66,7 @@ def hand_over(
     consumer = context.Process(target=consume, args=(queue, theirs, *arguments), daemon=True)
     consumer.start()
     try:
-        expect(ours)  # it is up
+        expect(ours)  # wait until the consumer is ready
         started = time.perf_counter()
         for call in calls(rows):
             queue.put(convert(call))

@@ -1,11 +1,10 @@
 """A Ray actor that holds a list, and `ray.util.queue`.
 
-Settings: 32 trajectories per call; eight calls of the actor in flight, which is where more gains
-nothing; `put_nowait_batch` and `get_nowait_batch` for the queue, which is its batching (each waits
-for its answer). Arguments above 100 KB travel through the object store in shared memory, which Ray
-does by itself; it is large enough to hold everything. No dashboard, no log forwarding. Objects as
-they are (`Trajectory`), or as plain dicts, whichever is faster on this machine. `push_plain_per_s` is
-one object per call, waited for, as most would write it down first; it is shown, and judged by nothing.
+Settings: 32 trajectories per call. The actor has eight calls in flight; more are not faster. The queue uses its batch
+calls `put_nowait_batch` and `get_nowait_batch`, which wait for their replies. Ray sends arguments above 100 KB through
+its shared-memory object store, which is large enough for the whole workload. No dashboard, no log forwarding.
+Trajectories are sent as `Trajectory` objects or as plain dicts, whichever is faster on this machine. `push_plain_per_s`
+is the straightforward use: one object per call, waiting for each reply. It is reported without a target.
 """
 
 from __future__ import annotations
@@ -18,8 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.util.queue import Queue
-
 from benchmarks.buffer_peers.mp_queue import as_dict
 from benchmarks.buffer_peers.workload import (
     BATCH_TRAJECTORIES,
@@ -31,37 +28,39 @@ from benchmarks.buffer_peers.workload import (
     rates,
     sampled,
 )
-from buffer.schema import Trajectory
+from ray.util.queue import Queue
+
+from leeway.buffer.schema import Trajectory
 
 PUSHES_IN_FLIGHT = 8
 SAMPLES_IN_FLIGHT = 2
 NUM_SAMPLED_BATCHES = 60
 PLAIN_PART = 16
-"""One in so many trajectories is pushed again the plain way: one per call."""
+"""1 / PLAIN_PART of the workload is pushed again with one trajectory per call."""
 OBJECT_STORE_BYTES = 2 * 2**30
 
 FORMS: dict[str, Callable[[Trajectory], Any]] = {"objects": lambda row: row, "dicts": as_dict}
 
 
 class Holder:
-    """The actor: a list."""
+    """Ray actor that holds a list of trajectories."""
 
     def __init__(self) -> None:
         self._rows: list[Any] = []
         self._rng = random.Random(0)
 
     def extend(self, rows: list[Any]) -> int:
-        """Keep rows; returns how many there are."""
+        """Append rows; return the length of the list."""
         self._rows += rows
         return len(self._rows)
 
     def sample(self, num_rows: int) -> list[Any]:
-        """Rows drawn uniformly, without replacement."""
+        """Draw rows uniformly without replacement."""
         return self._rng.sample(self._rows, num_rows)
 
 
 def measure_actor(work: Workload, folder: Path) -> Figures:
-    """Push into the actor and sample from it, in both forms; the faster one of each counts."""
+    """Push into the actor and sample from it in both forms; the faster form of each counts."""
     start_ray(folder)
     rows = work.trajectories()
     found = {form: _use_actor(rows, convert) for form, convert in FORMS.items()}
@@ -76,7 +75,7 @@ def measure_actor(work: Workload, folder: Path) -> Figures:
 
 
 def start_ray(folder: Path) -> None:
-    """A Ray of this measurement's own."""
+    """Start a Ray cluster for this measurement."""
     ray.init(
         address="local",
         num_cpus=2,
@@ -88,7 +87,7 @@ def start_ray(folder: Path) -> None:
 
 
 def _use_actor(rows: list[Trajectory], convert: Callable[[Trajectory], Any]) -> tuple[float, float]:
-    """Seconds to push all, and to sample all batches."""
+    """Return the seconds for pushing all trajectories, and for sampling all batches."""
     holder = ray.remote(num_cpus=0)(Holder).remote()
     ray.get(holder.sample.remote(0), timeout=PATIENCE_S)
     started = time.perf_counter()
@@ -116,7 +115,7 @@ def _use_actor(rows: list[Trajectory], convert: Callable[[Trajectory], Any]) -> 
 
 
 def _plainly(rows: list[Trajectory]) -> float:
-    """Seconds to push trajectories as most would write it down first: one per call, and wait."""
+    """Return the seconds for pushing trajectories one per call, waiting for each reply."""
     holder = ray.remote(num_cpus=0)(Holder).remote()
     ray.get(holder.sample.remote(0), timeout=PATIENCE_S)
     started = time.perf_counter()
@@ -128,13 +127,13 @@ def _plainly(rows: list[Trajectory]) -> float:
 
 
 def measure_queue(work: Workload, folder: Path) -> Figures:
-    """Put everything into the queue, then get it out; the faster form counts."""
+    """Put all trajectories into the queue, then get them; the faster form counts."""
     start_ray(folder)
     rows = work.trajectories()
     found = [_use_queue(rows, convert) for convert in FORMS.values()]
     part = rows[: len(rows) // PLAIN_PART]
     plain = Queue(actor_options={"num_cpus": 0})
-    plain.qsize()  # its actor is up
+    plain.qsize()  # wait until its actor is ready
     started = time.perf_counter()
     for row in part:
         plain.put(row)
@@ -151,7 +150,7 @@ def measure_queue(work: Workload, folder: Path) -> Figures:
 
 def _use_queue(rows: list[Trajectory], convert: Callable[[Trajectory], Any]) -> tuple[float, float]:
     queue = Queue(actor_options={"num_cpus": 0})
-    queue.qsize()  # its actor is up
+    queue.qsize()  # wait until its actor is ready
     started = time.perf_counter()
     for call in calls(rows):
         queue.put_nowait_batch([convert(row) for row in call])

@@ -1,9 +1,9 @@
-"""A Redis stream whose append-only file is synced before every answer.
+"""A Redis stream whose append-only file is synced before every reply.
 
-Settings: `appendonly yes`, `appendfsync always`, no snapshots, loopback TCP, redis-py with hiredis and
-RESP 3. One stream entry per trajectory: token ids, log-probabilities, and the scalars as msgpack. 32
-XADD per pipeline, four pipelines in flight on one connection, which was the best of 1 to 16 and as good
-as four threads. Sampling reads the stream with XRANGE in batches, values as NumPy views.
+Settings: `appendonly yes`, `appendfsync always`, no snapshots, loopback TCP, redis-py with hiredis and RESP 3. One
+stream entry per trajectory: token ids, log-probabilities, and the scalars as msgpack. 32 XADD per pipeline; four
+pipelines in flight on one connection were the fastest of 1 to 16, and as fast as four threads. Sampling reads the
+stream in batches with XRANGE, with values as NumPy views.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from typing import Any
 import msgspec
 import numpy as np
 import redis
-
 from benchmarks.buffer_peers.mp_queue import as_dict
 from benchmarks.buffer_peers.workload import (
     BATCH_TRAJECTORIES,
@@ -31,7 +30,8 @@ from benchmarks.buffer_peers.workload import (
     sampled,
     until,
 )
-from buffer.schema import Trajectory
+
+from leeway.buffer.schema import Trajectory
 
 PIPELINES_IN_FLIGHT = 4
 STREAM = "trajectories"
@@ -42,11 +42,11 @@ def measure(work: Workload, folder: Path) -> Figures:
     """Append the workload to a stream of a fresh server, then read it.
 
     Raises:
-        FileNotFoundError: this machine has no redis-server.
+        FileNotFoundError: redis-server is not installed.
     """
     program = shutil.which("redis-server")
     if program is None:
-        raise FileNotFoundError("redis-server is not installed (Debian: the package redis-server)")
+        raise FileNotFoundError("redis-server not found: install it (Debian package redis-server)")
     port = _free_port()
     settings = {"port": port, "bind": "127.0.0.1", "dir": folder, "save": "", "appendonly": "yes"}
     command = [program, *(str(part) for name, value in settings.items() for part in (f"--{name}", value))]
@@ -88,7 +88,7 @@ def _fields(row: Trajectory) -> list[Any]:
 
 
 def _append(client: redis.Redis, rows: list[Trajectory]) -> float:
-    """Seconds until the last append is answered."""
+    """Append all rows; return the seconds until the last reply."""
     connection = client.connection_pool.get_connection()
     pending: deque[int] = deque()
     started = time.perf_counter()
@@ -97,21 +97,21 @@ def _append(client: redis.Redis, rows: list[Trajectory]) -> float:
         connection.send_packed_command(connection.pack_commands(commands))
         pending.append(len(commands))
         if len(pending) >= PIPELINES_IN_FLIGHT:
-            _take_answers(connection, pending.popleft())
-    for num_answers in pending:
-        _take_answers(connection, num_answers)
+            _read_replies(connection, pending.popleft())
+    for num_replies in pending:
+        _read_replies(connection, num_replies)
     seconds = time.perf_counter() - started
     client.connection_pool.release(connection)
     return seconds
 
 
-def _take_answers(connection: Any, num_answers: int) -> None:  # noqa: ANN401 -- of a class that redis hides
-    for _ in range(num_answers):
+def _read_replies(connection: Any, num_replies: int) -> None:  # noqa: ANN401 -- redis does not export its class
+    for _ in range(num_replies):
         connection.read_response()
 
 
 def _read(client: redis.Redis) -> int:
-    """Read the whole stream; the number of batches."""
+    """Read the whole stream; return the number of batches."""
     start, num_batches = "-", 0
     while entries := client.xrange(STREAM, min=start, count=BATCH_TRAJECTORIES):
         for _, values in entries:

@@ -1,4 +1,4 @@
-"""What shows only at scale: many clients, a draw from a large store, memory after a while, and a restart."""
+"""Measurements at scale: many clients, draws from a large store, memory over time, and a restart."""
 
 from __future__ import annotations
 
@@ -17,25 +17,26 @@ from pathlib import Path
 from benchmarks.buffer_peers.leeway import LEASES_AHEAD, draw_steps, fill, push_all
 from benchmarks.buffer_peers.service import RUN_ID, Service, config_for, facts_for, lease_all, steps_for
 from benchmarks.buffer_peers.workload import BATCH_TRAJECTORIES, GROUP_SIZE, PATIENCE_S, Figures, Workload, expect
-from buffer import schema
-from buffer.client import BufferClient
-from buffer.config import BufferConfig
-from buffer.schema import Trajectory, VersionSpan
-from common.rpc.messages import Role
-from common.staleness import PolicyVersion
+
+from leeway.buffer import schema
+from leeway.buffer.client import BufferClient
+from leeway.buffer.config import BufferConfig
+from leeway.buffer.schema import Trajectory, VersionSpan
+from leeway.common.rpc.messages import Role
+from leeway.common.staleness import PolicyVersion
 
 NUM_CLIENTS = 64
 ROWS_PER_CLIENT = {False: 512, True: 64}
-"""By `quick`."""
+"""Trajectories per client, by `quick`."""
 
 
 def measure_clients(quick: bool, folder: Path) -> Figures:
-    """Many light clients at once: 64 processes that push, with no engine behind them.
+    """Measure the throughput of 64 client processes that push at once, without engines.
 
-    Each has its own connection, leases and trajectories, and pushes as many as the others; they are forked
-    from one small process, begin together, and say when their last acknowledgement came. A client's rate
-    is its trajectories over its own time. Fairness is Jain's index of the rates (1: all alike, 1/64: one
-    client had everything) and the slowest over the mean. The service's memory is shown beside it.
+    Each client has its own connection, leases and trajectories, and all push the same number. They are forked from one
+    small process, start together, and report the time of their last acknowledgement. A client's rate is its number of
+    trajectories divided by its own time. Fairness is given as Jain's index of the rates (1: all equal, 1/64: one
+    client served alone) and as the slowest rate over the mean. The service's memory is reported too.
     """
     num_rows = ROWS_PER_CLIENT[quick]
     work = Workload.make(num_rows)
@@ -54,19 +55,19 @@ def measure_clients(quick: bool, folder: Path) -> Figures:
 
 
 def _push_at_once(work: Workload, folder: Path) -> tuple[list[float], float, int, int]:
-    """Push the workload from many processes, each under its own leases.
+    """Push the workload from many processes, each with its own leases.
 
     Returns:
-        Seconds of each, seconds until the last was done, and anonymous bytes of the service before and after.
+        Seconds of each client, seconds until the last finished, and anonymous bytes of the service before and after.
     """
     facts = facts_for(steps_for(NUM_CLIENTS * len(work) // GROUP_SIZE))
     context = get_context("fork")
     with ExitStack() as stack:
         service = stack.enter_context(Service(folder / "store", facts, config_for()))
         before = service.rss_anon_bytes()
-        pipes = [context.Pipe() for _ in range(NUM_CLIENTS)]  # before this process has a thread of its own
-        schema.encode([work.trajectory(0)], RUN_ID)  # what Arrow imports at its first use is there before the fork
-        gc.freeze()  # or every child would copy all pages at its first collection
+        pipes = [context.Pipe() for _ in range(NUM_CLIENTS)]  # before this process starts a thread
+        schema.encode([work.trajectory(0)], RUN_ID)  # completes Arrow's lazy imports before the fork
+        gc.freeze()  # otherwise every child would copy all pages at its first collection
         children = [
             context.Process(target=_client, args=(theirs, service.address, service.config, work, i), daemon=True)
             for i, (_, theirs) in enumerate(pipes)
@@ -91,27 +92,27 @@ def _open(address: str, name: str, role: Role, config: BufferConfig) -> BufferCl
 
 
 def _let_run(pipes: list[Connection]) -> tuple[list[float], float]:
-    """Let all begin once all are ready; each client's seconds, and the seconds until the last was done."""
+    """Start all clients once all are ready; return the seconds of each, and the seconds until the last finished."""
     for pipe in pipes:
         pipe.send("lease")
     for pipe in pipes:
-        _take(pipe)
+        _receive_seconds(pipe)
     started = time.perf_counter()
     for pipe in pipes:
         pipe.send("push")
-    seconds = [_take(pipe) for pipe in pipes]
+    seconds = [_receive_seconds(pipe) for pipe in pipes]
     return seconds, time.perf_counter() - started
 
 
-def _take(pipe: Connection) -> float:
-    said = expect(pipe)
-    if not isinstance(said, float):
-        raise TypeError(f"a client failed: {said}")
-    return said
+def _receive_seconds(pipe: Connection) -> float:
+    received = expect(pipe)
+    if not isinstance(received, float):
+        raise TypeError(f"a client failed: {received}")
+    return received
 
 
 def _client(pipe: Connection, address: str, config: BufferConfig, work: Workload, number: int) -> None:
-    """One client's process."""
+    """Run a client in this process."""
     try:
         expect(pipe)
         actor = _open(address, f"actor-{number}", "actor", config)
@@ -122,14 +123,14 @@ def _client(pipe: Connection, address: str, config: BufferConfig, work: Workload
         push_all(actor, rows)
         pipe.send(time.perf_counter() - started)
         actor.close()
-    except Exception:  # whatever it is, the parent is told
+    except Exception:  # any error is reported to the parent
         pipe.send(traceback.format_exc())
-    os._exit(0)  # nothing of the parent's is to be cleaned up here
+    os._exit(0)  # skip the parent's cleanup handlers
 
 
 SAMPLERS = {"reward": "reward_softmax", "age": "prioritised"}
 SIZES = {False: (10_000, 1_000_000), True: (10_000, 50_000)}
-"""Trajectories stored when the draws are timed; by `quick`."""
+"""Numbers of stored trajectories at which draws are timed, by `quick`."""
 SHORT_TOKENS = 32
 NUM_VERSIONS = 50
 WARM_UP_DRAWS = 10
@@ -138,11 +139,11 @@ DRAWN_GROUPS = BATCH_TRAJECTORIES // GROUP_SIZE
 
 
 def measure_draws(quick: bool, folder: Path) -> Figures:
-    """What a draw costs as the store grows: 10,000 against 1,000,000 trajectories of 32 tokens.
+    """Measure the cost of a draw as the store grows from 10,000 to 1,000,000 trajectories of 32 tokens.
 
-    For the reward and the age sampler, reusing: median milliseconds. The same service is filled, measured, filled on,
-    and measured again. Trajectories are of 50 versions and have random rewards. One batch is 256 trajectories;
-    the time is from asking to the answer, its records included. Finishing the step is outside of the clock.
+    Returns median milliseconds for the reward and the age sampler, with reuse. The same service is filled, measured,
+    filled further, and measured again. Trajectories are of 50 versions and have random rewards. One batch is 256
+    trajectories; the time is from the request to the reply with its records. Finishing the step is not timed.
     """
     figures: Figures = {}
     for name, sampler in SAMPLERS.items():
@@ -172,7 +173,7 @@ def _measure_sampler(sampler: str, sizes: tuple[int, int], folder: Path) -> tupl
 
 
 def _push_some(actor: BufferClient, work: Workload, num_stored: int, goal: int) -> int:
-    """Push some groups of the version that is due; returns the number of trajectories."""
+    """Push some groups, with versions that increase evenly up to the goal; return the number of trajectories."""
     leases = lease_all(actor, min(LEASES_AHEAD, (goal - num_stored) // GROUP_SIZE))
     version = PolicyVersion(0, num_stored * NUM_VERSIONS // goal)
     samples = [(lease, index) for lease in leases for index in lease.sample_indices]
@@ -201,25 +202,25 @@ def _draw_ms(learner: BufferClient, done: int) -> float:
 
 GROUPS_PER_STEP = 32
 STEPS_PER_CYCLE = 4
-"""So many steps' groups may be outstanding; a cycle pushes and trains all of them."""
+"""Steps whose groups may be outstanding; a cycle pushes and trains all of them."""
 CAPACITY_TRAJECTORIES = 2048
 NUM_TOKENS = {False: 10_000_000, True: 5_000_000}
-"""Pushed in all; by `quick`."""
+"""Total number of tokens to push, by `quick`."""
 STORE_BYTES = {False: 2 * 2**30, True: 200 * 2**20}
 SAMPLE_EVERY_S = 0.05
 WORKLOAD_TRAJECTORIES = 4096
 OPEN_GROUPS = 100
-"""Leases that are open when the service is killed."""
+"""Number of open leases when the service is killed."""
 
 
 class RssSampler:
-    """Reads a service's RssAnon in a thread, each time with the progress so far."""
+    """Thread that samples a service's RssAnon together with the progress of the measurement."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
         self._stop = threading.Event()
         self.progress = 0.0
-        """Share of the work that is done; whoever does it keeps this up to date."""
+        """Fraction of the work that is done; updated by the measurement."""
         self._samples: list[tuple[float, int]] = []
         self._thread = threading.Thread(target=self._run, name="rss", daemon=True)
         self._thread.start()
@@ -229,21 +230,22 @@ class RssSampler:
             self._samples.append((self.progress, self._service.rss_anon_bytes()))
 
     def stop(self) -> None:
-        """Take no more samples."""
+        """Stop sampling."""
         self._stop.set()
         self._thread.join(PATIENCE_S)
 
     def mib(self, first: float = 0.0, last: float = 1.0) -> list[float]:
-        """What was read while the progress was in [first, last], in MiB."""
+        """Return the samples taken while the progress was in [first, last], in MiB."""
         return [size / 2**20 for progress, size in self._samples if first <= progress <= last]
 
 
 def measure_memory(quick: bool, folder: Path) -> Figures:
-    """The service's memory while 10 million tokens are pushed, trained and evicted.
+    """Measure the service's memory while 10 million tokens are pushed, trained and evicted.
 
-    In the cycle of a run (lease, push, draw, finish, publish, checkpoint); the service's RssAnon is read all the while.
-    It is anonymous memory: pages of the store belong to the page cache and do not count. Flat means that the median of
-    the last quarter (of the tokens) is near the median of the second; the first one reaches the capacity.
+    The measurement runs the cycle of a training run (lease, push, draw, finish, publish, checkpoint) and samples the
+    service's RssAnon throughout. This is anonymous memory: pages of the store belong to the page cache and do not
+    count. Memory is flat if the median of the last quarter (of the tokens) is close to the median of the second; the
+    store reaches its capacity in the first.
     """
     work = Workload.make(WORKLOAD_TRAJECTORIES)
     config = config_for(capacity_trajectories=CAPACITY_TRAJECTORIES)
@@ -289,7 +291,7 @@ def _tokens(work: Workload, i: int) -> int:
 
 
 def _train(learner: BufferClient, done: int) -> int:
-    """Train what was pushed; the steps done now."""
+    """Train the pushed groups; return the number of finished steps."""
     draw_steps(learner, done, STEPS_PER_CYCLE, GROUPS_PER_STEP)
     done += STEPS_PER_CYCLE
     learner.published(0, done).result(PATIENCE_S)
@@ -298,10 +300,10 @@ def _train(learner: BufferClient, done: int) -> int:
 
 
 def measure_restart(quick: bool, folder: Path) -> Figures:
-    """How fast a killed service is back on a store of 2 GiB.
+    """Measure how fast a killed service restarts on a store of 2 GiB.
 
-    It is killed with SIGKILL; the time is from starting its process to the line with its address and to the first
-    request answered; with the file in the page cache, and after it was dropped from there.
+    The service is killed with SIGKILL. Times are from the start of the new process to the line with its address and to
+    the first reply, once with the file in the page cache and once after it was dropped from it.
     """
     work = Workload.make(WORKLOAD_TRAJECTORIES)
     config = config_for(sampler="uniform", max_uses="unlimited")
@@ -325,7 +327,7 @@ def measure_restart(quick: bool, folder: Path) -> Figures:
 
 
 def _restart(service: Service, num_records: int) -> float:
-    """Seconds from starting the process to the first answer.
+    """Restart the service; return the seconds from the start of the process to the first reply.
 
     Raises:
         RuntimeError: records are missing.
@@ -337,7 +339,7 @@ def _restart(service: Service, num_records: int) -> float:
     found = client.status().result(PATIENCE_S).num_records
     client.close()
     if found != num_records:
-        raise RuntimeError(f"{num_records} trajectories were acknowledged, {found} are there after the restart")
+        raise RuntimeError(f"the store has {found} trajectories after the restart, but {num_records} were acknowledged")
     return answered_s
 
 

@@ -1,4 +1,4 @@
-"""A buffer service as a process, and clients of it."""
+"""A buffer service in a subprocess, and clients of it."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from pathlib import Path
 from types import TracebackType
 
 import lmdb
-
 from benchmarks.buffer_peers.workload import GROUP_SIZE, MAX_TOKENS, NUM_PROMPTS, PATIENCE_S, VOCAB_SIZE
 from benchmarks.lib.machine import ROOT
 from benchmarks.lib.processes import environment
-from buffer.client import BufferClient
-from buffer.config import BufferConfig
-from buffer.protocol import Lease
-from common.rpc.messages import Role
-from common.run import RunFacts
-from common.staleness import StalenessConfig
 from tests.constants import environment as constants
 from tests.world.buffer_process import serving
 
+from leeway.buffer.client import BufferClient
+from leeway.buffer.config import BufferConfig
+from leeway.buffer.protocol import Lease
+from leeway.common.rpc.messages import Role
+from leeway.common.run import RunFacts
+from leeway.common.staleness import StalenessConfig
+
 RUN_ID = "benchmark"
 ADMITTED_STEPS = 4
-"""Steps whose groups may be outstanding with an unbounded lag."""
+"""Steps whose groups may be outstanding if the lag is unbounded."""
 LEASES_PER_REQUEST = 64
 LEASE_S = 3600.0
-LONG_LEASES = constants({"buffer.leases.LEASE_TIMEOUT_S": LEASE_S})
-"""Clients of this benchmark renew no lease."""
+LONG_LEASES = constants({"leeway.buffer.leases.LEASE_TIMEOUT_S": LEASE_S})
+"""Environment with a long lease timeout, because the benchmark's clients do not renew leases."""
 
 
 def facts_for(groups_per_step: int) -> RunFacts:
-    """Facts of a replay run, whose lag is unbounded."""
+    """Return the facts of a replay run with unbounded lag."""
     return RunFacts(
         run_id=RUN_ID,
         seed=0,
@@ -49,15 +49,15 @@ def facts_for(groups_per_step: int) -> RunFacts:
 
 
 def config_for(**overrides: object) -> BufferConfig:
-    """Defaults, but for the overrides."""
+    """Return the default config with overrides."""
     return BufferConfig.model_validate(overrides)
 
 
 class Service:
-    """`python -m tests.world.buffer_process` on a folder; a context that ends it."""
+    """`python -m tests.world.buffer_process` on a folder; a context manager that stops the process."""
 
     def __init__(self, folder: Path, facts: RunFacts, config: BufferConfig, *, under: Sequence[str] = ()) -> None:
-        """Name what to serve; `under` is a command to run the service with, such as a tracer."""
+        """Start the service; `under` is a command that runs it, such as a tracer."""
         self.folder = folder
         self.facts = facts
         self.config = config
@@ -69,7 +69,7 @@ class Service:
         """Start the process and wait for the line with its address.
 
         Raises:
-            RuntimeError: it ended, or was silent too long; carries its log.
+            RuntimeError: the process exited or timed out; the message has the end of its log.
         """
         command = [*self._under, *serving(self.folder, self.facts, "--config", self.config.model_dump_json())]
         started = time.monotonic()
@@ -83,38 +83,38 @@ class Service:
         if not self.address:
             self.stop()
             log = Path(self._log.name).read_text(errors="replace")
-            raise RuntimeError(f"the buffer service on {self.folder} gave no address; its log ends: {log[-2000:]}")
+            raise RuntimeError(f"the buffer service on {self.folder} printed no address; end of its log: {log[-2000:]}")
 
     @property
     def pid(self) -> int:
-        """The service itself, also where it runs under another command."""
+        """Process id of the service, also if it runs under another command."""
         if not self._under:
             return self.process.pid
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         return int(children[0]) if children else self.process.pid
 
     def rss_anon_bytes(self) -> int:
-        """Anonymous resident memory: what the service allocated itself, without the pages of the store."""
+        """Return the anonymous resident memory: the service's own allocations, without the pages of the store."""
         for line in Path(f"/proc/{self.pid}/status").read_text().splitlines():
             if line.startswith("RssAnon:"):
                 return int(line.split()[1]) * 1024
         raise RuntimeError(f"/proc/{self.pid}/status has no RssAnon")
 
     def client(self, name: str, role: Role = "actor") -> BufferClient:
-        """A connected client."""
+        """Return a connected client."""
         client = BufferClient(self.address, run_id=RUN_ID, role=role, name=name)
         client.connect()
         return client
 
     def begin(self) -> BufferClient:
-        """A learner that published its first version: from now on leases are granted."""
+        """Return a learner that has published its first version; from then on leases are granted."""
         learner = self.client("learner", "learner")
         learner.begin_incarnation(0, 0).result(PATIENCE_S)
         learner.published(0, 0).result(PATIENCE_S)
         return learner
 
     def num_commits(self) -> int:
-        """How many write transactions the store has seen. LMDB's own count, read beside the service."""
+        """Return LMDB's count of write transactions, read without the service."""
         environment = lmdb.open(str(self.folder), readonly=True, lock=False, max_dbs=64)
         try:
             return int(environment.info()["last_txnid"])
@@ -122,12 +122,12 @@ class Service:
             environment.close()
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """Kill the service with SIGKILL."""
         os.kill(self.pid, signal.SIGKILL)
         self.process.wait(PATIENCE_S)
 
     def stop(self) -> None:
-        """End the process in order, and by force where that takes too long."""
+        """Terminate the process; kill it after 30 s."""
         if self.process.poll() is None:
             os.kill(self.pid, signal.SIGTERM)
         try:
@@ -147,7 +147,7 @@ class Service:
 
 
 def lease_all(actor: BufferClient, num_groups: int) -> list[Lease]:
-    """Lease so many groups.
+    """Lease `num_groups` groups.
 
     Raises:
         RuntimeError: admission closed before.
@@ -162,5 +162,5 @@ def lease_all(actor: BufferClient, num_groups: int) -> list[Lease]:
 
 
 def steps_for(num_groups: int) -> int:
-    """The groups per step with which so many groups can be outstanding."""
+    """Return the groups per step with which `num_groups` groups can be outstanding."""
     return -(-num_groups // ADMITTED_STEPS)

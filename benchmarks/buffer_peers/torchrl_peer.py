@@ -1,11 +1,11 @@
 """TorchRL's `ReplayBuffer` in another process, behind a `multiprocessing.Queue`.
 
 Settings: 32 trajectories per `put` and per `extend`, as concatenated arrays, which pickle fastest.
-Memory-mapped: `LazyMemmapStorage` of tokens with an `episode` column, so that nothing is padded, read
-with its `SliceSampler`; a second storage holds one row of scalars per trajectory. (One padded row of
-8,192 tokens per trajectory took in half as many.) Lazy stack: `LazyStackStorage`, which lives in
-memory and keeps tensors of any length. The time ends when the consumer has extended its buffer by the
-last trajectory. Sampling happens where the buffer is: no process boundary is crossed.
+Memory-mapped: `LazyMemmapStorage` of tokens with an `episode` column, so that nothing is padded, read with its
+`SliceSampler`; a second storage holds one row of scalars per trajectory. (With one padded row of 8,192 tokens per
+trajectory, the rate was half of that.) Lazy stack: `LazyStackStorage`, an in-memory storage of tensors of any length.
+Timing ends when the consumer has extended its buffer by the last trajectory. Sampling runs in the buffer's process,
+without interprocess communication.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import TensorDict
-
 from benchmarks.buffer_peers.mp_queue import hand_over
 from benchmarks.buffer_peers.workload import (
     BATCH_TRAJECTORIES,
@@ -33,14 +31,16 @@ from benchmarks.buffer_peers.workload import (
     rates,
     sampled,
 )
-from buffer.schema import Trajectory
+from tensordict import TensorDict
+
+from leeway.buffer.schema import Trajectory
 
 NUM_SAMPLED_BATCHES = 20
 Call = dict[str, np.ndarray]
 
 
 def measure(work: Workload, folder: Path) -> Figures:
-    """Into memory-mapped storage, which is what counts, and into a lazy stack."""
+    """Measure memory-mapped storage, which counts, and a lazy stack."""
     rows, sizes = work.trajectories(), (len(work), int(work.bounds[-1]))
     push_s, sample_s = hand_over(rows, as_arrays, _consume, fill_memmap, sizes, str(folder))
     stack_push_s, stack_sample_s = hand_over(rows, as_arrays, _consume, fill_lazy_stack, sizes, str(folder))
@@ -54,7 +54,7 @@ def measure(work: Workload, folder: Path) -> Figures:
 
 
 def as_arrays(rows: list[Trajectory]) -> Call:
-    """A few trajectories as concatenated arrays; a prompt's log-probabilities are zero."""
+    """Return trajectories as concatenated arrays, with zero log-probabilities for prompt tokens."""
     prompt = np.zeros(PROMPT_TOKENS, np.float32)
     ids = [
         (row.lease_id, row.attempt, row.group_id, row.sample_index, row.prompt_id, row.prompt_length, row.seq)
@@ -72,7 +72,7 @@ def as_arrays(rows: list[Trajectory]) -> Call:
 def _consume(
     queue: Queue[Call | None], done: Connection, fill: Callable[..., Any], sizes: tuple[int, int], folder: str
 ) -> None:
-    """The consumer's process: fill a buffer, say how many trajectories it holds, sample, say how long it took."""
+    """Run the consumer: fill a buffer, send its number of trajectories, sample, and send the seconds of sampling."""
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     extend, num_held, sample = fill(*sizes, folder)
@@ -87,7 +87,7 @@ def _consume(
 
 
 def fill_memmap(num_trajectories: int, num_tokens: int, folder: str) -> tuple[Callable[..., Any], ...]:
-    """How to extend, count and sample memory-mapped storage."""
+    """Return functions that extend, count and sample memory-mapped storage."""
     from torchrl.data import LazyMemmapStorage, ReplayBuffer, SliceSampler
 
     sampler = SliceSampler(num_slices=BATCH_TRAJECTORIES, traj_key="episode", strict_length=False, cache_values=True)
@@ -108,7 +108,7 @@ def fill_memmap(num_trajectories: int, num_tokens: int, folder: str) -> tuple[Ca
 
 
 def fill_lazy_stack(num_trajectories: int, num_tokens: int, folder: str) -> tuple[Callable[..., Any], ...]:
-    """How to extend, count and sample a lazy stack."""
+    """Return functions that extend, count and sample a lazy stack."""
     from torchrl.data import LazyStackStorage, ReplayBuffer
 
     buffer = ReplayBuffer(storage=LazyStackStorage(num_trajectories), batch_size=BATCH_TRAJECTORIES)

@@ -1,9 +1,9 @@
 """TransferQueue, the data plane of verl.
 
-Settings: SimpleStorage with one storage unit, which on one machine of two cores is faster than its
-default of two; `kv_batch_put` of 32 keys, token ids and log-probabilities as jagged nested tensors,
-scalars as tensors; through its asynchronous interface with 16 puts in flight. `push_plain_per_s` is its
-documented plain use: the synchronous `kv_batch_put` of 32 keys, one after the other.
+Settings: SimpleStorage with one storage unit, which on two cores is faster than the default of two; `kv_batch_put` of
+32 keys through the asynchronous interface, with 16 puts in flight; token ids and log-probabilities as jagged nested
+tensors, scalars as tensors. `push_plain_per_s` is the documented basic use: synchronous `kv_batch_put` calls of 32
+keys, one after the other.
 """
 
 from __future__ import annotations
@@ -17,9 +17,6 @@ from pathlib import Path
 
 import torch
 import transfer_queue
-from omegaconf import OmegaConf
-from tensordict import TensorDict
-
 from benchmarks.buffer_peers.ray_peers import start_ray
 from benchmarks.buffer_peers.workload import (
     BATCH_TRAJECTORIES,
@@ -31,17 +28,20 @@ from benchmarks.buffer_peers.workload import (
     rates,
     sampled,
 )
-from buffer.schema import Trajectory
+from omegaconf import OmegaConf
+from tensordict import TensorDict
+
+from leeway.buffer.schema import Trajectory
 
 STORAGE_UNITS = 1
 PUTS_IN_FLIGHT = 16
 NUM_SAMPLED_BATCHES = 5
 PLAIN_PART = 4
-"""One in so many trajectories is put again the plain way."""
+"""1 / PLAIN_PART of the workload is put again with synchronous calls."""
 
 
 def measure(work: Workload, folder: Path) -> Figures:
-    """Put the workload, get batches of random keys, and put a part of it the plain way."""
+    """Put the workload, get batches of random keys, and put a part of it with synchronous calls."""
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     start_ray(folder)
@@ -49,7 +49,7 @@ def measure(work: Workload, folder: Path) -> Figures:
     rows = work.trajectories()
     client = transfer_queue.get_client()
     started = time.perf_counter()
-    client._run_coroutine(_put_all(rows))  # on the client's own loop, as its synchronous calls do
+    client._run_coroutine(_put_all(rows))  # on the client's own event loop, like its synchronous calls
     push_s = time.perf_counter() - started
     num_held = len(transfer_queue.kv_list("train")["train"])
     if num_held != len(rows):
@@ -104,12 +104,12 @@ def _jagged(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _get(num_held: int) -> float:
-    """Seconds to get batches of random keys."""
+    """Return the seconds for getting batches of random keys."""
     rng = random.Random(0)
     started = time.perf_counter()
     for _ in range(NUM_SAMPLED_BATCHES):
         keys = [str(i) for i in rng.sample(range(num_held), BATCH_TRAJECTORIES)]
         batch = transfer_queue.kv_batch_get(keys=keys, partition_id="train")
         if len(batch) != BATCH_TRAJECTORIES:
-            raise RuntimeError(f"TransferQueue gave {len(batch)} of {BATCH_TRAJECTORIES} trajectories")
+            raise RuntimeError(f"TransferQueue returned {len(batch)} of {BATCH_TRAJECTORIES} trajectories")
     return time.perf_counter() - started

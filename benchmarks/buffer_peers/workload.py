@@ -1,7 +1,7 @@
-"""The trajectories that everybody is measured with, and how a time becomes a figure.
+"""Trajectories that all systems are measured with, and conversion of times to figures.
 
 Lengths are log-normal: median 512 tokens, at most 8,192, mean about 820. Token ids are int32,
-log-probabilities float32, and every trajectory has the scalars of `buffer.schema.Trajectory`.
+log-probabilities float32, and every trajectory has the scalars of `leeway.buffer.schema.Trajectory`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from buffer.protocol import Lease
-from buffer.schema import Trajectory, VersionSpan
-from common.staleness import PolicyVersion
+from leeway.buffer.protocol import Lease
+from leeway.buffer.schema import Trajectory, VersionSpan
+from leeway.common.staleness import PolicyVersion
 
 MEDIAN_TOKENS = 512
 SIGMA = 1.0
@@ -29,11 +29,11 @@ VOCAB_SIZE = 50_000
 GROUP_SIZE = 8
 NUM_PROMPTS = 1000
 ROWS_PER_CALL = 32
-"""Trajectories per message, call, commit or pipeline: the same for everybody."""
+"""Trajectories per message, call, commit or pipeline; the same for all systems."""
 BATCH_TRAJECTORIES = 256
 """Trajectories of a sampled batch."""
 PATIENCE_S = 300.0
-"""No step of a measurement may take longer."""
+"""Timeout of each operation of a measurement in seconds."""
 
 FIRST_VERSION = PolicyVersion(0, 0)
 Figures = dict[str, Any]
@@ -41,16 +41,16 @@ Figures = dict[str, Any]
 
 @dataclass(frozen=True)
 class Workload:
-    """Trajectories in memory: arrays are views into one block, as an engine's output would be."""
+    """Trajectories in memory, as views into one block, like the output of an engine."""
 
     tokens: npt.NDArray[np.int32]
     logprobs: npt.NDArray[np.float32]
     bounds: npt.NDArray[np.int64]
-    """Where each trajectory begins, and the last one ends."""
+    """Start offset of each trajectory, followed by the end offset of the last one."""
 
     @classmethod
     def make(cls, num_trajectories: int, seed: int = 0, *, fixed_tokens: int | None = None) -> Workload:
-        """The same trajectories for the same arguments; `fixed_tokens` gives all of them one length."""
+        """Generate trajectories deterministically; `fixed_tokens` gives all of them the same length."""
         rng = np.random.default_rng(seed)
         drawn = np.exp(rng.normal(np.log(MEDIAN_TOKENS), SIGMA, num_trajectories))
         lengths = np.clip(drawn, PROMPT_TOKENS + 1, MAX_TOKENS).astype(np.int64)
@@ -66,12 +66,12 @@ class Workload:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of token ids and log-probabilities; scalars are not counted."""
+        """Bytes of token ids and log-probabilities, without scalars."""
         completions = self.bounds[-1] - PROMPT_TOKENS * len(self)
         return int(4 * self.bounds[-1] + 4 * completions)
 
     def trajectory(self, i: int, lease: Lease | None = None, sample_index: int | None = None) -> Trajectory:
-        """The i-th trajectory as a sample of a lease; without one, of a lease made up from `i`."""
+        """Return the i-th trajectory as a sample of a lease; without one, of a synthetic lease derived from `i`."""
         start, end = int(self.bounds[i]), int(self.bounds[i + 1])
         num_completion = end - start - PROMPT_TOKENS
         group = i // GROUP_SIZE + 1
@@ -98,32 +98,32 @@ class Workload:
         )
 
     def trajectories(self) -> list[Trajectory]:
-        """All of them, with leases made up."""
+        """Return all trajectories, with synthetic leases."""
         return [self.trajectory(i) for i in range(len(self))]
 
     def leased(self, leases: list[Lease]) -> list[Trajectory]:
-        """One per sample of the leases, in their order."""
+        """Return one trajectory per sample of the leases, in their order."""
         samples = ((lease, index) for lease in leases for index in lease.sample_indices)
         made = [self.trajectory(i, lease, index) for i, (lease, index) in enumerate(samples)]
-        # An actor holds a few trajectories at a time, not all of them: do not have the collector walk over these.
+        # A real actor holds few trajectories at a time: exclude these from garbage collection.
         gc.collect()
         gc.freeze()
         return made
 
 
 def calls(trajectories: list[Trajectory]) -> Iterator[list[Trajectory]]:
-    """The trajectories, as many at a time as travel together."""
+    """Yield the trajectories in chunks of ROWS_PER_CALL."""
     for start in range(0, len(trajectories), ROWS_PER_CALL):
         yield trajectories[start : start + ROWS_PER_CALL]
 
 
 def rates(work: Workload, seconds: float, *, name: str = "push") -> Figures:
-    """Figures of handing in the whole workload within `seconds`."""
+    """Return the figures of pushing the whole workload in `seconds`."""
     return {f"{name}_per_s": len(work) / seconds, f"{name}_mb_per_s": work.num_bytes / 1e6 / seconds}
 
 
 def sampled(num_batches: int, num_trajectories: int, seconds: float) -> Figures:
-    """Figures of drawing batches within `seconds`."""
+    """Return the figures of drawing batches in `seconds`."""
     return {"sample_per_s": num_trajectories / seconds, "batches_per_s": num_batches / seconds}
 
 
@@ -131,21 +131,21 @@ def until(condition: Callable[[], bool], what: str, *, patience_s: float = PATIE
     """Wait for a condition.
 
     Raises:
-        TimeoutError: it did not come true; names it.
+        TimeoutError: the condition stayed false; the message names it.
     """
     deadline = time.monotonic() + patience_s
     while not condition():
         if time.monotonic() > deadline:
-            raise TimeoutError(f"waited {patience_s:g} s for {what}")
+            raise TimeoutError(f"timed out after {patience_s:g} s waiting for {what}")
         time.sleep(poll_s)
 
 
-def expect(connection: Connection) -> Any:  # noqa: ANN401 -- whatever the other side says
-    """What the other process says, within the limit.
+def expect(connection: Connection) -> Any:  # noqa: ANN401 -- any object of the other process
+    """Receive an object from the other process within PATIENCE_S.
 
     Raises:
-        TimeoutError: it said nothing.
+        TimeoutError: nothing arrived.
     """
     if not connection.poll(PATIENCE_S):
-        raise TimeoutError(f"the other process said nothing for {PATIENCE_S:g} s")
+        raise TimeoutError(f"the other process sent nothing for {PATIENCE_S:g} s")
     return connection.recv()

@@ -1,16 +1,17 @@
-"""`leeway train` whose actors lease by the rule from before: `python -m benchmarks.fill_parts.command train ...`."""
+"""`leeway train` with the previous lease rule of actors: `python -m benchmarks.fill_parts.command train ...`."""
 
 from __future__ import annotations
 
 import os
 import sys
 
-from launch.cli import RAY_ENVIRONMENT, main
+from leeway.launch.cli import RAY_ENVIRONMENT, main
 
 if __name__ == "__main__":
-    os.environ.update(RAY_ENVIRONMENT)  # Ray reads it when it is imported, which is next
+    os.environ.update(RAY_ENVIRONMENT)  # before the imports below, because Ray reads it at import
     from benchmarks.fill_parts.roles import RoundedDownActorRole
-    from launch.processes import actor_pools
+
+    from leeway.launch.processes import actor_pools
 
     actor_pools.ActorRole = RoundedDownActorRole  # type: ignore[attr-defined]
     sys.exit(main(sys.argv[1:]))

@@ -1,7 +1,7 @@
-"""SleepingEngine: the interface of `actors.engine.Engine`, and a law of token time in place of a model.
+"""SleepingEngine: the interface of `leeway.actors.engine.Engine` with a token-time model instead of a network.
 
-What it generates means nothing; how long that takes, how samples share it, which version sampled which token and what
-an update costs is what a real one would do that follows the law. It computes nothing: sixteen of them fit two cores.
+The generated tokens are random. Generation time, sharing among samples, the version of each token and the cost of an
+update match those of a real engine with this token time. It computes nothing: sixteen engines fit on two cores.
 """
 
 from __future__ import annotations
@@ -14,31 +14,31 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-
-from actors.config import ActorsConfig
-from actors.engine import EngineDead, RequestKey
-from actors.engine_output import EngineReport, Generation
 from benchmarks.fleet_parts.setting import EngineSetting, score_of
-from buffer.schema import HANDED_ON, Prefix, VersionSpan
-from common.hf_folder import check_model_folder
-from common.staleness import PolicyVersion
-from planning.costs import Moments
-from planning.world import TokenClock
-from weight_sync.store import StagedVersion
+
+from leeway.actors.config import ActorsConfig
+from leeway.actors.engine import EngineDead, RequestKey
+from leeway.actors.engine_output import EngineReport, Generation
+from leeway.buffer.schema import REQUEUED, Prefix, VersionSpan
+from leeway.common.hf_folder import check_model_folder
+from leeway.common.staleness import PolicyVersion
+from leeway.planning.costs import LeastSquares
+from leeway.planning.world import TokenClock
+from leeway.weight_sync.store import StagedVersion
 
 _LOGPROB = -1.0
 _MOST_DRAWN = 1000
 _LEAST_MADE = 0.01
-"""Tokens in a stretch of time, so that it says what a step takes."""
+"""Minimum number of tokens per sample in an interval for it to be used as a step-time measurement."""
 
 
 class SleepingEngine:
-    """One engine; `setting` is set by the role that hosts it, before it starts."""
+    """An engine that sleeps; the role that hosts it assigns `setting` before it starts."""
 
     setting: EngineSetting
 
     def __init__(self, config: ActorsConfig, version: PolicyVersion, vocab_size: int) -> None:
-        """Use `start`."""
+        """Initialize the engine; use `start` instead of calling this directly."""
         self._config, self._version, self._vocab_size = config, version, vocab_size
         self._clock: TokenClock[int] = TokenClock(self.setting.law, time.perf_counter())
         self._numbers = itertools.count()
@@ -46,24 +46,24 @@ class SleepingEngine:
         self._changed = asyncio.Event()
         self._updating = asyncio.Lock()
         self._versions: list[tuple[float, PolicyVersion]] = [(-float("inf"), version)]
-        """From which value of the clock's `made` on each version sampled, as far back as a running sample goes."""
+        """Value of the clock's `made` from which each version sampled, back to the oldest running sample."""
         self._numbers_of: dict[RequestKey, int] = {}
         self._interrupted: dict[int, int] = {}
-        """Tokens that those have which were."""
+        """Number of tokens of each interrupted sample."""
         self._began: dict[int, float] = {}
-        """Value of `made` at which each running sample began."""
+        """Value of `made` at which each running sample started."""
         self._waker = asyncio.create_task(self._wake())
         self._num_steps = self._steps_s = 0.0
-        self._moments = Moments(4)
-        """Of its steps, by the terms of `TokenTime`."""
+        self._moments = LeastSquares(4)
+        """Least-squares sums of its step times, by the terms of `TokenTime`."""
         self._stalled_until_s = -float("inf")
-        """Before that, time says nothing of the law."""
+        """Time until which step times are not recorded, because the engine stalls."""
 
     @classmethod
     async def start(
         cls, model_path: Path, config: ActorsConfig, *, version: PolicyVersion, seed: int
     ) -> SleepingEngine:
-        """As `Engine.start`."""
+        """See `Engine.start`."""
         return cls(config, version, check_model_folder(model_path).vocab_size)
 
     @property
@@ -73,26 +73,26 @@ class SleepingEngine:
 
     @property
     def stats(self) -> SleepingEngine:
-        """Its steps, which it counts itself."""
+        """Step statistics, which the engine counts itself."""
         return self
 
     @property
     def step_s(self) -> float:
-        """As the engine's."""
+        """Mean seconds of a step."""
         return self._steps_s / self._num_steps if self._num_steps else 0.0
 
     @property
     def num_steps(self) -> int:
-        """As the engine's."""
+        """Number of steps."""
         return int(self._num_steps)
 
     @property
     def cache(self) -> None:
-        """As the engine's; it keeps nothing."""
+        """None: this engine has no cache."""
         return None
 
     def report(self) -> EngineReport:
-        """What the clock has passed."""
+        """Return the report on the elapsed steps."""
         return EngineReport(moments=tuple(self._moments.as_list()) if self._moments.num_measured else ())
 
     async def generate(
@@ -105,9 +105,9 @@ class SleepingEngine:
         prefix: Prefix | None = None,
         key: RequestKey | None = None,
     ) -> Generation:
-        """As `Engine.generate`: the length follows from the prompt, the seed, and the version where it is stretched.
+        """See `Engine.generate`; the length depends on the prompt, the seed and, if lengths change, on the version.
 
-        That of a sample which goes on from a prefix is drawn among those that are longer.
+        The length of a sample resumed from a prefix is drawn from the lengths above that of the prefix.
         """
         there = 0 if prefix is None else len(prefix.token_ids)
         longest = max_new_tokens or self._config.max_new_tokens
@@ -138,19 +138,19 @@ class SleepingEngine:
             token_ids=random.integers(0, self._vocab_size, made, dtype=np.int32),
             logprobs=np.full(made, _LOGPROB, np.float32),
             spans=self._spans(began, made),
-            finish_reason=finish_reason if made_all else HANDED_ON,
+            finish_reason=finish_reason if made_all else REQUEUED,
         ).after(prefix)
 
     def ended(self, prefix: Prefix) -> Literal["length"] | None:
-        """As `Engine.ended`; there is no end-of-sequence token to tell a sample by that was handed on whole."""
+        """See `Engine.ended`; there is no end-of-sequence token that marks a requeued sample as complete."""
         return "length" if len(prefix.token_ids) >= self._config.max_new_tokens else None
 
     def runs(self, key: RequestKey) -> bool:
-        """As `Engine.runs`."""
+        """See `Engine.runs`."""
         return key in self._numbers_of
 
     async def interrupt(self, keys: Iterable[RequestKey]) -> None:
-        """As `Engine.interrupt`."""
+        """See `Engine.interrupt`."""
         self._pass_time()
         for number in [self._numbers_of[key] for key in keys if key in self._numbers_of]:
             if number in self._began:
@@ -160,17 +160,17 @@ class SleepingEngine:
         self._changed.set()
 
     def so_far(self, key: RequestKey) -> None:
-        """As `Engine.so_far`, of an engine that keeps nothing."""
+        """Return None: this engine keeps no partial output; see `Engine.so_far`."""
         return None
 
     async def prepare(self, staged: StagedVersion, *, timeout_s: float = 120.0) -> float:
-        """As `Engine.prepare`."""
+        """See `Engine.prepare`."""
         return 0.0
 
     async def apply(
         self, staged: StagedVersion, kv_cache: Literal["keep", "recompute"], *, timeout_s: float = 120.0
     ) -> tuple[float, float]:
-        """As `Engine.apply`: nobody makes a token for the length of the pause."""
+        """See `Engine.apply`; generation stops for the duration of the pause."""
         async with self._updating:
             self._pass_time()
             self._clock.stall(self.setting.pause_s)
@@ -185,14 +185,14 @@ class SleepingEngine:
         return self.setting.pause_s, self.setting.pause_s
 
     async def stop(self) -> None:
-        """As `Engine.stop`."""
+        """See `Engine.stop`."""
         self._waker.cancel()
         for end in self._ends.values():
             if not end.done():
-                end.set_exception(EngineDead("it was stopped"))
+                end.set_exception(EngineDead("the engine was stopped"))
 
     def _length(self, prompt_score: float, seed: int | None, there: int) -> int:
-        """Of a sample of which so many tokens are there; as long as it takes to draw one that is longer."""
+        """Draw the length of a sample until it exceeds `there`, the number of tokens generated already."""
         law, stretch = self.setting.lengths, self.setting.stretch
         for turn in range(_MOST_DRAWN):
             score = score_of("sample", seed, turn) if turn else score_of("sample", seed)
@@ -218,7 +218,7 @@ class SleepingEngine:
         return number, self._clock.made
 
     def _pass_time(self) -> None:
-        """Let the clock pass every end up to now, each at its own time."""
+        """Advance the clock to now and end every sample at its own time."""
         now_s, clock = time.perf_counter(), self._clock
         while (next_s := clock.next_end_s()) <= now_s:
             self._advance(next_s)
@@ -255,7 +255,7 @@ class SleepingEngine:
                 continue
 
     def _spans(self, began: float, length: int) -> tuple[VersionSpan, ...]:
-        """Which version sampled which tokens."""
+        """Return the tokens that each version sampled."""
         starts = [(round(at - began) if at > began else 0, version) for at, version in self._versions]
         spans: list[VersionSpan] = []
         for (start, version), (end, _) in zip(starts, [*starts[1:], (length, self._version)], strict=True):

@@ -1,6 +1,6 @@
-"""FleetPrompts: the very prompts and lengths that a fleet will have, for its simulation.
+"""FleetPrompts: the exact prompts and lengths of a fleet, for its simulation.
 
-The buffer's order of prompts, the seeds of samples and the lengths of a sleeping engine all follow from the config.
+The config determines the buffer's order of prompts, the seeds of samples and the lengths of a sleeping engine.
 """
 
 from __future__ import annotations
@@ -8,20 +8,20 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-
-from actors.sample import sample_seed
-from actors.tasks import load_encoded
 from benchmarks.fleet_parts.setting import score_of
-from buffer.groups import order_of
-from launch.config import Config
-from planning.lengths import LengthLaw, PromptStream
+
+from leeway.actors.sample import sample_seed
+from leeway.actors.tasks import load_encoded
+from leeway.buffer.groups import order_of
+from leeway.launch.config import Config
+from leeway.planning.lengths import LengthDistribution, PromptStream
 
 
 class FleetPrompts(PromptStream):
-    """The stream, where the config and not a seed says what comes."""
+    """Prompt stream determined by the config instead of a seed."""
 
-    def __init__(self, config: Config, law: LengthLaw) -> None:
-        """Of the task of a config."""
+    def __init__(self, config: Config, law: LengthDistribution) -> None:
+        """Load the prompts of the config's task."""
         task, _ = load_encoded(config.task, Path(config.model.path), config.actors.max_prompt_tokens)
         tokens = [problem.token_ids for problem in task.train]
         super().__init__(law, len(tokens), config.actors.group_size, config.run.seed)
@@ -31,18 +31,18 @@ class FleetPrompts(PromptStream):
         self._cursor = self._group = 0
 
     def anew(self) -> FleetPrompts:
-        """From the first prompt on."""
+        """Restart at the first prompt and return self."""
         self._cursor = self._group = 0
         return self
 
     def next(self) -> int:
-        """The next prompt of the data's order."""
+        """Return the next prompt in the buffer's order."""
         epoch, position = divmod(self._cursor, self.num_prompts)
         self._cursor += 1
         return int(order_of(self._seed, epoch, self.num_prompts)[position])
 
     def lengths(self, prompt: int) -> list[float]:
-        """Tokens of each sample of the next group, which is of this prompt."""
+        """Return the length in tokens of each sample of the next group, which has this prompt."""
         self._group += 1
         seeds = [sample_seed(self._seed, self._group, index, 1) for index in range(self._group_size)]
         return self._law.lengths(float(self._scores[prompt]), [score_of("sample", seed) for seed in seeds]).tolist()

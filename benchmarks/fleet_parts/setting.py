@@ -1,4 +1,4 @@
-"""What a fleet of sleeping engines and a sleeping learner are told: laws of time, passed on in the environment."""
+"""Settings of a fleet of sleeping engines and a sleeping learner, passed in an environment variable."""
 
 from __future__ import annotations
 
@@ -9,59 +9,59 @@ from dataclasses import astuple, dataclass
 from hashlib import blake2b
 from statistics import NormalDist
 
-from planning.costs import TokenTime
-from planning.lengths import LengthLaw
+from leeway.planning.costs import TokenTime
+from leeway.planning.lengths import LengthDistribution
 
 VARIABLE = "LEEWAY_FLEET"
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """Lengths that change as training goes on, evenly over some versions."""
+    """A linear change of completion lengths over versions of the policy."""
 
     start: int
-    """Version up to which they are as the law says."""
+    """Version at which the change starts."""
     over: int
-    """Versions from there until the change is whole, 1 or more."""
+    """Number of versions of the change, at least 1."""
     to: float
-    """Times the law's lengths in the end."""
+    """Final factor on lengths."""
 
     def at(self, version: int) -> float:
-        """Times the law's lengths of a sample that begins with a version."""
+        """Return the factor on the length of a sample that starts at a version."""
         return 1.0 + (self.to - 1.0) * min(1.0, max(0.0, (version - self.start) / self.over))
 
 
 @dataclass(frozen=True)
 class EngineSetting:
-    """Of the engines of a pool."""
+    """Setting of the engines of a pool."""
 
     law: TokenTime
-    lengths: LengthLaw
+    lengths: LengthDistribution
     pause_s: float = 0.05
-    """That an update of the weights takes."""
+    """Pause of generation in seconds during a weight update."""
     stretch: Stretch | None = None
 
 
 @dataclass(frozen=True)
 class FleetSetting:
-    """Of all."""
+    """Setting of a whole fleet."""
 
     pools: Mapping[str, TokenTime]
-    """Pool -> the law of its engines."""
-    lengths: LengthLaw
+    """Pool -> token time of its engines."""
+    lengths: LengthDistribution
     step_s: float
-    """That a step takes besides its tokens."""
+    """Fixed seconds of a learner step."""
     step_token_s: float = 0.0
-    """That each trained token takes."""
+    """Additional seconds of a step per trained token."""
     pause_s: float = 0.05
     stretch: Stretch | None = None
 
     def engine(self, pool: str) -> EngineSetting:
-        """What the engines of a pool are told."""
+        """Return the setting of the engines of a pool."""
         return EngineSetting(self.pools[pool], self.lengths, self.pause_s, self.stretch)
 
     def as_text(self) -> str:
-        """For the environment of every role."""
+        """Encode the setting for the environment of every role."""
         laws = {
             name: [law.base, law.per_sample, law.per_kv_token, law.per_prompt_token] for name, law in self.pools.items()
         }
@@ -71,14 +71,14 @@ class FleetSetting:
 
     @classmethod
     def here(cls) -> FleetSetting:
-        """As it stands in the environment."""
+        """Decode the setting from the environment."""
         laws, (quantiles, explained), step_s, step_token_s, pause_s, *changing = json.loads(os.environ[VARIABLE])
         pools = {name: TokenTime(*terms) for name, terms in laws.items()}
         stretch = Stretch(*changing[0]) if changing else None
-        return cls(pools, LengthLaw(tuple(quantiles), explained), step_s, step_token_s, pause_s, stretch)
+        return cls(pools, LengthDistribution(tuple(quantiles), explained), step_s, step_token_s, pause_s, stretch)
 
 
 def score_of(*key: object) -> float:
-    """A standard normal score that is the same wherever the same key is asked for."""
+    """Return a standard normal score that is deterministic in the key."""
     number = int.from_bytes(blake2b(repr(key).encode(), digest_size=8).digest(), "big")
     return NormalDist().inv_cdf((number + 0.5) / 2**64)

@@ -1,22 +1,22 @@
-"""The first half hour on a GPU, and what can be counted without one.
+"""Measurements on one GPU, and operation counts without one.
 
-__main__  the steps that are asked for, and the page of what they told
-card      checks before anything starts; commit, card and versions of the results
-steps     each step in a process of its own with a limit
-place     where a step stands: device, models, fresh batches, process group
-right     facts, exactness against the CPU, attention, head, groups; life: a whole stage, killed and resumed
-fast      steps, sweeps, a profile, copies
-mends     what was built for GPUs against what was before it
-engine    an engine alone: start, rate, log-probabilities, updates in flight
-whole     whole runs: the demo, and a pair with and without asynchrony
-gaps      where a step spends what its micro-batches do not
+__main__  command line: runs the selected steps, and writes the page from their results
+card      checks before any step starts; commit, card and versions of the results
+steps     runs each step in a process of its own, with a time limit
+place     environment of a step: device, models, fresh batches, process group
+right     machine facts, gradients against the CPU, attention, head, process groups; life: a stage, killed and resumed
+fast      training steps, sweeps, a profile, copies
+mends     GPU optimizations, each against the implementation that it replaced
+engine    an engine alone: startup, rate, log-probabilities, updates in flight
+whole     complete runs: the demo, and one config with and without asynchrony
+gaps      time of a step outside its micro-batches
 page      docs/results/gpu.md
 shapes    models, samples, model FLOPs
 
-pack.sh, prune, wheels.txt, absent   vLLM, Ray and the rest in one set of archives
-unpack.sh, site_folder, base.txt     the same on a GPU machine without network
+pack.sh, prune, wheels.txt, absent   pack vLLM, Ray and other packages into archives
+unpack.sh, site_folder, base.txt     unpack them on a GPU machine without network
 
-pretended  a GPU that is not there
+pretended  a simulated GPU: CUDA tensors without memory
 counting   kernels, bytes and memory of a micro-batch
 paper      docs/results/gpu_paper.md
 """

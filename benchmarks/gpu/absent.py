@@ -1,4 +1,4 @@
-"""A package that pack.sh leaves out: every name exists, and calling it returns an empty list."""
+"""Stub of a package that pack.sh omits: every name exists, and calling it returns an empty list."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 class _Absent(type):
-    def __getattr__(cls, name: str) -> Any:  # noqa: ANN401 -- stands for anything
+    def __getattr__(cls, name: str) -> Any:  # noqa: ANN401 -- replaces any object
         if name.startswith("__"):
             raise AttributeError(name)
         return lambda *_, **__: []

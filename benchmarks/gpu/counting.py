@@ -1,13 +1,13 @@
-"""What the learner launches, moves and keeps for a micro-batch on a GPU.
+"""Count the kernels, bytes and memory of a micro-batch of the learner on a simulated GPU.
 
     python -m benchmarks.gpu.counting SHAPE [--fused] [KEY=VALUE ...]
 
-One JSON line: figures of a shape, by the learner that is imported, with keys of its section, on a GPU that is not
-there; --fused: with the kernels of liger-kernel.
+Prints one JSON line with the figures of a shape, for the imported learner and keys of its config section. --fused uses
+the kernels of liger-kernel.
 
-A dispatch mode sees each operation below autograd. Read is what an operation takes, written what it makes; a view moves
-nothing; an operation that picks, adds or sets rows moves them alone. Each operation that moves something is one kernel.
-Figures of a layer are the difference between two layers and one, so that nothing of head and embedding is in them.
+A dispatch mode intercepts each operation below autograd. An operation reads its inputs and writes its outputs; a view
+moves no bytes; an operation that selects, adds or sets rows moves only these. Each operation that moves bytes counts as
+one kernel. Figures of a layer are the difference between two layers and one, which excludes head and embedding.
 """
 
 from __future__ import annotations
@@ -20,66 +20,66 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+from benchmarks.gpu.pretended import BUDGET, CUDA, fake_stage, pretended_gpu, pretended_kernels
+from benchmarks.gpu.shapes import SHAPES, config_of, fresh_rows
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from benchmarks.gpu.pretended import BUDGET, CUDA, fake_stage, pretended_gpu, pretended_kernels
-from benchmarks.gpu.shapes import SHAPES, config_of, fresh_rows
-from buffer.schema import to_batch
-from learner.batch import StepBatch
-from learner.decoders import split_layers
-from learner.model import DeviceBatch, StageModule
-from learner.packing import PackedBatch, PackingRule
+from leeway.buffer.schema import to_batch
+from leeway.learner.batch import StepBatch
+from leeway.learner.decoders import split_layers
+from leeway.learner.model import DeviceBatch, StageModule
+from leeway.learner.packing import PackedBatch, PackingRule
 
 GEMM_FLOPS, BYTES_PER_S = 600e12, 2.6e12
-"""What an H100 is assumed to do: products in bf16, and memory traffic of everything else."""
+"""Assumed rates of an H100: matrix products in bf16, and memory traffic of all other operations."""
 NUM_SEQUENCES, SEED = 256, 7
 NUM_STAGES = (1, 2, 3, 4)
 
 Figures = dict[str, float]
 AttentionCall = tuple[str, tuple[tuple[tuple[int, ...], str], ...]]
-"""A kernel's name, and shape and dtype of each of its inputs."""
+"""Name of a kernel, and shape and dtype of each of its inputs."""
 
-_MAKES = ("zeros", "zeros_like", "new_zeros", "ones", "ones_like", "full", "full_like", "arange", "zero_", "fill_")
-_NOTHING = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "_unsafe_view", "lift_fresh")
-_NOTHING_AT_ALL = frozenset({*_NOTHING, "detach", "alias", "_local_scalar_dense", "set_", "resize_"})
-_PICKS = frozenset({"index_select", "gather", "embedding", "index"})
+_FILLS = ("zeros", "zeros_like", "new_zeros", "ones", "ones_like", "full", "full_like", "arange", "zero_", "fill_")
+_ALLOCATES = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "_unsafe_view", "lift_fresh")
+_MOVES_NOTHING = frozenset({*_ALLOCATES, "detach", "alias", "_local_scalar_dense", "set_", "resize_"})
+_SELECTS = frozenset({"index_select", "gather", "embedding", "index"})
 _ADDS_ROWS = frozenset({"index_add", "index_add_"})
 _PRODUCTS = frozenset({"mm", "addmm", "addmm_", "bmm", "baddbmm"})
 _CASTS = frozenset({"_to_copy", "copy_"})
 
 
 def is_attention(name: str) -> bool:
-    """Is it one of the fused kernels?"""
+    """Return whether an operation is a fused attention kernel."""
     return "attention" in name or "_attn" in name
 
 
 class Counting(TorchDispatchMode):
-    """Counts operations, by phase and kind: "forward.other.bytes" and the like; see `figures`."""
+    """Count operations by phase and kind, in `figures` with keys such as "forward.other.bytes"."""
 
     def __init__(self, device: torch.device = CUDA) -> None:
-        """Nothing is counted yet; what is done elsewhere than on this kind of device is not."""
+        """Start at zero; only operations on this type of device are counted."""
         super().__init__()
         self.phase = "forward"
         self._kind = device.type
         self.figures: Figures = defaultdict(float)
         self.attention_shapes: set[AttentionCall] = set()
-        """Of the inputs that reached an attention kernel, with its name and their dtypes."""
+        """Each distinct call of an attention kernel."""
         self.by_operation: Counter[str] = Counter()
-        """Bytes, products left out."""
+        """Bytes of each operation, except matrix products."""
         self._weights: dict[int, object] = {}
         self._made: list[tuple[StorageWeakRef, int, bool]] = []
 
-    def know(self, weights: Iterator[Tensor]) -> None:
-        """Which tensors are weights."""
+    def register_weights(self, weights: Iterator[Tensor]) -> None:
+        """Register tensors as weights, so that their casts are counted separately."""
         for weight in weights:
             storage = weight.untyped_storage()
             self._weights[storage._cdata] = storage
 
     def kept(self) -> tuple[int, int]:
-        """Bytes that were made and are alive: copies of weights, and all else."""
+        """Return the bytes of live tensors from the forward pass: copies of weights, and all others."""
         alive = [(size, is_copy) for reference, size, is_copy in self._made if not reference.expired()]
         copies = sum(size for size, is_copy in alive if is_copy)
         return copies, sum(size for size, _ in alive) - copies
@@ -91,7 +91,7 @@ class Counting(TorchDispatchMode):
         args: Any = (),  # noqa: ANN401 -- torch's
         kwargs: Any = None,  # noqa: ANN401 -- torch's
     ) -> Any:  # noqa: ANN401 -- torch's
-        """Run it, and note it."""
+        """Run an operation, and count it."""
         if func.namespace == "prim":
             return func(*args, **(kwargs or {}))
         name = func._schema.name.rpartition("::")[2]
@@ -112,8 +112,8 @@ class Counting(TorchDispatchMode):
         if kind != "gemm":
             self.by_operation[f"{self.phase}.{name}"] += moved
         if kind == "attention" and not name.endswith("backward"):
-            said = tuple((tuple(each.shape), str(each.dtype)) for each in inputs if each.is_floating_point())
-            self.attention_shapes.add((name, said))
+            call = tuple((tuple(each.shape), str(each.dtype)) for each in inputs if each.is_floating_point())
+            self.attention_shapes.add((name, call))
         return out
 
     def _count(self, kind: str, moved: int, flops: float) -> None:
@@ -135,60 +135,60 @@ class Counting(TorchDispatchMode):
 
 
 def product_flops(args: Sequence[object]) -> int:
-    """Of the product of the last two matrices, or batches of them, among the arguments."""
+    """Return the FLOPs of the product of the last two tensors (matrices or batches of them) of the arguments."""
     left, right = [each for each in args if isinstance(each, Tensor)][-2:]
     return 2 * left.numel() * right.shape[-1]
 
 
 def moved_bytes(func: Any, name: str, inputs: list[Tensor], outputs: list[Tensor]) -> int:  # noqa: ANN401 -- torch's
-    """Read and written by one operation; see the module's docstring."""
+    """Return the bytes that an operation reads and writes; see the module docstring."""
     returns = func._schema.returns
     is_view = any(each.alias_info is not None and not each.alias_info.is_write for each in returns)
-    if name in _NOTHING_AT_ALL or is_view:
+    if name in _MOVES_NOTHING or is_view:
         return 0
     written = sum(map(bytes_of, outputs))
-    if name in _MAKES:
+    if name in _FILLS:
         return written
-    if name in _PICKS:
+    if name in _SELECTS:
         return 2 * written + sum(bytes_of(each) for each in inputs if not each.is_floating_point())
     if name == "scatter_":
-        places = inputs[1]
-        return bytes_of(places) + places.numel() * outputs[0].element_size()
+        indices = inputs[1]
+        return bytes_of(indices) + indices.numel() * outputs[0].element_size()
     if name in _ADDS_ROWS:
-        # read, added, written; and the indices
+        # the rows three times: target read, source read, target written; and the indices
         return 3 * bytes_of(inputs[-1]) + sum(bytes_of(each) for each in inputs if not each.is_floating_point())
     read = inputs[1:] if name == "copy_" else inputs
     return written + sum(map(bytes_of, read))
 
 
 def bytes_of(tensor: Tensor) -> int:
-    """Memory that a tensor reaches; a dimension that is expanded is read once."""
+    """Return the bytes of memory that a tensor spans; an expanded dimension counts once."""
     count = 1
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         count *= size if stride else 1
     return count * tensor.element_size() if tensor.numel() else 0
 
 
-# --- what is counted ------------------------------------------------------------------------------
+# --- counting a shape ------------------------------------------------------------------------------
 
 
 def packed_batch(name: str) -> PackedBatch:
-    """A step of long-tailed lengths, as the learner packs it."""
+    """Return a step of samples with long-tailed lengths, packed by the learner."""
     rows = fresh_rows(NUM_SEQUENCES, SHAPES[name]["vocab_size"], SEED)
     return StepBatch.build(to_batch(rows, "counting"), 0, {0: 0}, PackingRule(BUDGET)).packed
 
 
 def typical(packed: PackedBatch) -> int:
-    """The micro-batch whose tokens are nearest to the mean."""
+    """Return the index of the micro-batch whose number of tokens is nearest to the mean."""
     counts = [int(bounds[-1]) for bounds in packed.bounds]
     mean = sum(counts) / len(counts)
     return min(range(len(counts)), key=lambda m: abs(counts[m] - mean))
 
 
 def count_micro_batch(stage: StageModule, packed: PackedBatch, m: int, *, train: bool = True) -> Counting:
-    """Forward and, to train, backward of a micro-batch that is not the first: gradients are added to what is there."""
+    """Count the forward and, if `train`, the backward pass of a micro-batch, which adds to existing gradients."""
     counting = Counting()
-    counting.know(stage.parameters())
+    counting.register_weights(stage.parameters())
     for parameter in stage.parameters():
         parameter.grad = torch.zeros_like(parameter, dtype=torch.float32) if train else None
     stage.batch = DeviceBatch(packed, CUDA)
@@ -196,7 +196,7 @@ def count_micro_batch(stage: StageModule, packed: PackedBatch, m: int, *, train:
     if stage.share.is_first:
         states = stage.batch.tokens_ML[m : m + 1]
     else:
-        dtype = getattr(stage, "states_dtype", stage.dtype)  # which an older learner does not tell apart
+        dtype = getattr(stage, "states_dtype", stage.dtype)  # an older learner has no states_dtype
         states = torch.empty(1, width, stage.hidden_size, dtype=dtype, device=CUDA, requires_grad=train)
     with counting, torch.set_grad_enabled(train):
         out = stage(states, torch.tensor([m]))
@@ -210,20 +210,20 @@ def count_micro_batch(stage: StageModule, packed: PackedBatch, m: int, *, train:
 
 
 def count_shape(name: str, **config: object) -> dict[str, Any]:
-    """All figures of a shape; a layer's, the head's with the norm, the embedding's, of one micro-batch."""
+    """Return the figures of a shape for one micro-batch: of a layer, the head with its norm, and the embedding."""
     with pretended_gpu():
         packed = packed_batch(name)
         m = typical(packed)
 
-        def counted(layers: tuple[int, int], *, last: bool, train: bool) -> Figures:
+        def figures(layers: tuple[int, int], *, last: bool, train: bool) -> Figures:
             return dict(
                 count_micro_batch(fake_stage(name, layers, last=last, **config), packed, m, train=train).figures
             )
 
         parts: dict[str, Any] = {}
         for kind, train in (("training", True), ("scoring", False)):
-            one, two = (counted((1, layers), last=True, train=train) for layers in (1, 2))
-            first = counted((1, 1), last=False, train=train)
+            one, two = (figures((1, layers), last=True, train=train) for layers in (1, 2))
+            first = figures((1, 1), last=False, train=train)
             layer = _difference(two, one)
             parts[kind] = {
                 "layer": layer,
@@ -249,14 +249,14 @@ def count_shape(name: str, **config: object) -> dict[str, Any]:
 
 
 def _bytes_per_weight(stage: StageModule) -> float:
-    """Of what is computed with and what that is rounded from; gradient and moments take 12 besides."""
+    """Return the bytes per weight of compute copy and masters, without the 12 bytes of gradient and moments."""
     computed = list(stage.parameters())
     held = {id(each): each.nbytes for each in (*computed, *getattr(stage, "masters", {}).values())}
     return sum(held.values()) / sum(each.numel() for each in computed)
 
 
 def attention_shapes(stage: StageModule, packed: PackedBatch) -> set[AttentionCall]:
-    """Of a whole step: each differing tuple of shapes and dtypes that an attention kernel is called with."""
+    """Return the distinct calls of attention kernels in a whole step."""
     found: set[AttentionCall] = set()
     for m in range(packed.num_micro_batches):
         found |= count_micro_batch(stage, packed, m, train=False).attention_shapes
@@ -268,7 +268,7 @@ def _difference(more: Figures, less: Figures) -> Figures:
 
 
 def main() -> None:
-    """Count one shape."""
+    """Print the figures of one shape."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shape", choices=SHAPES)
     parser.add_argument("--fused", action="store_true")

@@ -1,4 +1,4 @@
-"""The engine on its own: its start, its rate beside vLLM's defaults, log-probabilities, and weights in flight."""
+"""An engine alone: startup, rate compared with vLLM's defaults, log-probabilities, and weight updates in flight."""
 
 from __future__ import annotations
 
@@ -11,50 +11,50 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-
-from actors.config import ActorsConfig
 from benchmarks.gpu.place import Place
 from benchmarks.gpu.shapes import EOS
 from benchmarks.lib.learner import Learner, sample
-from buffer.schema import VersionSpan
-from common.serving_model import prepare_serving_model
-from common.staleness import PolicyVersion
-from weight_sync.publisher import Publisher
-from weight_sync.puller import Puller
-from weight_sync.store import WeightStore
+
+from leeway.actors.config import ActorsConfig
+from leeway.buffer.schema import VersionSpan
+from leeway.common.serving_model import prepare_serving_model
+from leeway.common.staleness import PolicyVersion
+from leeway.weight_sync.publisher import Publisher
+from leeway.weight_sync.puller import Puller
+from leeway.weight_sync.store import WeightStore
 
 if TYPE_CHECKING:
-    from actors.engine import Engine
-    from actors.engine_output import Generation
+    from leeway.actors.engine import Engine
+    from leeway.actors.engine_output import Generation
 
 DTYPE: Literal["bfloat16"] = "bfloat16"
 FIRST = PolicyVersion(0, 0)
 PROMPT = 64
 NUM_ROUNDS = 3
-"""Of requests that all start at once; the first one also warms up."""
+"""Rounds of requests that all start at once; the first round includes warm-up."""
 NUM_UPDATES, NUM_RUNNING = 20, 64
 SHARE = 0.35
-"""Of the card's memory for the engine; the learner that scores its tokens has the rest."""
+"""Fraction of the card's memory for the engine; the learner that scores its tokens uses the rest."""
 CHANGE = 0.02
-"""Standard deviation of what an update adds to a weight, as a part of the weights' own."""
+"""Standard deviation of the change of a weight in an update, as a fraction of that of the weights."""
 NUM_BETWEEN = 8
-"""Steps of the engine between two updates, so that every version samples tokens also on a busy machine."""
+"""Engine steps between two updates, so that every version samples tokens, even on a busy machine."""
 POLL_S = 0.01
 DRAIN_S = 60.0
-"""Limit for the last running requests, and for the steps between two updates."""
+"""Seconds to wait for the last running requests, and for the steps between two updates."""
 ON_CPU = {"enforce_eager": True, "kv_cache_memory_bytes": 2**28}
 
 
 class Completion(NamedTuple):
-    """A request and what became of it."""
+    """A request and its result."""
 
     prompt: list[int]
-    found: Generation
+    generation: Generation
 
 
 @dataclass(frozen=True)
 class Load:
-    """Requests of a round."""
+    """Size of a round of requests."""
 
     vocab_size: int
     num_requests: int
@@ -67,14 +67,14 @@ class Load:
         return cls(known["vocab_size"], *((256, 512) if place.on_gpu else (64, 64)))
 
     def prompts(self, seed: int, num: int | None = None) -> list[list[int]]:
-        """Return random prompts without an end of sequence; the same for the same seed."""
+        """Return random prompts without an end-of-sequence token; a seed determines them."""
         random = np.random.default_rng(seed)
         size = (num or self.num_requests, PROMPT)
         prompts: list[list[int]] = random.integers(self.vocab_size // 2, self.vocab_size, size).tolist()
         return prompts
 
     def config(self, place: Place) -> ActorsConfig:
-        """Return the settings of an engine that shares its card with the learner."""
+        """Return the config of an engine that shares its card with the learner."""
         return ActorsConfig(
             gpus=0.5 if place.on_gpu else 0.0,
             gpu_memory_share=SHARE,
@@ -86,7 +86,7 @@ class Load:
         )
 
 
-# --- two engines, the same requests -----------------------------------------------------------------
+# --- the same requests to two engines -----------------------------------------------------------------
 
 
 def leeway(place: Place, shape: str = "0.6B") -> None:
@@ -95,32 +95,32 @@ def leeway(place: Place, shape: str = "0.6B") -> None:
 
 
 async def _measure(place: Place, shape: str) -> None:
-    from actors.engine import Engine
+    from leeway.actors.engine import Engine
 
     load = Load.of(place, shape)
     served = prepare_serving_model(place.model(shape), place.folder / "serving")
     start_s = time.perf_counter()
     engine = await Engine.start(served, load.config(place), version=FIRST, seed=1)
     cache = engine.stats.cache._asdict() if engine.stats.cache else None
-    place.tell("start", start_s=time.perf_counter() - start_s, shape=place.shape(shape)[0], cache=cache)
+    place.report("start", start_s=time.perf_counter() - start_s, shape=place.shape(shape)[0], cache=cache)
     try:
         for number in range(NUM_ROUNDS):
             prompts, start_s = load.prompts(seed=number), time.perf_counter()
-            found = await asyncio.gather(*(engine.generate(prompt) for prompt in prompts))
-            _tell_rate(place, number, found, time.perf_counter() - start_s)
+            generations = await asyncio.gather(*(engine.generate(prompt) for prompt in prompts))
+            _report_rate(place, number, generations, time.perf_counter() - start_s)
         learner = place.learner(shape)
-        completions = [Completion(*each) for each in zip(prompts, found, strict=True)]
-        place.tell("lag 0, head in float32", **mismatch(learner, completions, FIRST))
+        completions = [Completion(*each) for each in zip(prompts, generations, strict=True)]
+        place.report("lag 0, head in float32", **mismatch(learner, completions, FIRST))
         await _update_in_flight(place, engine, learner, load)
     finally:
         await engine.stop()
-    place.tell("memory of the learner", **place.peak())
+    place.report("memory of the learner", **place.peak())
 
 
 def vllm(place: Place, shape: str = "0.6B") -> None:
-    """Measure the same requests by vLLM's `LLM` with its defaults, whose head is in bfloat16."""
-    from actors.engine_output import Generation
-    from actors.engine_setup import set_environment
+    """Measure the same requests with vLLM's `LLM` at its defaults, which compute the head in bfloat16."""
+    from leeway.actors.engine_output import Generation
+    from leeway.actors.engine_setup import set_environment
 
     load = Load.of(place, shape)
     served = prepare_serving_model(place.model(shape), place.folder / "serving")
@@ -139,7 +139,7 @@ def vllm(place: Place, shape: str = "0.6B") -> None:
         max_num_seqs=load.num_requests,
         **{**placement, **place.engine_args},
     )
-    place.tell("start", start_s=time.perf_counter() - start_s, shape=place.shape(shape)[0])
+    place.report("start", start_s=time.perf_counter() - start_s, shape=place.shape(shape)[0])
     params = SamplingParams(
         temperature=1.0,
         max_tokens=load.new_tokens,
@@ -153,7 +153,7 @@ def vllm(place: Place, shape: str = "0.6B") -> None:
         requests, start_s = [tokens_input(prompt) for prompt in prompts], time.perf_counter()
         outputs = [each.outputs[0] for each in llm.generate(requests, params, use_tqdm=False)]
         taken_s = time.perf_counter() - start_s
-        found = [
+        generations = [
             Generation(
                 np.asarray(each.token_ids, np.int32),
                 np.asarray(each.logprobs.logprobs, np.float32),
@@ -162,51 +162,51 @@ def vllm(place: Place, shape: str = "0.6B") -> None:
             )
             for each in outputs
         ]
-        _tell_rate(place, number, found, taken_s)
+        _report_rate(place, number, generations, taken_s)
     llm.llm_engine.engine_core.shutdown()
-    completions = [Completion(*each) for each in zip(prompts, found, strict=True)]
-    place.tell("lag 0, head in bfloat16", **mismatch(place.learner(shape), completions, FIRST))
+    completions = [Completion(*each) for each in zip(prompts, generations, strict=True)]
+    place.report("lag 0, head in bfloat16", **mismatch(place.learner(shape), completions, FIRST))
 
 
-def _tell_rate(place: Place, number: int, found: Sequence[Generation], seconds: float) -> None:
-    num_tokens = sum(len(each.token_ids) for each in found)
+def _report_rate(place: Place, number: int, generations: Sequence[Generation], seconds: float) -> None:
+    num_tokens = sum(len(each.token_ids) for each in generations)
     case = f"round {number + 1} of {NUM_ROUNDS}"
-    place.tell(case, requests=len(found), tokens=num_tokens, seconds=seconds, tokens_per_s=num_tokens / seconds)
+    place.report(case, requests=len(generations), tokens=num_tokens, seconds=seconds, tokens_per_s=num_tokens / seconds)
 
 
 def mismatch(learner: Learner, completions: Sequence[Completion], version: PolicyVersion) -> dict[str, Any]:
-    """Compare log-probabilities of the engine and the learner, in nats, over the tokens that a version sampled."""
-    concerned = [each for each in completions if any(span.version == version for span in each.found.spans)]
-    if not concerned:
+    """Compare log-probabilities of engine and learner, in nats, over the tokens that a version sampled."""
+    sampled = [each for each in completions if any(span.version == version for span in each.generation.spans)]
+    if not sampled:
         return {"tokens": 0, "mean_nats": None, "max_nats": None}
     rows = [
-        sample(number, np.array([*prompt, *found.token_ids], np.int32), found.logprobs, float(number % 2), "length")
-        for number, (prompt, found) in enumerate(concerned)
+        sample(number, np.array([*prompt, *each.token_ids], np.int32), each.logprobs, float(number % 2), "length")
+        for number, (prompt, each) in enumerate(sampled)
     ]
-    chosen = np.concatenate([_sampled_by(version, found) for _, found in concerned])
+    chosen = np.concatenate([_sampled_by(version, each) for _, each in sampled])
     networks = learner.networks
     leaves = networks.forward_only(networks.on_device(learner.batch(rows).packed))
-    assert leaves is not None, "this rank is the only one, and so the last stage"
+    assert leaves is not None, "the only rank is the last stage"
     difference = leaves.logprobs_T.float().cpu().numpy() - np.concatenate([row.logprobs for row in rows])
     nats = np.abs(difference)[chosen]
     return {"tokens": int(nats.size), "mean_nats": float(nats.mean()), "max_nats": float(nats.max())}
 
 
-def _sampled_by(version: PolicyVersion, found: Generation) -> np.ndarray[Any, np.dtype[np.bool_]]:
-    chosen = np.zeros(len(found.token_ids), bool)
-    for span in found.spans:
+def _sampled_by(version: PolicyVersion, generation: Generation) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    chosen = np.zeros(len(generation.token_ids), bool)
+    for span in generation.spans:
         chosen[span.start : span.end] = span.version == version
     return chosen
 
 
-# --- updates under running requests -------------------------------------------------------------------
+# --- updates of running requests -------------------------------------------------------------------
 
 
 class Traffic:
-    """Requests that run all the time: when one ends, the next one starts. They do not end together."""
+    """A constant number of running requests: each starts the next one when it ends, at staggered times."""
 
     def __init__(self, engine: Engine, prompts: Sequence[list[int]], new_tokens: int) -> None:
-        """Start one request per prompt in the running event loop, the first ones shorter than `new_tokens`."""
+        """Start one request per prompt in the running event loop; the first requests are shorter than `new_tokens`."""
         self._engine = engine
         self._open = True
         self._ended: list[Completion] = []
@@ -215,15 +215,15 @@ class Traffic:
 
     async def _repeat(self, prompt: list[int], max_new_tokens: int | None) -> None:
         while self._open:
-            found = await self._engine.generate(prompt, max_new_tokens=max_new_tokens)
-            self._ended.append(Completion(prompt, found))
+            generation = await self._engine.generate(prompt, max_new_tokens=max_new_tokens)
+            self._ended.append(Completion(prompt, generation))
             max_new_tokens = None
 
     async def drain(self) -> list[Completion]:
-        """Start no more requests; return all that were completed.
+        """Wait for the running requests, start no further ones, and return all completed requests.
 
         Raises:
-            TimeoutError: the last ones did not end in time.
+            TimeoutError: the running requests did not end in time.
         """
         self._open = False
         try:
@@ -235,14 +235,14 @@ class Traffic:
         return self._ended
 
     async def cancel(self) -> None:
-        """End the requests that still run."""
+        """Cancel the running requests."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
 class _Resume:
-    """Time vLLM's resume within an update, of which the engine reports the whole pause and the load."""
+    """Measure vLLM's resume in an update; the engine itself reports only the whole pause and the load."""
 
     def __init__(self, engine: Engine) -> None:
         llm: Any = engine._alive()
@@ -257,7 +257,7 @@ class _Resume:
 
 
 async def _update_in_flight(place: Place, engine: Engine, learner: Learner, load: Load) -> None:
-    """Half of the updates recompute the cache of running requests, the others keep it."""
+    """Measure updates of running requests; half of the updates recompute their KV cache, the others keep it."""
     folder = place.folder / "engine-weights"
     publisher = Publisher(WeightStore(folder), 0, 1, [DTYPE], keep_versions=2)
     puller, resume = Puller.of_folder(folder, DTYPE), _Resume(engine)
@@ -274,30 +274,30 @@ async def _update_in_flight(place: Place, engine: Engine, learner: Learner, load
                     await _wait_for_steps(engine)
                     version = PolicyVersion(0, number)
                     published = await asyncio.to_thread(_publish, publisher, learner, version)
-                    found = await _update(engine, puller, resume, version, kv_cache)
-                    place.tell(f"update {number}, {kv_cache}", **published, **found)
+                    updated = await _update(engine, puller, resume, version, kv_cache)
+                    place.report(f"update {number}, {kv_cache}", **published, **updated)
                 await _wait_for_steps(engine)
                 completions = await traffic.drain()
             finally:
                 await traffic.cancel()
-            lived_through = check_spans((each.found for each in completions), numbers)
+            fewest = check_spans((each.generation for each in completions), numbers)
             nats = mismatch(learner, completions, version)
-            place.tell(f"after updates, {kv_cache}", requests=len(completions), fewest_in_flight=lived_through, **nats)
+            place.report(f"after updates, {kv_cache}", requests=len(completions), fewest_in_flight=fewest, **nats)
     finally:
         publisher.close()
         puller.close()
 
 
 async def _wait_for_steps(engine: Engine) -> None:
-    wanted, deadline_s = engine.stats.num_steps + NUM_BETWEEN, time.monotonic() + DRAIN_S
-    while engine.stats.num_steps < wanted:
+    target, deadline_s = engine.stats.num_steps + NUM_BETWEEN, time.monotonic() + DRAIN_S
+    while engine.stats.num_steps < target:
         if time.monotonic() > deadline_s:
-            raise TimeoutError(f"the engine took fewer than {NUM_BETWEEN} steps in {DRAIN_S:g} s after an update")
+            raise TimeoutError(f"the engine took fewer than {NUM_BETWEEN} steps in the {DRAIN_S:g} s after an update")
         await asyncio.sleep(POLL_S)
 
 
 def _publish(publisher: Publisher, learner: Learner, version: PolicyVersion) -> dict[str, float]:
-    """Change all weights a little, as many steps of training would, and commit them as a version."""
+    """Change all weights slightly, as many training steps would, and commit them as a version."""
     torch.manual_seed(version.version)
     (optimizer,) = learner.policy.optimizers
     with torch.no_grad():
@@ -314,7 +314,7 @@ def _publish(publisher: Publisher, learner: Learner, version: PolicyVersion) -> 
 async def _update(
     engine: Engine, puller: Puller, resume: _Resume, version: PolicyVersion, kv_cache: Literal["recompute", "keep"]
 ) -> dict[str, float]:
-    """Bring the engine to a version; seconds of each part. Generation goes on during fetch and verify."""
+    """Update the engine to a version, and return the seconds of each part. Fetch and verify overlap generation."""
     start_s = time.perf_counter()
     with await asyncio.to_thread(puller.fetch, version) as staged:
         fetched_s = time.perf_counter()
@@ -331,22 +331,22 @@ async def _update(
     }
 
 
-def check_spans(found: Iterable[Generation], updates: Iterable[int]) -> int:
+def check_spans(generations: Iterable[Generation], updates: Iterable[int]) -> int:
     """Return the smallest number of requests that were in flight during an update.
 
     Raises:
-        RuntimeError: spans of a request leave a gap or go back, or an update had no request in flight.
+        RuntimeError: spans of a request have a gap or are out of order, or an update had no request in flight.
     """
     in_flight: Counter[int] = Counter()
-    for each in found:
+    for each in generations:
         ends = [0, *(span.end for span in each.spans)]
         versions = [span.version for span in each.spans]
         if [span.start for span in each.spans] != ends[:-1] or ends[-1] != len(each.token_ids):
             raise RuntimeError(f"spans do not cover the {len(each.token_ids)} tokens of a request: {each.spans}")
         if versions != sorted(set(versions)):
-            raise RuntimeError(f"spans of a request go back to an older version: {each.spans}")
+            raise RuntimeError(f"spans of a request are not in the order of their versions: {each.spans}")
         in_flight.update(version.version for version in versions[1:])
-    without = [number for number in updates if not in_flight[number]]
-    if without:
-        raise RuntimeError(f"no request has tokens of both sides of update {', '.join(map(str, without))}")
+    missing = [number for number in updates if not in_flight[number]]
+    if missing:
+        raise RuntimeError(f"no request has tokens from before and after update {', '.join(map(str, missing))}")
     return min((in_flight[number] for number in updates), default=0)

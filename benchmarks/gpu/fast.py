@@ -1,4 +1,4 @@
-"""How fast is it? Steps on fresh batches, what choices of the config cost, a micro-batch by its kernels, copies."""
+"""Speed of the learner: steps on fresh batches, cost of config keys, kernels of a micro-batch, and copies."""
 
 from __future__ import annotations
 
@@ -15,38 +15,38 @@ from typing import Any
 
 import psutil
 import torch
-from torch.profiler import ProfilerActivity
-
 from benchmarks.gpu.counting import AttentionCall, Counting
 from benchmarks.gpu.place import Place
 from benchmarks.gpu.shapes import model_flops, peak_of
 from benchmarks.lib.learner import Learner
-from learner.checkpoint import TrainingState
-from learner.model import DeviceBatch
-from learner.networks import Networks
-from learner.packing import PackingRule, pack
-from learner.pipeline import OutOfMemory
-from weight_sync.tensors import HostCopy
+from torch.profiler import ProfilerActivity
+
+from leeway.learner.checkpoint import TrainingState
+from leeway.learner.model import DeviceBatch
+from leeway.learner.networks import Networks
+from leeway.learner.packing import PackingRule, pack
+from leeway.learner.pipeline import OutOfMemory
+from leeway.weight_sync.tensors import HostCopy
 
 SECONDS = 30.0
-"""Of steps that are measured in one step of the rehearsal, about."""
+"""Approximate seconds of timed learner steps."""
 WARM_UP = 2
 NUM_STEPS = 8
-MFU_WANTED = 0.45
+MFU_TARGET = 0.45
 
 
 # --- steps ----------------------------------------------------------------------------------------
 
 
 def baseline(place: Place, shape: str = "1.5B") -> None:
-    """Steps in one pass, as the learner is; every one of them on a batch of its own."""
+    """Measure steps in one pass, each on a new batch."""
     learner = place.learner(shape)
     memory = psutil.Process()
     rss = memory.memory_info().rss
-    found = timed_steps(place, learner, shape, seed=100)
-    grown = (memory.memory_info().rss - rss) / 2**20
+    figures = timed_steps(place, learner, shape, seed=100)
+    grown_mib = (memory.memory_info().rss - rss) / 2**20
     is_fused = learner.policy.modules[-1].rule.is_fused
-    place.tell("steps", shape=place.shape(shape)[0], fused_kernels=is_fused, **found, rss_grew_mib=grown)
+    place.report("steps", shape=place.shape(shape)[0], fused_kernels=is_fused, **figures, rss_grew_mib=grown_mib)
     seen: set[AttentionCall] = set()
     for number in range(2):
         batch = learner.batch(place.rows(shape, 64, seed=200 + number))
@@ -54,7 +54,7 @@ def baseline(place: Place, shape: str = "1.5B") -> None:
             learner.step(batch)
         new = counting.attention_shapes - seen
         seen |= counting.attention_shapes
-        place.tell(
+        place.report(
             f"attention shapes, step {number}",
             micro_batches=batch.packed.num_micro_batches,
             shapes=len(counting.attention_shapes),
@@ -74,8 +74,8 @@ def timed_steps(
     seconds: float = SECONDS,
     one_pass: bool = True,
 ) -> dict[str, Any]:
-    """Steps until the time is over, at least one that counts; each packs and trains samples that none had before."""
-    taken: list[float] = []
+    """Time steps for about `seconds`, at least one after warm-up; each packs and trains new samples."""
+    times_s: list[float] = []
     rates: list[float] = []
     mfu: list[float] = []
     packing: list[float] = []
@@ -94,15 +94,15 @@ def timed_steps(
         step_s = time.perf_counter() - start
         if number < WARM_UP:
             continue
-        taken.append(step_s)
+        times_s.append(step_s)
         rates.append(sum(len(row.token_ids) for row in rows) / step_s)
         mfu += [model_flops(known, rows) / step_s / peak] if peak else []
         if time.perf_counter() - began > seconds:
             break
     return {
-        "steps": len(taken),
-        "step_s": statistics.median(taken),
-        "slowest_s": max(taken),
+        "steps": len(times_s),
+        "step_s": statistics.median(times_s),
+        "slowest_s": max(times_s),
         "tokens_per_s": statistics.median(rates),
         "mfu": statistics.median(mfu) if mfu else None,
         "packing_s": statistics.median(packing),
@@ -112,9 +112,9 @@ def timed_steps(
 
 
 def sweep(place: Place, shape: str = "1.5B") -> None:
-    """One choice after another away from the first; a variant that does not fit says so."""
+    """Measure variants of the config, which each differ from the default in one choice, and report out of memory."""
     variants: list[tuple[str, dict[str, Any], float | None, bool]] = [
-        ("as it is", {}, None, True),
+        ("default", {}, None, True),
         ("two passes", {}, None, False),
         ("chunk 64 MiB", {}, 64.0, True),
         ("chunk 256 MiB", {}, 256.0, True),
@@ -129,18 +129,18 @@ def sweep(place: Place, shape: str = "1.5B") -> None:
         if chunk_mib is not None:
             set_chunk(learner, chunk_mib)
         try:
-            found = timed_steps(
+            figures = timed_steps(
                 place, learner, shape, seed=300, num_sequences=48, num_steps=3, seconds=9.0, one_pass=one_pass
             )
         except OutOfMemory as error:
-            place.tell(name, out_of_memory=str(error)[:300], **place.peak())
+            place.report(name, out_of_memory=str(error)[:300], **place.peak())
         else:
-            place.tell(name, **found)
+            place.report(name, **figures)
         del learner
 
 
 def set_chunk(learner: Learner, chunk_mib: float) -> None:
-    """Let the head hold so many logits at a time."""
+    """Set the size of a chunk of logits in the head."""
     last = learner.policy.modules[-1]
     last.rule = replace(last.rule, chunk_mib=chunk_mib)
 
@@ -149,13 +149,13 @@ def set_chunk(learner: Learner, chunk_mib: float) -> None:
 
 
 def micro_batch(place: Place, learner: Learner, shape: str, seed: int) -> DeviceBatch:
-    """The samples of a full micro-batch."""
+    """Return a batch on the device whose first micro-batch is full."""
     batch = learner.batch(place.rows(shape, 24, seed))
     return DeviceBatch(batch.packed, place.device)
 
 
 def forward_and_backward(learner: Learner, batch: DeviceBatch, m: int = 0) -> None:
-    """One micro-batch, by the stage itself; its gradients are forgotten."""
+    """Run one micro-batch through the stage, and discard its gradients."""
     (module,) = learner.policy.modules
     module.batch = batch
     try:
@@ -168,49 +168,49 @@ def forward_and_backward(learner: Learner, batch: DeviceBatch, m: int = 0) -> No
 
 
 def profile(place: Place, shape: str = "1.5B") -> None:
-    """Kernels of one micro-batch by time; the table and a trace lie beside the results."""
+    """Report the kernels of one micro-batch by time; store the table and a trace with the results."""
     learner = place.learner(shape)
     for seed in (1, 2):
         forward_and_backward(learner, micro_batch(place, learner, shape, seed))
     batch = micro_batch(place, learner, shape, 3)
-    unwatched_s = place.seconds(lambda: forward_and_backward(learner, batch))
+    unprofiled_s = place.seconds(lambda: forward_and_backward(learner, batch))
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if place.on_gpu else [])]
     with torch.profiler.profile(activities=activities) as profiler:
         start = time.perf_counter()
         forward_and_backward(learner, batch)
-        launched = time.perf_counter() - start
+        launching_s = time.perf_counter() - start
         place.sync()
-        whole = time.perf_counter() - start
+        profiled_s = time.perf_counter() - start
     averages = profiler.key_averages()
     sort = "self_device_time_total" if place.on_gpu else "self_cpu_time_total"
-    # an operation of the host has the time of its kernels too, which would count twice
-    where = place.device.type.upper()
-    own = [each for each in averages if each.device_type.name == where and not each.is_user_annotation]
+    # exclude operations of the host: they include the time of their kernels, which would count twice
+    device = place.device.type.upper()
+    own = [each for each in averages if each.device_type.name == device and not each.is_user_annotation]
     kernels = sorted(own, key=lambda each: -getattr(each, sort))
     busy_s = sum(getattr(each, sort) for each in own) / 1e6
-    place.keep("profile.txt", averages.table(sort_by=sort, row_limit=60).encode())
+    place.save_file("profile.txt", averages.table(sort_by=sort, row_limit=60).encode())
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
-        place.keep("trace.json.gz", gzip.compress(path.read_bytes()))
-    place.tell(
+        place.save_file("trace.json.gz", gzip.compress(path.read_bytes()))
+    place.report(
         "micro-batch",
         tokens=batch.num_tokens[0],
-        ms=1000 * unwatched_s,
-        watched_ms=1000 * whole,
-        launching_ms=1000 * launched,
+        ms=1000 * unprofiled_s,
+        watched_ms=1000 * profiled_s,
+        launching_ms=1000 * launching_s,
         busy_ms=1000 * busy_s,
-        idle_share=max(0.0, 1 - busy_s / whole),
+        idle_share=max(0.0, 1 - busy_s / profiled_s),
         launches=sum(each.count for each in own if getattr(each, sort)),
     )
     for each in kernels[:25]:
-        place.tell(each.key[:100], ms=getattr(each, sort) / 1000, calls=each.count)
+        place.report(each.key[:100], ms=getattr(each, sort) / 1000, calls=each.count)
 
 
 def launching(place: Place, shape: str = "1.5B") -> None:
-    """A full micro-batch, and one of a few tokens, which takes as long as the host needs to launch its kernels.
+    """Time a full micro-batch, and one of few tokens, whose time is that of the host launching its kernels.
 
-    Then all micro-batches of a step, whose lengths differ, twice: what a length costs when it is new.
+    Then time all micro-batches of a step twice, which shows the cost of lengths that are new.
     """
     learner = place.learner(shape)
     rows = place.rows(shape, 128, seed=5)
@@ -222,77 +222,78 @@ def launching(place: Place, shape: str = "1.5B") -> None:
         def run(batch: DeviceBatch = batch, m: int = fullest) -> None:
             forward_and_backward(learner, batch, m)
 
-        place.tell(name, tokens=batch.num_tokens[fullest], ms=1000 * place.seconds(run))
+        place.report(name, tokens=batch.num_tokens[fullest], ms=1000 * place.seconds(run))
     batch = DeviceBatch(learner.batch(place.rows(shape, 128, seed=6)).packed, place.device)
-    for name in ("every micro-batch of a step, its lengths new", "the same again"):
+    for name in ("all micro-batches of a step, new lengths", "the same micro-batches again"):
         place.sync()
         start = time.perf_counter()
         for m in range(len(batch.num_tokens)):
             forward_and_backward(learner, batch, m)
         place.sync()
-        place.tell(name, tokens=sum(batch.num_tokens), ms=1000 * (time.perf_counter() - start))
+        place.report(name, tokens=sum(batch.num_tokens), ms=1000 * (time.perf_counter() - start))
 
 
 # --- copies ---------------------------------------------------------------------------------------
 
 
 def copies(place: Place, shape: str = "1.5B") -> None:
-    """What a version and a checkpoint move, and what a step loses beside them."""
+    """Time the copies of a version and of a checkpoint, the optimizer, and a step with concurrent writes."""
     learner = place.learner(shape)
     published = learner.policy.published_tensors(rounded=True)
     start = time.perf_counter()
     copy = HostCopy.like(published, ("bfloat16",))
-    place.tell("room for a version", seconds=time.perf_counter() - start)
-    _tell_rate(place, "version to host", place.seconds(lambda: copy.fill(published), 3), 2 * _numel(published.values()))
+    place.report("allocation for a version", seconds=time.perf_counter() - start)
+    seconds = place.seconds(lambda: copy.fill(published), 3)
+    _report_rate(place, "version to host", seconds, 2 * _numel(published.values()))
     learner.step(learner.batch(place.rows(shape, 8, seed=400)))
     networks: Networks = learner.networks
     state = TrainingState(0)
     start = time.perf_counter()
     state.prepare(networks)
-    place.tell("room for a checkpoint", seconds=time.perf_counter() - start, rss_gib=_rss_gib())
+    place.report("allocation for a checkpoint", seconds=time.perf_counter() - start, rss_gib=_rss_gib())
     size = sum(each.nbytes for each in state.take(networks).values())
-    _tell_rate(place, "checkpoint to host", place.seconds(lambda: state.take(networks), 3), size)
-    _tell_rate(place, "optimizer", *_optimizer(place, learner))
+    _report_rate(place, "checkpoint to host", place.seconds(lambda: state.take(networks), 3), size)
+    _report_rate(place, "optimizer", *_optimizer(place, learner))
     alone = timed_steps(place, learner, shape, seed=500, num_sequences=48, num_steps=2, seconds=8.0)
-    place.tell("step alone", step_s=alone["step_s"])
-    with tempfile.TemporaryDirectory(dir=place.folder) as folder, _Writing(copy, state, networks, Path(folder)):
-        beside = timed_steps(place, learner, shape, seed=510, num_sequences=48, num_steps=2, seconds=8.0)
-    place.tell("step beside a checkpoint and a version on their way to disk", step_s=beside["step_s"])
+    place.report("step alone", step_s=alone["step_s"])
+    with tempfile.TemporaryDirectory(dir=place.folder) as folder, _Writer(copy, state, networks, Path(folder)):
+        concurrent = timed_steps(place, learner, shape, seed=510, num_sequences=48, num_steps=2, seconds=8.0)
+    place.report("step during writes of a checkpoint and a version", step_s=concurrent["step_s"])
 
 
 def offloaded(place: Place, shape: str = "1.5B") -> None:
-    """How long the reference takes to the GPU, from pinned memory of the host."""
+    """Time the copy of the reference from pinned host memory to the GPU."""
     rule = PackingRule(4096)
     batches = [pack([row.token_ids], [row.prompt_length], rule) for row in place.rows(shape, 4, seed=1)]
     reference = place.reference(shape)
     size = sum(each.nbytes for each in reference.parameters())
     reference.offload()
-    taken = []
+    times_s = []
     for packed in batches:
         batch = DeviceBatch(packed, place.device)
         place.sync()
         start = time.perf_counter()
         reference.batch = batch
         place.sync()
-        taken.append(time.perf_counter() - start)
+        times_s.append(time.perf_counter() - start)
         reference.batch = None
         reference.release()
-    _tell_rate(place, "reference to GPU", statistics.median(taken[1:]), size)
+    _report_rate(place, "reference to GPU", statistics.median(times_s[1:]), size)
 
 
 def _optimizer(place: Place, learner: Learner) -> tuple[float, int]:
-    """Seconds of clipping and AdamW, and what AdamW alone reads and writes: 28 bytes of each parameter."""
+    """Return the seconds of clipping and AdamW, and the bytes that AdamW reads and writes: 28 per parameter."""
     (optimizer,) = learner.policy.optimizers
     for parameter in optimizer.parameters.values():
         parameter.grad = torch.zeros_like(parameter)
-    taken = place.seconds(lambda: optimizer.apply(1.0, 1e-12), 5)
+    seconds = place.seconds(lambda: optimizer.apply(1.0, 1e-12), 5)
     size = 28 * _numel(optimizer.parameters.values())
     optimizer.clear()
-    return taken, size
+    return seconds, size
 
 
-def _tell_rate(place: Place, name: str, seconds: float, size: int) -> None:
-    place.tell(name, seconds=seconds, gb=size / 1e9, gb_per_s=size / seconds / 1e9)
+def _report_rate(place: Place, name: str, seconds: float, size: int) -> None:
+    place.report(name, seconds=seconds, gb=size / 1e9, gb_per_s=size / seconds / 1e9)
 
 
 def _numel(tensors: Iterable[torch.Tensor]) -> int:
@@ -303,11 +304,11 @@ def _rss_gib() -> float:
     return float(psutil.Process().memory_info().rss / 2**30)
 
 
-class _Writing:
-    """A thread that copies and writes, as the publisher's and the checkpoint's do, while steps are measured."""
+class _Writer:
+    """A thread that writes files like those of the publisher and of checkpoints while steps are timed."""
 
     def __init__(self, copy: HostCopy, state: TrainingState, networks: Networks, folder: Path) -> None:
-        self._taken = state.take(networks)
+        self._tensors = state.take(networks)
         self._copy, self._folder = copy, folder
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._write, daemon=True)
@@ -323,7 +324,7 @@ class _Writing:
         while not self._stop.is_set():
             with (self._folder / "version").open("wb") as file:
                 file.write(self._copy.bytes_of("bfloat16"))
-            for name, tensor in self._taken.items():
+            for name, tensor in self._tensors.items():
                 if self._stop.is_set():
                     return
                 torch.save(tensor, self._folder / "tensor")

@@ -1,4 +1,4 @@
-"""Where does a step of the learner spend what its micro-batches alone do not? With clocks and power of the card."""
+"""Time of a learner step outside its micro-batches, with clocks and power of the card."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
-from torch.profiler import ProfilerActivity
-
 from benchmarks.gpu.fast import WARM_UP, forward_and_backward
 from benchmarks.gpu.place import Place
 from benchmarks.gpu.shapes import model_flops, peak_of
 from benchmarks.lib.learner import Learner
-from learner.batch import StepBatch
-from learner.model import DeviceBatch
+from torch.profiler import ProfilerActivity
+
+from leeway.learner.batch import StepBatch
+from leeway.learner.model import DeviceBatch
 
 NUM_STEPS, NUM_AGAIN, NUM_ALONE, NUM_SEQUENCES = 8, 5, 10, 128
 NUM_KERNELS = 25
@@ -27,11 +27,11 @@ FIELDS = "clocks.sm,power.draw,temperature.gpu,clocks_event_reasons.active"
 EVERY_MS = 200
 END_S = 5.0
 BOUNDS_US = (0.0, 5.0, 20.0, 100.0, 1e3, 1e4, float("inf"))
-"""Classes of gaps by length."""
+"""Limits of the classes of gaps by length."""
 
 
 class Watch:
-    """Sample clock and power of the card; sets nothing."""
+    """Sample clocks and power of the card, without changing its settings."""
 
     def __init__(self, *, on_gpu: bool) -> None:
         """Start `nvidia-smi`, if there is a card."""
@@ -56,8 +56,8 @@ class Watch:
             self._rows.append((time.perf_counter(), [cell.strip() for cell in line.split(",")]))
 
     def since(self, start_s: float) -> dict[str, Any]:
-        """Return medians since a moment, and how often each reason held the clock back."""
-        rows = [row for when, row in self._rows if when >= start_s and len(row) == FIELDS.count(",") + 1]
+        """Return medians since a time, and how often each reason limited the clock."""
+        rows = [row for time_s, row in self._rows if time_s >= start_s and len(row) == FIELDS.count(",") + 1]
         if not rows:
             return {}
         mhz, watts, celsius = (statistics.median(float(row[k]) for row in rows) for k in range(3))
@@ -66,16 +66,16 @@ class Watch:
 
 
 class Step(NamedTuple):
-    """One step of the learner, in seconds."""
+    """Duration of a learner step, in seconds."""
 
     seconds: float
     parts: dict[str, float]
-    """Of passes, loss and optimizer, by the learner's own metrics."""
+    """Seconds of passes, loss and optimizer, from the metrics of the learner."""
     mfu: float | None
 
 
 def gaps(place: Place, shape: str = "1.5B") -> None:
-    """Steps on fresh batches, the last batch again, one step by its kernels, and a micro-batch on its own."""
+    """Time steps on new batches, the last batch again, one step by its kernels, and a micro-batch alone."""
     learner = place.learner(shape)
     with Watch(on_gpu=place.on_gpu) as watch:
         for number in range(WARM_UP):
@@ -85,24 +85,24 @@ def gaps(place: Place, shape: str = "1.5B") -> None:
         for number in range(NUM_STEPS):
             step, batch = _step(place, learner, shape, seed=200 + number)
             steps.append(step)
-        place.tell("fresh batches", **_medians(steps), **watch.since(began_s), **place.peak())
+        place.report("fresh batches", **_medians(steps), **watch.since(began_s), **place.peak())
         began_s = time.perf_counter()
         again = [_step(place, learner, shape, seed=200 + NUM_STEPS - 1)[0] for _ in range(NUM_AGAIN)]
-        place.tell("the last batch again", **_medians(again), first_s=steps[-1].seconds, **watch.since(began_s))
+        place.report("the last batch again", **_medians(again), first_s=steps[-1].seconds, **watch.since(began_s))
         began_s = time.perf_counter()
         kind = ProfilerActivity.CUDA if place.on_gpu else ProfilerActivity.CPU
         with torch.profiler.profile(activities=[kind]) as profiler:
             step, batch = _step(place, learner, shape, seed=300)
-        _tell_kernels(place, profiler, step, watch.since(began_s))
+        _report_kernels(place, profiler, step, watch.since(began_s))
         began_s = time.perf_counter()
         on_device = DeviceBatch(batch.packed, place.device)
         seconds = place.seconds(lambda: forward_and_backward(learner, on_device), NUM_ALONE)
         tokens = on_device.num_tokens[0]
-        place.tell("a micro-batch alone", tokens=tokens, ms=1000 * seconds, **watch.since(began_s))
+        place.report("a micro-batch alone", tokens=tokens, ms=1000 * seconds, **watch.since(began_s))
 
 
 def _step(place: Place, learner: Learner, shape: str, *, seed: int) -> tuple[Step, StepBatch]:
-    """Train one batch; the same batch for the same seed."""
+    """Train one batch, which the seed determines."""
     rows = place.rows(shape, NUM_SEQUENCES, seed)
     batch = learner.batch(rows)
     peak = peak_of(torch.cuda.get_device_name()) if place.on_gpu else None
@@ -128,22 +128,22 @@ def _medians(steps: list[Step]) -> dict[str, Any]:
     }
 
 
-def _tell_kernels(place: Place, profiler: torch.profiler.profile, step: Step, clock: dict[str, Any]) -> None:
+def _report_kernels(place: Place, profiler: torch.profiler.profile, step: Step, clock: dict[str, Any]) -> None:
     events = [each for each in profiler.events() or [] if each.device_type.name == place.device.type.upper()]
     spans = [(each.time_range.start, each.time_range.end) for each in events if each.time_range.elapsed_us() > 0]
-    place.tell("one step by its kernels", step_s=step.seconds, launches=len(spans), **idle(spans), **clock)
+    place.report("one step by its kernels", step_s=step.seconds, launches=len(spans), **idle(spans), **clock)
     by_kernel: dict[str, list[float]] = collections.defaultdict(list)
     for each in events:
         by_kernel[each.name].append(each.time_range.elapsed_us() / 1000)
     for name, ms in sorted(by_kernel.items(), key=lambda item: -sum(item[1]))[:NUM_KERNELS]:
-        place.tell(name[:90], ms=sum(ms), calls=len(ms))
+        place.report(name[:90], ms=sum(ms), calls=len(ms))
 
 
 def idle(spans: Iterable[tuple[float, float]]) -> dict[str, Any]:
-    """Return seconds in which something ran and nothing ran, the latter in classes by length.
+    """Return the busy and the idle seconds, the latter also by length of the gaps.
 
     Args:
-        spans: begin and end of each kernel in microseconds; those that overlap count once.
+        spans: start and end of each kernel in microseconds; overlapping kernels count once.
     """
     busy_us, gaps_us, end = 0.0, [], None
     for start, stop in sorted(spans):

@@ -1,4 +1,4 @@
-"""A whole stage on the GPU, with a buffer service and an actor that makes samples up: killed, resumed, exported."""
+"""A stage of the learner with a buffer service and a synthetic actor: killed, resumed and exported on the GPU."""
 
 from __future__ import annotations
 
@@ -16,59 +16,59 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM
-
-from algorithms.trajectory_balance import TrajectoryBalanceConfig
 from benchmarks.gpu.place import Place, rendezvous
 from benchmarks.lib.machine import ROOT
 from benchmarks.lib.processes import command_of, end_families, environment
-from buffer.client import BufferClient
-from buffer.config import BufferConfig
-from buffer.schema import Trajectory, VersionSpan
-from buffer.service import BufferService
-from common.run import RunContext, RunFacts
-from common.staleness import PolicyVersion, StalenessConfig
-from launch.observe.metrics import Rows
-from learner.config import LearnerConfig, LearnerSections
-from learner.stage import Stage
-from weight_sync.config import WeightSyncConfig
-from weight_sync.store import WeightStore
+from transformers import AutoModelForCausalLM
+
+from leeway.algorithms.trajectory_balance import TrajectoryBalanceConfig
+from leeway.buffer.client import BufferClient
+from leeway.buffer.config import BufferConfig
+from leeway.buffer.schema import Trajectory, VersionSpan
+from leeway.buffer.service import BufferService
+from leeway.common.run import RunContext, RunFacts
+from leeway.common.staleness import PolicyVersion, StalenessConfig
+from leeway.launch.observe.metrics import Rows
+from leeway.learner.config import LearnerConfig, LearnerSections
+from leeway.learner.stage import Stage
+from leeway.weight_sync.config import WeightSyncConfig
+from leeway.weight_sync.store import WeightStore
 
 NUM_STEPS, KILL_AFTER, CHECKPOINT_EVERY = 24, 4, 2
 GROUP_SIZE, GROUPS_PER_STEP, PROMPT = 4, 4, 4
 WAIT_S = 60.0
-"""For a step, a service or an end."""
+"""Timeout in seconds of each wait: for a step, a service, or the exit of a process."""
 POLL_S = 0.01
 
 
 def stage(place: Place) -> None:
-    """Some steps; kill -9 once the fourth is over and a checkpoint is whole; a process that resumes, and exports."""
+    """Kill a stage after step 4 and a complete checkpoint, resume it in another process, and check its export."""
     name, shape = place.shape("small")
     model = place.model("small")
     folder = place.folder / "life"
     folder.mkdir()
     longest = 512 if place.on_gpu else 48
-    orders: dict[str, Any] = {
+    options: dict[str, Any] = {
         "folder": str(folder), "model": str(model), "vocab_size": shape["vocab_size"], "longest": longest,
         "device": place.device.type,
     }  # fmt: skip
     free_before = torch.cuda.mem_get_info()[0] if place.on_gpu else 0
-    with _process("serve", orders) as service:
+    with _process("serve", options) as service:
         address = folder / "address"
-        _wait(address.exists, service, "the buffer service")
-        orders["address"] = address.read_text(encoding="utf-8")
-        with MadeUpActor(orders["address"], shape["vocab_size"], longest):
-            with _process("train", orders) as first:
+        _wait(address.exists, service, "the address of the buffer service")
+        options["address"] = address.read_text(encoding="utf-8")
+        with SyntheticActor(options["address"], shape["vocab_size"], longest):
+            with _process("train", options) as first:
                 _wait(
                     lambda: _newest_step(folder) >= KILL_AFTER and any((folder / "checkpoints").glob("step-*")),
                     first,
-                    f"step {KILL_AFTER} and a whole checkpoint",
+                    f"step {KILL_AFTER} and a complete checkpoint",
                 )
                 first.kill()
                 status = first.wait(WAIT_S)
             killed_at = _newest_step(folder)
             free_after = torch.cuda.mem_get_info()[0] if place.on_gpu else 0
-            place.tell(
+            place.report(
                 "killed",
                 model=name,
                 after_step=killed_at,
@@ -76,15 +76,15 @@ def stage(place: Place) -> None:
                 gpu_bytes_left_behind=max(0, free_before - free_after),
             )
             start = time.monotonic()
-            with _process("train", orders) as second:
+            with _process("train", options) as second:
                 _wait((folder / "done").exists, second, "the end of the run")
                 second.wait(WAIT_S)
-            place.tell("resumed", seconds=time.monotonic() - start, **_reported(folder, killed_at))
-    place.tell("exported", **_compare(folder))
+            place.report("resumed", seconds=time.monotonic() - start, **_reported(folder, killed_at))
+    place.report("exported", **_compare(folder))
 
 
 def _compare(folder: Path) -> dict[str, object]:
-    """What was exported against what was published last, to the bit."""
+    """Check that the export is bit-identical to the last published version."""
     exported = AutoModelForCausalLM.from_pretrained(folder / "export", dtype=torch.float32).state_dict()
     store = WeightStore(folder / "weights")
     try:
@@ -103,7 +103,7 @@ def _compare(folder: Path) -> dict[str, object]:
         if not torch.equal(exported[name].flatten().to(torch.bfloat16), values)
     ]
     if different:
-        raise RuntimeError(f"{len(different)} of {len(published)} tensors were exported otherwise than published last")
+        raise RuntimeError(f"{len(different)} of {len(published)} exported tensors differ from the published version")
     return {"tensors": len(published), "version": str(newest), "same_bits": True}
 
 
@@ -112,7 +112,7 @@ def _reported(folder: Path, killed_at: int) -> dict[str, object]:
     steps = [report["step"] for report in reports]
     resumed_from = next(report["step"] for report in reports if report["life"] == reports[-1]["life"]) - 1
     if steps[-1] != NUM_STEPS or resumed_from > killed_at:
-        raise RuntimeError(f"the steps {steps} are not those of a run of {NUM_STEPS} that was killed at {killed_at}")
+        raise RuntimeError(f"steps {steps} do not match a run of {NUM_STEPS} steps that was killed at step {killed_at}")
     losses: dict[int, list[float]] = {}
     for report in reports:
         losses.setdefault(report["step"], []).append(report["loss"])
@@ -136,20 +136,20 @@ def _newest_step(folder: Path) -> int:
     return int(reports[-1]["step"]) if reports else 0
 
 
-def _wait(ready: Callable[[], bool], process: subprocess.Popen[bytes], what: str) -> None:
+def _wait(ready: Callable[[], bool], process: subprocess.Popen[bytes], event: str) -> None:
     deadline = time.monotonic() + WAIT_S
     while not ready():
         if process.poll() is not None:
-            raise RuntimeError(f"a process of the run ended with {process.returncode} before {what}; it said why above")
+            raise RuntimeError(f"exit status {process.returncode} before {event}: see the output of the process above")
         if time.monotonic() > deadline:
-            raise TimeoutError(f"waited {WAIT_S:g} s for {what}")
+            raise TimeoutError(f"timed out after {WAIT_S:g} s waiting for {event}")
         time.sleep(POLL_S)
 
 
 @contextmanager
-def _process(function: str, orders: dict[str, Any]) -> Iterator[subprocess.Popen[bytes]]:
+def _process(function: str, options: dict[str, Any]) -> Iterator[subprocess.Popen[bytes]]:
     process = subprocess.Popen(
-        command_of(f"{__name__}:{function}", orders), cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL
+        command_of(f"{__name__}:{function}", options), cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL
     )
     try:
         yield process
@@ -160,42 +160,42 @@ def _process(function: str, orders: dict[str, Any]) -> Iterator[subprocess.Popen
 # --- the processes --------------------------------------------------------------------------------
 
 
-def _facts(orders: dict[str, Any]) -> RunFacts:
+def _facts(options: dict[str, Any]) -> RunFacts:
     return RunFacts(
         run_id="gpu",
         seed=0,
         num_prompts=64,
         group_size=GROUP_SIZE,
         groups_per_step=GROUPS_PER_STEP,
-        vocab_size=orders["vocab_size"],
-        max_tokens=orders["longest"],
+        vocab_size=options["vocab_size"],
+        max_tokens=options["longest"],
         staleness=StalenessConfig(max_lag=8),
     )
 
 
-def serve(**orders: Any) -> None:  # noqa: ANN401 -- JSON
-    """The buffer service, until it is ended."""
+def serve(**options: Any) -> None:  # noqa: ANN401 -- JSON
+    """Run the buffer service until SIGTERM."""
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
-    folder = Path(orders["folder"])
-    service = BufferService(BufferConfig(), _facts(orders), folder / "buffer")
-    written = folder / "address.new"
-    written.write_text(service.bind(), encoding="utf-8")
-    written.rename(folder / "address")
+    folder = Path(options["folder"])
+    service = BufferService(BufferConfig(), _facts(options), folder / "buffer")
+    temporary = folder / "address.new"
+    temporary.write_text(service.bind(), encoding="utf-8")
+    temporary.rename(folder / "address")
     service.serve(stop)
 
 
-def train(**orders: Any) -> None:  # noqa: ANN401 -- JSON
-    """One life of the stage."""
-    folder, model = Path(orders["folder"]), Path(orders["model"])
+def train(**options: Any) -> None:  # noqa: ANN401 -- JSON
+    """Run the stage to the last step, and export its model."""
+    folder, model = Path(options["folder"]), Path(options["model"])
     learner = LearnerConfig.model_validate(
         {
             "num_stages": 1, "num_steps": NUM_STEPS, "groups_per_step": GROUPS_PER_STEP,
-            "checkpoint_every": CHECKPOINT_EVERY, "token_budget": 4 * orders["longest"], "precision": "bfloat16",
-            "reference_offload": "cpu", "gpus": float(orders["device"] == "cuda"),
+            "checkpoint_every": CHECKPOINT_EVERY, "token_budget": 4 * options["longest"], "precision": "bfloat16",
+            "reference_offload": "cpu", "gpus": float(options["device"] == "cuda"),
         }
     )  # fmt: skip
-    # every section is said: what it leaves open is not filled in from elsewhere
+    # all sections are explicit, because no config file supplies the others
     sections: Any = SimpleNamespace(
         learner=learner,
         algorithm=TrajectoryBalanceConfig(),
@@ -204,7 +204,7 @@ def train(**orders: Any) -> None:  # noqa: ANN401 -- JSON
     )
     context: RunContext[LearnerSections] = RunContext(
         config=sections,
-        facts=_facts(orders),
+        facts=_facts(options),
         folder=folder,
         weights_folder=folder / "weights",
         model_path=model,
@@ -212,49 +212,49 @@ def train(**orders: Any) -> None:  # noqa: ANN401 -- JSON
         temperature=1.0,
         serving_dtypes=("bfloat16",),
         startup_timeout_s=WAIT_S,
-        buffer_address=orders["address"],
+        buffer_address=options["address"],
     )
     (folder / "metrics.jsonl").touch()
-    made = Stage(context, 0, rendezvous())
-    made.setup()
-    over = threading.Event()
+    learner_stage = Stage(context, 0, rendezvous())
+    learner_stage.setup()
+    stop = threading.Event()
     rows = Rows(folder / "metrics.jsonl", at_end=True)
-    writer = threading.Thread(target=_write_reports, args=(rows, folder / "reports.jsonl", over), daemon=True)
+    writer = threading.Thread(target=_write_reports, args=(rows, folder / "reports.jsonl", stop), daemon=True)
     writer.start()
-    made.run()
-    over.set()
+    learner_stage.run()
+    stop.set()
     writer.join(WAIT_S)
-    made.export(folder / "export")
+    learner_stage.export(folder / "export")
     (folder / "done").touch()
     sys.stdout.flush()
 
 
-def _write_reports(rows: Rows, path: Path, over: threading.Event) -> None:
-    """Keep each at once: a learner that goes on from a checkpoint cuts off those after it."""
+def _write_reports(rows: Rows, path: Path, stop: threading.Event) -> None:
+    """Copy each row immediately: a learner that resumes from a checkpoint deletes the rows after it."""
     life = time.time()
     while True:
-        last = over.is_set()
+        last = stop.is_set()
         for report in rows.read():
-            told = {"life": life, "step": report["step"], "loss": report["loss"], "step_s": report.get("time/step")}
+            figures = {"step": report["step"], "loss": report["loss"], "step_s": report.get("time/step")}
             with path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(told) + "\n")
+                file.write(json.dumps({"life": life, **figures}) + "\n")
         if last:
             return
         time.sleep(POLL_S)
 
 
-class MadeUpActor:
-    """Leases like an actor; samples tokens uniformly, rewards small ids."""
+class SyntheticActor:
+    """An actor without an engine: samples tokens uniformly, and rewards small token ids."""
 
     def __init__(self, address: str, vocab_size: int, longest: int) -> None:
-        """Talk to the buffer service at an address once it is entered."""
+        """Prepare a client of the buffer service at an address; entering the context starts the actor."""
         self._client = BufferClient(address, run_id="gpu", role="actor", name="actor-0")
         self._vocab_size, self._longest = vocab_size, longest
         self._stop = threading.Event()
         self._random = np.random.default_rng(0)
         self._thread = threading.Thread(target=self._run, daemon=True)
 
-    def __enter__(self) -> MadeUpActor:
+    def __enter__(self) -> SyntheticActor:
         self._client.connect()
         self._thread.start()
         return self

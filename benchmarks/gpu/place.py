@@ -1,4 +1,4 @@
-"""Where a step of the rehearsal stands: its device, a folder that the steps share, and how it tells what it found."""
+"""Environment of a step: its device, models and batches, a folder shared by all steps, and its results."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
 from benchmarks.gpu.shapes import SHAPES, TINY, Shape, fresh_rows, random_weights
 from benchmarks.learner_parts.sides import configured
 from benchmarks.lib.learner import TEMPERATURE, Learner
-from buffer.schema import Trajectory
-from learner.mesh import Mesh, MeshPlace, join_group
-from learner.model import StageModule
-from learner.networks import load_chunks
+
+from leeway.buffer.schema import Trajectory
+from leeway.learner.mesh import Mesh, MeshPlace, join_group
+from leeway.learner.model import StageModule
+from leeway.learner.networks import load_chunks
 
 TIMEOUT_S = 60.0
-"""Of every wait for another process."""
+"""Timeout in seconds of each collective operation."""
 
 
 class Place:
-    """One step, in a process of its own."""
+    """Environment of one step, which runs in its own process."""
 
     def __init__(
         self,
@@ -38,108 +38,108 @@ class Place:
         folder: Path,
         *,
         on_cpu: bool,
-        beside: Path | None = None,
+        output_folder: Path | None = None,
         limit_s: float = math.inf,
         engine_args: dict[str, Any] | None = None,
     ) -> None:
-        """Take a place.
+        """Select the device.
 
         Args:
-            step: its name.
-            folder: shared by the steps of a call; models are made in it once.
-            on_cpu: tiny shapes, to see that the code runs.
-            beside: a folder for what is too long for a line; None: it is not kept.
-            limit_s: after which the process is ended.
-            engine_args: further arguments of every vLLM engine.
+            step: name of the step.
+            folder: temporary folder shared by all steps of a command, in which each model is created once.
+            on_cpu: use the CPU and tiny shapes, to test the code.
+            output_folder: folder for results that are too long for a line; None discards them.
+            limit_s: time limit of the process, in seconds.
+            engine_args: additional arguments of every vLLM engine.
 
         Raises:
-            RuntimeError: no GPU is there, and `on_cpu` does not say that none is wanted.
+            RuntimeError: there is no GPU, and `on_cpu` is false.
         """
         self.step = step
         self.folder = folder
-        self.beside = beside
+        self.output_folder = output_folder
         self.limit_s = limit_s
         self.engine_args = engine_args or {}
         self.on_gpu = not on_cpu
         if self.on_gpu and not torch.cuda.is_available():
-            raise RuntimeError("torch sees no GPU; --cpu runs everything on the CPU at a tiny shape")
+            raise RuntimeError("torch finds no GPU: pass --cpu to run on the CPU at a tiny shape")
         self.device = torch.device("cuda", 0) if self.on_gpu else torch.device("cpu")
         if self.on_gpu:
             torch.cuda.set_device(self.device)
 
-    def tell(self, case: str, **figures: object) -> None:
-        """One result, as a JSON line; it is out before the next begins."""
+    def report(self, case: str, **figures: object) -> None:
+        """Print one result as a JSON line, and flush it."""
         print(json.dumps({"step": self.step, "case": case, "cpu": not self.on_gpu, **figures}, default=str), flush=True)
 
     def sync(self) -> None:
-        """Wait until the GPU has done what it was told."""
+        """Block until the GPU has finished all queued operations."""
         if self.on_gpu:
             torch.cuda.synchronize()
 
     def seconds(self, action: Callable[[], object], repeat: int = 5) -> float:
-        """The median time of an action, after one that warms up."""
-        taken = []
+        """Return the median seconds of an action, after one warm-up."""
+        times_s = []
         for _ in range(repeat + 1):
             self.sync()
             start = time.perf_counter()
             action()
             self.sync()
-            taken.append(time.perf_counter() - start)
-        return statistics.median(taken[1:])
+            times_s.append(time.perf_counter() - start)
+        return statistics.median(times_s[1:])
 
     @cached_property
     def mesh(self) -> Mesh:
-        """Of this process alone, met as the ranks of a learner meet."""
+        """Mesh of this process alone, initialized like that of a learner."""
         join_group(rendezvous(), self.device, rank=0, num_ranks=1, timeout=timedelta(seconds=TIMEOUT_S))
         return Mesh.build(MeshPlace(0), timedelta(seconds=TIMEOUT_S))
 
-    def shape(self, wanted: str) -> tuple[str, Shape]:
-        """A shape by its name, or on the CPU a tiny one."""
-        name = wanted if self.on_gpu else TINY.get(wanted, "tiny")
-        return name, SHAPES[name]
+    def shape(self, name: str) -> tuple[str, Shape]:
+        """Return name and shape; on the CPU, those of a tiny shape instead."""
+        used = name if self.on_gpu else TINY.get(name, "tiny")
+        return used, SHAPES[used]
 
-    def model(self, wanted: str) -> Path:
-        """A checkpoint folder with random weights of a shape."""
-        name, _ = self.shape(wanted)
+    def model(self, shape: str) -> Path:
+        """Return a checkpoint folder with random weights of a shape."""
+        name, _ = self.shape(shape)
         return random_weights(name, self.folder / name, self.device)
 
-    def learner(self, wanted: str, **config: Any) -> Learner:  # noqa: ANN401 -- keys of the section
-        """The learner's own step on this device, in bfloat16 where `config` says no other."""
+    def learner(self, shape: str, **config: Any) -> Learner:  # noqa: ANN401 -- keys of the section
+        """Return the training step of the learner on this device, in bfloat16 unless `config` sets a precision."""
         defaults: dict[str, Any] = {"precision": "bfloat16", "token_budget": 8192}
-        gc.collect()  # a learner of before holds its memory until its cycles are found
+        gc.collect()  # frees the memory of an earlier learner, which has reference cycles
         if not self.on_gpu:
             config = {**config, "token_budget": min(256, config.get("token_budget", 256))}
-        learner = Learner(self.model(wanted), self.mesh, configured(self.mesh, **{**defaults, **config}), self.device)
-        self.forget_peak()
+        learner = Learner(self.model(shape), self.mesh, configured(self.mesh, **{**defaults, **config}), self.device)
+        self.reset_peak()
         return learner
 
-    def reference(self, wanted: str) -> StageModule:
-        """The frozen weights of a shape, as a learner keeps them to score with."""
+    def reference(self, shape: str) -> StageModule:
+        """Return the frozen reference model of a shape, as a learner loads it for scoring."""
         config = configured(self.mesh, precision="bfloat16")
-        (stage,) = load_chunks(self.model(wanted), "token", config, TEMPERATURE, self.mesh, self.device, frozen=True)
+        (stage,) = load_chunks(self.model(shape), "token", config, TEMPERATURE, self.mesh, self.device, frozen=True)
         return stage
 
-    def rows(self, wanted: str, num: int, seed: int) -> list[Trajectory]:
-        """Samples for a step that no other step has had."""
-        _, shape = self.shape(wanted)
+    def rows(self, shape: str, num: int, seed: int) -> list[Trajectory]:
+        """Return random samples of a step, which the seed determines."""
+        _, known = self.shape(shape)
         if self.on_gpu:
-            return fresh_rows(num, shape["vocab_size"], seed)
-        return fresh_rows(min(num, 16), shape["vocab_size"], seed, median=40, longest=128)
+            return fresh_rows(num, known["vocab_size"], seed)
+        return fresh_rows(min(num, 16), known["vocab_size"], seed, median=40, longest=128)
 
-    def keep(self, name: str, content: bytes) -> None:
-        """Leave a file beside the results."""
-        if self.beside is not None:
-            self.beside.mkdir(parents=True, exist_ok=True)
-            (self.beside / name).write_bytes(content)
+    def save_file(self, name: str, content: bytes) -> None:
+        """Write a file into the folder of the results, if there is one."""
+        if self.output_folder is not None:
+            self.output_folder.mkdir(parents=True, exist_ok=True)
+            (self.output_folder / name).write_bytes(content)
 
-    def forget_peak(self) -> None:
-        """Memory is counted from here on."""
+    def reset_peak(self) -> None:
+        """Reset the peak of GPU memory."""
         if self.on_gpu:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
 
     def peak(self) -> dict[str, float | None]:
-        """GiB that were allocated and reserved at most."""
+        """Return the peak of allocated and of reserved GPU memory, in GiB."""
         if not self.on_gpu:
             return {"allocated_gib": None, "reserved_gib": None}
         return {
@@ -148,13 +148,13 @@ class Place:
         }
 
     def close(self) -> None:
-        """Part from the process group, if there is one."""
+        """Destroy the process group, if there is one."""
         with suppress(Exception):
             torch.distributed.destroy_process_group()
 
 
 def rendezvous() -> str:
-    """A free address of this machine."""
+    """Return an address of this machine with a free port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return f"tcp://127.0.0.1:{probe.getsockname()[1]}"

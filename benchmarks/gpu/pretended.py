@@ -1,8 +1,8 @@
-"""A GPU that is not there: tensors that have a shape, no memory, and say that they are on "cuda".
+"""Simulate a GPU with fake CUDA tensors, which have a shape but no memory.
 
-The learner takes its way of a GPU with them, under autocast as it would there. Attention is the fused kernel itself:
-where torch cannot choose it without a GPU, flash attention stands in. The functions of liger-kernel that the learner
-calls are operations that compute nothing, and read, write and keep what the library's kernels (0.8) do.
+The learner runs its GPU code path on them, under autocast as on a real GPU. Attention is the fused kernel; if torch
+cannot select it without a GPU, flash attention replaces it. The functions of liger-kernel that the learner calls are
+replaced by operations that compute nothing, but read, write and keep the same tensors as the kernels of version 0.8.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from benchmarks.gpu.shapes import config_of
 from torch import Tensor
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -27,16 +28,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from transformers.models.qwen2 import modeling_qwen2
 
-from benchmarks.gpu.shapes import config_of
-from learner import model as model_file
-from learner.config import LearnerConfig
-from learner.mesh import MeshPlace
-from learner.model import StageModule
-from learner.networks import load_chunks
+from leeway.learner import model as model_file
+from leeway.learner.config import LearnerConfig
+from leeway.learner.mesh import MeshPlace
+from leeway.learner.model import StageModule
+from leeway.learner.networks import load_chunks
 
 CUDA = torch.device("cuda", 0)
 BUDGET = 8192
-"""Tokens of a micro-batch."""
+"""Token budget of a micro-batch."""
 
 _CAST_DOWN = frozenset(
     {"linear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "addmm", "baddbmm", "mv", "einsum"}
@@ -45,11 +45,11 @@ _CAST_UP = frozenset(
     {"pow", "__pow__", "__rpow__", "exp", "log", "rsqrt", "reciprocal", "softmax", "log_softmax", "logsumexp", "sum"}
     | {"rms_norm", "layer_norm", "prod", "cumsum", "linalg_vector_norm"}
 )
-"""What autocast casts for on CUDA, of what a decoder calls."""
+"""Functions of a decoder whose inputs autocast casts to float32 on CUDA; those of _CAST_DOWN, to 16 bits."""
 
 
 def _operation(name: str, schema: str, result: Any) -> Any:  # noqa: ANN401 -- torch's
-    """An operation whose result on tensors without memory is as said."""
+    """Register an operation that computes nothing; `result` returns its outputs for fake tensors."""
     made: Any = torch.library.custom_op(f"leeway_counting::{name}", result, mutates_args=(), schema=schema)
     made.register_fake(result)
     return made
@@ -73,7 +73,7 @@ def _flash_stand_in(
 
 
 def _as_autocast(states: Tensor) -> Tensor:
-    """SDPA is among what autocast casts for; below it, it no longer does."""
+    """Cast an input of attention as autocast does for SDPA, but not for the operation that replaces it."""
     return states.to(torch.get_autocast_dtype("cuda")) if torch.is_autocast_enabled("cuda") else states
 
 
@@ -83,7 +83,7 @@ _silu_backward = _operation(
 
 
 class _Silu(torch.autograd.Function):
-    """Its backward pass is one kernel on CUDA, which torch takes apart where a tensor is none of its own."""
+    """SiLU whose backward pass is one kernel, as on CUDA; torch decomposes it for fake tensors."""
 
     @staticmethod
     def forward(ctx: Any, states: Tensor) -> Tensor:  # noqa: ANN401 -- torch's
@@ -95,8 +95,8 @@ class _Silu(torch.autograd.Function):
         return _silu_backward(gradient, *ctx.saved_tensors)
 
 
-class _LikeCuda(TorchFunctionMode):
-    """Casts as autocast does on CUDA; torch's own asks in C++ where a tensor is, and is told of the host."""
+class _CudaAutocast(TorchFunctionMode):
+    """Cast as autocast does on CUDA; that of torch checks the device in C++, where fake tensors are on the host."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,13 +122,13 @@ class _LikeCuda(TorchFunctionMode):
             return tensor
         if not (tensor.requires_grad and tensor.is_leaf and dtype == torch.bfloat16):
             return tensor.to(dtype)
-        if id(tensor) not in self._casts:  # a weight is cast once for as long as autocast is on
+        if id(tensor) not in self._casts:  # autocast caches the cast of a weight while it is enabled
             self._casts[id(tensor)] = (tensor, tensor.to(dtype))
         return self._casts[id(tensor)][1]
 
 
-class _AtHome(TorchDispatchMode):
-    """C++ makes tensors where it was told that others are; this puts them where those are for Python."""
+class _OnCuda(TorchDispatchMode):
+    """Create tensors on the fake CUDA device if C++ code would create them on the host."""
 
     def __torch_dispatch__(
         self,
@@ -153,17 +153,17 @@ def _host(args: Any) -> torch.device:  # noqa: ANN401 -- torch's
 
 @contextmanager
 def pretended_gpu() -> Iterator[None]:
-    """Tensors are fake, and say "cuda" where they are asked to; autocast believes them."""
+    """Make tensors fake in this context, also those on "cuda", and let autocast accept them."""
     with (
         mock.patch("torch.cuda.amp.common.amp_definitely_not_available", return_value=False),
         mock.patch("torch.cuda.is_bf16_supported", return_value=True),
         mock.patch.object(F, "scaled_dot_product_attention", _flash_stand_in),
         FakeTensorMode(allow_non_fake_inputs=True),
-        # torch's C++ asks for the runtime of a tensor's device, and is told of the host; Python, and so all code that
-        # chooses by the device, and dispatch go by "cuda"
+        # C++ code of torch gets the host as the device of a tensor, because it initializes the runtime of that device;
+        # Python code and dispatch get "cuda"
         mock.patch.dict(fake_tensor._DISPATCH_META_HANDLERS, {torch.ops.prim.device.default: _host}),
-        _LikeCuda(),
-        _AtHome(),
+        _CudaAutocast(),
+        _OnCuda(),
     ):
         yield
 
@@ -172,12 +172,12 @@ def pretended_gpu() -> Iterator[None]:
 
 
 def fake_stage(name: str, layers: tuple[int, int], *, last: bool, **config: object) -> StageModule:
-    """A stage of a shape with so many layers before and behind the cut; its weights have no memory.
+    """Return one of two stages of a shape, with fake weights.
 
     Args:
-        name: of the shape.
-        layers: of the first and of the last of two stages.
-        last: which of them.
+        name: name of the shape.
+        layers: number of layers of the first and of the last stage.
+        last: whether to return the last stage.
         config: keys of the learner's section.
     """
     with tempfile.TemporaryDirectory() as folder:
@@ -187,25 +187,25 @@ def fake_stage(name: str, layers: tuple[int, int], *, last: bool, **config: obje
         )
         mesh: Any = SimpleNamespace(place=MeshPlace(int(last), num_stages=2))
         with (
-            mock.patch("learner.decoders.balance", return_value=[(0, layers[0]), (layers[0], sum(layers))]),
+            mock.patch("leeway.learner.decoders.balance", return_value=[(0, layers[0]), (layers[0], sum(layers))]),
             mock.patch.object(model_file, "_check_names"),
-            mock.patch.object(model_file, "_read_tensors", _made_up),
-            mock.patch.object(StageModule, "to", _with_buffers_on),
+            mock.patch.object(model_file, "_read_tensors", _fake_tensors),
+            mock.patch.object(StageModule, "to", _move_buffers),
         ):
             (stage,) = load_chunks(Path(folder), "token", section, 1.0, mesh, CUDA)
     return stage
 
 
-def _with_buffers_on(stage: StageModule, device: torch.device) -> StageModule:
-    """The weights are there already, and torch exchanges no FakeTensor for another."""
+def _move_buffers(stage: StageModule, device: torch.device) -> StageModule:
+    """Move only the buffers: the weights are on the device already, and torch cannot swap fake tensors."""
     for module in stage.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(device))
     return stage
 
 
-def _made_up(_: Path, shapes: Mapping[str, Sequence[int]]) -> Iterator[tuple[str, Tensor]]:
-    """What a checkpoint would hold."""
+def _fake_tensors(_: Path, shapes: Mapping[str, Sequence[int]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield fake tensors in place of those of a checkpoint."""
     yield from ((name, torch.empty(tuple(shape), dtype=torch.bfloat16)) for name, shape in shapes.items())
 
 
@@ -215,7 +215,7 @@ def _made_up(_: Path, shapes: Mapping[str, Sequence[int]]) -> Iterator[tuple[str
 LIBRARY = "liger_kernel"
 _NAMES = (LIBRARY, f"{LIBRARY}.transformers", f"{LIBRARY}.transformers.functional")
 _MULTIPROCESSORS = 132
-"""Of an H100: as many rows of a norm's weight gradient are summed."""
+"""Multiprocessors of an H100; the weight gradient of a norm is a sum over one row for each."""
 
 _norm = _operation(
     "fused_norm",
@@ -272,7 +272,7 @@ def _normed(states: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty_like(states, dtype=weight.dtype), states.new_empty(states.shape[:-1], dtype=torch.float32)
 
 
-# where probabilities are asked for it reads the logits again
+# a second pass over the logits computes the probabilities
 _softmax = _operation(
     "fused_softmax", "(Tensor logits) -> Tensor", lambda logits: logits.new_empty(len(logits), dtype=torch.float32)
 )
@@ -293,7 +293,7 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ANN401 -- torch's
         states, weight, scale = ctx.saved_tensors
-        torch.zeros_like(gradient)  # what it writes has been cleared
+        torch.zeros_like(gradient)  # the kernel clears its output first
         of_states, rows = _norm_backward(gradient, states, weight, scale)
         return of_states, rows.sum(0).to(weight.dtype)
 
@@ -322,7 +322,7 @@ class _Rotation(torch.autograd.Function):
 
 
 def _rotated(query: Tensor, key: Tensor, cosines: Tensor, sines: Tensor) -> tuple[Tensor, Tensor]:
-    """[1, H, T, D]; as it lies in memory, [1, T, H, D], or copied to it."""
+    """Rotate query and key of shape [1, H, T, D]; the kernel needs them contiguous as [1, T, H, D]."""
     query, key = (each.transpose(1, 2).contiguous() for each in (query, key))
     query, key = _turn(query, key, cosines.contiguous(), sines.contiguous())
     return query.transpose(1, 2), key.transpose(1, 2)
@@ -358,20 +358,20 @@ def _logprobs(logits: Tensor, tokens: Tensor, out: Tensor | None) -> Tensor:
 
 @contextmanager
 def pretended_kernels() -> Iterator[None]:
-    """The library is there, as far as its functions are looked up by name."""
+    """Replace liger-kernel and the kernels of the learner by fake operations in this context."""
     functional: Any = ModuleType(_NAMES[-1])
     functional.liger_rms_norm = lambda states, weight, *_, **__: _Norm.apply(states, weight)
     functional.liger_swiglu = functional.liger_geglu = _Gate.apply
     functional.liger_rope = lambda query, key, cosines, sines, *_, **__: _Rotation.apply(query, key, cosines, sines)
-    ours: Any = ModuleType("learner.row_kernels")
-    ours.add_norm, ours.softmax = _AddNorm.apply, _logprobs
-    modules = {ours.__name__: ours} | {name: ModuleType(name) for name in _NAMES[:-1]} | {_NAMES[-1]: functional}
+    kernels: Any = ModuleType("leeway.learner.row_kernels")
+    kernels.add_norm, kernels.softmax = _AddNorm.apply, _logprobs
+    modules = {kernels.__name__: kernels} | {name: ModuleType(name) for name in _NAMES[:-1]} | {_NAMES[-1]: functional}
     for name, module in modules.items():
         module.__spec__ = importlib.machinery.ModuleSpec(name, None)
     with (
         mock.patch.dict(sys.modules, modules),
-        mock.patch("learner.kernels._first_wrong", return_value=None),
-        # which the learner replaces for good
+        mock.patch("leeway.learner.kernels._first_wrong", return_value=None),
+        # the learner replaces this function permanently
         mock.patch.object(modeling_qwen2, "apply_rotary_pos_emb", modeling_qwen2.apply_rotary_pos_emb),
     ):
         yield

@@ -1,11 +1,11 @@
-"""Remove from a CUDA library the device code that a Hopper card does not run: `python -m benchmarks.gpu.prune FILE`.
+"""Remove device code that a Hopper card does not run from a CUDA library: `python -m benchmarks.gpu.prune FILE`.
 
-Such a library holds one container of images ("fatbin") per source file, and one image per architecture. The images of
-sm_90 and sm_90a stay. A container without one would be compiled by the driver from its PTX at first use; it is emptied
-too, and its kernels then fail with "no kernel image". An empty container is invalid, so it receives the smallest image
-of the file. Offsets do not move: removed bytes become zeros, which compress to nothing.
+Such a library has one container of images ("fatbin") per source file, with one image per architecture. The images of
+sm_90 and sm_90a are kept. A container without them, which the driver would compile from PTX at first use, is emptied
+too; its kernels then fail with "no kernel image". An empty container is invalid, so it gets the smallest image of the
+file. All offsets are unchanged: removed bytes become zeros, which compress to almost nothing.
 
-`--drop` also empties the containers whose kernels all match one of the patterns, by mangled name.
+`--drop` also empties containers in which the mangled name of every kernel matches one of the patterns.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 MAGIC = 0xBA55ED50
-"""First word of a container."""
+"""First four bytes of a container."""
 CUBIN = 2
-"""Kind of an image that is machine code; 1 is PTX."""
+"""Kind of an image with machine code; 1 is PTX."""
 ARCH = 90
 FATBIN = ".nv_fatbin"
 MIB = 2**20
@@ -35,7 +35,7 @@ class Image(NamedTuple):
 
 
 class Container(NamedTuple):
-    """The images of one source file."""
+    """Images of one source file."""
 
     offset: int
     head_bytes: int
@@ -43,27 +43,27 @@ class Container(NamedTuple):
 
 
 class Pruned(NamedTuple):
-    """Containers, and bytes of device code in them."""
+    """Number of containers, and kept and removed bytes of device code."""
 
     num_containers: int
     kept_bytes: int
     removed_bytes: int
 
 
-def find_section(data: bytes | bytearray, wanted: str) -> tuple[int, int]:
-    """Return offset and size of a section of a 64-bit ELF file; zeros if there is none."""
+def find_section(data: bytes | bytearray, section: str) -> tuple[int, int]:
+    """Return offset and size of a section of a 64-bit ELF file; (0, 0) if there is none."""
     (table,) = struct.unpack_from("<Q", data, 40)
     width, count, names = struct.unpack_from("<HHH", data, 58)
     heads = [struct.unpack_from("<IIQQQQ", data, table + i * width) for i in range(count)]
     for name, _, _, _, offset, size in heads:
         start = heads[names][4] + name
-        if data[start : data.index(b"\0", start)].decode() == wanted:
+        if data[start : data.index(b"\0", start)].decode() == section:
             return offset, size
     return 0, 0
 
 
 def containers(data: bytes | bytearray) -> Iterator[Container]:
-    """Yield the containers of a library in order."""
+    """Yield the containers of a library in file order."""
     offset, size = find_section(data, FATBIN)
     end, here = offset + size, offset
     while here + 16 <= end:
@@ -82,7 +82,7 @@ def containers(data: bytes | bytearray) -> Iterator[Container]:
 
 
 def prune(data: bytearray, drop: re.Pattern[bytes] | None = None) -> Pruned:
-    """Empty in place all images but those of sm_90, and containers whose kernels all match `drop`."""
+    """Remove, in place, all images except those of sm_90, and containers in which every kernel matches `drop`."""
     found = list(containers(data))
     smallest = min((image.content for each in found for image in each.images), key=len, default=b"")
     kept_bytes = removed_bytes = 0
@@ -102,16 +102,16 @@ def prune(data: bytearray, drop: re.Pattern[bytes] | None = None) -> Pruned:
 
 
 def main() -> None:
-    """Prune a library in place and print what is left."""
+    """Prune a library in place, and print the kept and removed sizes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path)
     parser.add_argument("--drop", nargs="*", default=[], metavar="REGEX")
     parsed = parser.parse_args()
     data = bytearray(parsed.file.read_bytes())
-    found = prune(data, re.compile("|".join(parsed.drop).encode()) if parsed.drop else None)
+    pruned = prune(data, re.compile("|".join(parsed.drop).encode()) if parsed.drop else None)
     parsed.file.write_bytes(data)
-    sizes = f"{found.kept_bytes / MIB:.1f} MiB kept, {found.removed_bytes / MIB:.1f} MiB removed"
-    print(f"{parsed.file.name}: {found.num_containers} containers, {sizes}")
+    sizes = f"{pruned.kept_bytes / MIB:.1f} MiB kept, {pruned.removed_bytes / MIB:.1f} MiB removed"
+    print(f"{parsed.file.name}: {pruned.num_containers} containers, {sizes}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Is it right? What the machine is, and what the learner computes on it against the same on the CPU."""
+"""Correctness: facts of the machine, and the learner on the GPU compared with the CPU."""
 
 from __future__ import annotations
 
@@ -17,6 +17,12 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from benchmarks.gpu.counting import Counting
+from benchmarks.gpu.place import Place, rendezvous
+from benchmarks.gpu.shapes import fresh_rows
+from benchmarks.learner_parts.sides import configured, long_tailed
+from benchmarks.lib.learner import ALGORITHM, TEMPERATURE
+from benchmarks.lib.processes import MeasurementFailed, call_in_processes
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import (
@@ -29,23 +35,17 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from benchmarks.gpu.counting import Counting
-from benchmarks.gpu.place import Place, rendezvous
-from benchmarks.gpu.shapes import fresh_rows
-from benchmarks.learner_parts.sides import configured, long_tailed
-from benchmarks.lib.learner import ALGORITHM, TEMPERATURE
-from benchmarks.lib.processes import MeasurementFailed, call_in_processes
-from buffer.schema import Trajectory, to_batch
-from learner.attention import AttentionLayout, packed_attention
-from learner.batch import StepBatch
-from learner.coordinator import Channel, Kind
-from learner.mesh import Agreement, Mesh, MeshPlace, join_group, tells_of_loss
-from learner.model import StageModule
-from learner.networks import Network, Networks, Reference, load_chunks
-from learner.optimizer import UpdateResult
-from learner.packing import IntArray, PackingRule
-from learner.products import LogitRule, token_logprobs
-from learner.step import TrainStep
+from leeway.buffer.schema import Trajectory, to_batch
+from leeway.learner.attention import AttentionLayout, packed_attention
+from leeway.learner.batch import StepBatch
+from leeway.learner.coordinator import Channel, Kind
+from leeway.learner.mesh import Agreement, Mesh, MeshPlace, is_rank_loss, join_group
+from leeway.learner.model import StageModule
+from leeway.learner.networks import Network, Networks, Reference, load_chunks
+from leeway.learner.optimizer import UpdateResult
+from leeway.learner.packing import IntArray, PackingRule
+from leeway.learner.products import LogitRule, token_logprobs
+from leeway.learner.step import TrainStep
 
 PACKAGES = (
     "torch", "transformers", "triton", "liger-kernel", "numpy", "pyarrow", "pydantic", "pyzmq", "msgspec", "lmdb",
@@ -58,8 +58,8 @@ GIB = 2**30
 
 
 def facts(place: Place) -> None:
-    """Versions, the card, the order of attention's kernels, copies, products, memory traffic."""
-    place.tell(
+    """Report versions, the card, the priority of attention kernels, matrix products, memory traffic and copies."""
+    place.report(
         "software",
         python=platform.python_version(),
         cuda=torch.version.cuda,
@@ -71,7 +71,7 @@ def facts(place: Place) -> None:
         torch.zeros(1, device=place.device)
         free, total = torch.cuda.mem_get_info()
         known = torch.cuda.get_device_properties(place.device)
-        place.tell(
+        place.report(
             "card",
             name=known.name,
             capability=torch.cuda.get_device_capability(),
@@ -82,10 +82,10 @@ def facts(place: Place) -> None:
             first_allocation_mib=(before - free) / 2**20,
             nvidia_smi=_nvidia_smi(),
         )
-    place.tell("attention", **_attention_order(place))
-    place.tell("products", **_products(place))
+    place.report("attention", **_attention_order(place))
+    place.report("products", **_products(place))
     for pinned in (False, True):
-        place.tell("copies pinned" if pinned else "copies pageable", **_copies(place, pinned=pinned))
+        place.report("copies pinned" if pinned else "copies pageable", **_copies(place, pinned=pinned))
 
 
 def _version(name: str) -> str | None:
@@ -104,7 +104,7 @@ def _nvidia_smi() -> str:
 
 
 def _attention_order(place: Place) -> dict[str, object]:
-    """Which kernel torch would choose; the order of its wishes is set at the first call."""
+    """Return the attention kernel that torch selects, and their priority, which torch sets at the first call."""
     query, key, value = (torch.randn(3, 12, 700, 128, device=place.device, dtype=torch.bfloat16) for _ in range(3))
     F.scaled_dot_product_attention(query, key, value, is_causal=True)
     kinds: Any = torch.nn.attention.SDPBackend
@@ -126,15 +126,15 @@ def _attention_order(place: Place) -> dict[str, object]:
 
 
 def _products(place: Place) -> dict[str, float]:
-    """The two speeds that docs/results/gpu_paper.md assumes: bf16 products as a step has them, and memory traffic."""
+    """Measure the rates that docs/results/gpu_paper.md assumes: bf16 products of a step, and memory traffic."""
     tokens, hidden, wide = (7868, 1536, 8960) if place.on_gpu else (64, 32, 64)
     states = torch.randn(tokens, hidden, device=place.device, dtype=torch.bfloat16)
     weight = torch.randn(wide, hidden, device=place.device, dtype=torch.bfloat16)
     square = torch.randn(*([8192 if place.on_gpu else 64] * 2), device=place.device, dtype=torch.bfloat16)
     long, other = (torch.randn(2**28 if place.on_gpu else 2**12, device=place.device) for _ in range(2))
-    taken = place.seconds(lambda: states @ weight.T, 20)
+    mlp_s = place.seconds(lambda: states @ weight.T, 20)
     return {
-        "mlp_tflops": 2 * tokens * hidden * wide / taken / 1e12,
+        "mlp_tflops": 2 * tokens * hidden * wide / mlp_s / 1e12,
         "square_tflops": 2 * len(square) ** 3 / place.seconds(lambda: square @ square, 20) / 1e12,
         "tb_per_s": 3 * long.nbytes / place.seconds(lambda: long + other, 20) / 1e12,
         "copy_tb_per_s": 2 * long.nbytes / place.seconds(long.clone, 20) / 1e12,
@@ -142,17 +142,17 @@ def _products(place: Place) -> dict[str, float]:
 
 
 def _copies(place: Place, *, pinned: bool) -> dict[str, float]:
-    """GB/s between host and GPU."""
+    """Measure copies between host and GPU, in GB/s."""
     size = GIB if place.on_gpu else 2**16
-    there = torch.empty(size, dtype=torch.uint8, device=place.device)
-    here = torch.ones(size, dtype=torch.uint8)
-    found: dict[str, float] = {}
+    on_device = torch.empty(size, dtype=torch.uint8, device=place.device)
+    on_host = torch.ones(size, dtype=torch.uint8)
+    rates: dict[str, float] = {}
     if pinned and place.on_gpu:
-        found["seconds_to_pin"] = place.seconds(here.pin_memory, 1)
-        here = here.pin_memory()
-    found["to_gpu_gb_per_s"] = size / place.seconds(lambda: there.copy_(here, non_blocking=pinned)) / 1e9
-    found["to_host_gb_per_s"] = size / place.seconds(lambda: here.copy_(there, non_blocking=pinned)) / 1e9
-    return found
+        rates["seconds_to_pin"] = place.seconds(on_host.pin_memory, 1)
+        on_host = on_host.pin_memory()
+    rates["to_gpu_gb_per_s"] = size / place.seconds(lambda: on_device.copy_(on_host, non_blocking=pinned)) / 1e9
+    rates["to_host_gb_per_s"] = size / place.seconds(lambda: on_host.copy_(on_device, non_blocking=pinned)) / 1e9
+    return rates
 
 
 # --- exact ----------------------------------------------------------------------------------------
@@ -169,26 +169,26 @@ _SMALL: dict[str, Any] = {
     "head_dim": 16,
 }
 EXACT_WITHIN = {"float64": 1e-10, "float32": 1e-4, "bfloat16": 0.1}
-"""Greatest difference of a gradient over its greatest value; of bfloat16, which is compared with float32, the norm of
-the difference over that of all gradients: in these models half of that is rounding, and an error is of order one."""
+"""Maximum difference of a gradient divided by its maximum value. For bfloat16, which is compared with float32, norm of
+the difference divided by that of all gradients: rounding gives half of the limit in these models, an error about 1."""
 
 
 def _families() -> Iterator[tuple[str, Callable[[], PreTrainedModel]]]:
     qwen = {key: value for key, value in _SMALL.items() if key != "head_dim"}
     yield "llama", lambda: LlamaForCausalLM(LlamaConfig(**_SMALL, tie_word_embeddings=False))
     yield "qwen2", lambda: Qwen2ForCausalLM(Qwen2Config(**qwen, tie_word_embeddings=True))
-    # windows that are shorter than sequences, and both of its soft caps
+    # sliding windows shorter than the sequences, and both soft caps
     yield "gemma2", lambda: Gemma2ForCausalLM(Gemma2Config(**_SMALL, sliding_window=24, query_pre_attn_scalar=16))
 
 
-class _KeepsGradients(Networks):
-    """Keeps the gradients that an update has, before it takes its step."""
+class _RecordingNetworks(Networks):
+    """Networks that store the gradients of an update before its optimizer step."""
 
     gradients: dict[str, Tensor]
 
     def update(self, number: int, lr_scale: float | None) -> UpdateResult:
         self.gradients = {
-            # a copy also where it is of this kind: the step clips it where it lies
+            # always a copy, because the step clips gradients in place
             name: parameter.grad.detach().to("cpu", torch.float64, copy=True)
             for module in self.policy.modules
             for name, parameter in module.named_parameters()
@@ -198,25 +198,25 @@ class _KeepsGradients(Networks):
 
 
 def exact(place: Place) -> None:
-    """One step on the device in one pass, and on the CPU in two with another packing; every gradient of it."""
+    """Compare all gradients of a step on the device in one pass with the CPU in two passes and another packing."""
     unmet: list[str] = []
     for family, make in _families():
         torch.manual_seed(3)
         folder = place.folder / f"exact-{family}"
-        # values of bfloat16, as checkpoints have them: what is compared is computing, not rounding the weights
+        # bfloat16 values, as in checkpoints: compare the computation, not the rounding of weights
         make().to(torch.bfloat16).save_pretrained(folder)
         rows = fresh_rows(24, 512, seed=5, median=40, longest=160)
         for precision in EXACT_WITHIN:
-            there = _train(place, folder, rows, place.device, precision, budget=256, one_pass=True)
-            on_cpu = "float32" if precision == "bfloat16" else precision
-            here = _train(place, folder, rows, torch.device("cpu"), on_cpu, budget=384, one_pass=False)
-            found = _differences(there, here, by_norm=precision == "bfloat16")
-            within, name = EXACT_WITHIN[precision], f"{family} {precision}"
-            met = found["gradient"] <= within
-            place.tell(name, **found, wanted=within, met=met)
+            on_device = _train(place, folder, rows, place.device, precision, budget=256, one_pass=True)
+            cpu_precision = "float32" if precision == "bfloat16" else precision
+            on_cpu = _train(place, folder, rows, torch.device("cpu"), cpu_precision, budget=384, one_pass=False)
+            found = _differences(on_device, on_cpu, by_norm=precision == "bfloat16")
+            limit, name = EXACT_WITHIN[precision], f"{family} {precision}"
+            met = found["gradient"] <= limit
+            place.report(name, **found, wanted=limit, met=met)
             unmet += [] if met else [name]
     if unmet:
-        raise RuntimeError(f"gradients are not those of the CPU: {', '.join(unmet)}")
+        raise RuntimeError(f"gradients differ from those of the CPU beyond the limit: {', '.join(unmet)}")
 
 
 def _train(
@@ -233,7 +233,7 @@ def _train(
     chunks = load_chunks(folder, "token", config, TEMPERATURE, place.mesh, device)
     if precision == "float64":
         _widen(chunks)
-    networks = _KeepsGradients(Network.build(chunks, config, place.mesh), None, config, place.mesh)
+    networks = _RecordingNetworks(Network.build(chunks, config, place.mesh), None, config, place.mesh)
     reference = Reference((), place.mesh, device, torch.promote_types(networks.policy.dtype, torch.float32))
     step = TrainStep(networks, reference, ALGORITHM, config, one_pass=one_pass)
     (update,) = step.run(StepBatch.build(to_batch(rows, "exact"), 0, {0: 0}, PackingRule(budget)), 0).updates
@@ -243,7 +243,7 @@ def _train(
 
 
 def _widen(chunks: Sequence[StageModule]) -> None:
-    """Norms and rotations in float64 too: Transformers' are float32, and their last bits depend on the device."""
+    """Compute norms and rotations in float64; in Transformers they are float32 and differ between devices."""
     for chunk in chunks:
         for name, module in chunk.named_modules():
             if type(module).__name__.endswith("RMSNorm"):
@@ -252,7 +252,7 @@ def _widen(chunks: Sequence[StageModule]) -> None:
                 module.forward = functools.partial(_rotation, module)
 
 
-def _norm(module: Any, states: Tensor) -> Tensor:  # noqa: ANN401 -- of Transformers
+def _norm(module: Any, states: Tensor) -> Tensor:  # noqa: ANN401 -- a module of Transformers
     added = 1.0 if type(module).__name__.startswith("Gemma") else 0.0
     eps = module.eps if hasattr(module, "eps") else module.variance_epsilon
     normed: Tensor = states * torch.rsqrt(states.square().mean(-1, keepdim=True) + eps) * (added + module.weight)
@@ -266,48 +266,48 @@ def _rotation(module: Any, states: Tensor, positions: Tensor, **_: object) -> tu
 
 
 def _differences(
-    there: tuple[float, dict[str, Tensor]], here: tuple[float, dict[str, Tensor]], *, by_norm: bool
+    on_device: tuple[float, dict[str, Tensor]], on_cpu: tuple[float, dict[str, Tensor]], *, by_norm: bool
 ) -> dict[str, Any]:
-    assert there[1].keys() == here[1].keys()
-    apart = {}
-    for name, ours in there[1].items():
-        theirs = here[1][name]
+    assert on_device[1].keys() == on_cpu[1].keys()
+    errors = {}
+    for name, ours in on_device[1].items():
+        theirs = on_cpu[1][name]
         size = (lambda each: float(each.norm())) if by_norm else (lambda each: float(each.abs().max()))
-        apart[name] = size(ours - theirs) / max(size(theirs), 1e-300)
-    worst = max(apart, key=apart.__getitem__)
-    found = {"loss": abs(there[0] - here[0]), "worst": worst, "of_worst": apart[worst], "tensors": len(apart)}
-    ours, theirs = (torch.cat([each[name].flatten() for name in apart]) for each in (there[1], here[1]))
-    return {**found, "gradient": float((ours - theirs).norm() / theirs.norm()) if by_norm else apart[worst]}
+        errors[name] = size(ours - theirs) / max(size(theirs), 1e-300)
+    worst = max(errors, key=errors.__getitem__)
+    found = {"loss": abs(on_device[0] - on_cpu[0]), "worst": worst, "of_worst": errors[worst], "tensors": len(errors)}
+    ours, theirs = (torch.cat([each[name].flatten() for name in errors]) for each in (on_device[1], on_cpu[1]))
+    return {**found, "gradient": float((ours - theirs).norm() / theirs.norm()) if by_norm else errors[worst]}
 
 
 # --- attention ------------------------------------------------------------------------------------
 
 
 def attention(place: Place) -> None:
-    """Outputs and gradients against the formula in float64, and what reaches a kernel."""
+    """Compare outputs and gradients of attention with its formula in float64, and report the kernel calls."""
     heads, keys, size = (12, 2, 128) if place.on_gpu else (4, 2, 16)
     lengths = long_tailed(24 if place.on_gpu else 6, seed=2, median=200 if place.on_gpu else 20, longest=700)
     bounds = np.cumsum([0, *lengths]).astype(np.int64)
-    apart = np.arange(bounds[-1])
+    separate = np.arange(bounds[-1])
     shared = _with_a_shared_prompt(lengths)
     cases: dict[str, tuple[torch.dtype, torch.dtype, int, int | None, IntArray]] = {
-        "bf16": (torch.bfloat16, torch.bfloat16, heads, None, apart),
-        "bf16, grouped": (torch.bfloat16, torch.bfloat16, keys, None, apart),
-        "rotated in float32, grouped": (torch.float32, torch.bfloat16, keys, None, apart),
-        "bf16, grouped, window of 64": (torch.bfloat16, torch.bfloat16, keys, 64, apart),
+        "bf16": (torch.bfloat16, torch.bfloat16, heads, None, separate),
+        "bf16, grouped": (torch.bfloat16, torch.bfloat16, keys, None, separate),
+        "rotated in float32, grouped": (torch.float32, torch.bfloat16, keys, None, separate),
+        "bf16, grouped, window of 64": (torch.bfloat16, torch.bfloat16, keys, 64, separate),
         "bf16, grouped, a prompt shared": (torch.bfloat16, torch.bfloat16, keys, None, shared),
         "bf16, grouped, a prompt shared, window of 64": (torch.bfloat16, torch.bfloat16, keys, 64, shared),
-        "float32, grouped": (torch.float32, torch.float32, keys, None, apart),
+        "float32, grouped": (torch.float32, torch.float32, keys, None, separate),
         "float32, grouped, a prompt shared": (torch.float32, torch.float32, keys, None, shared),
     }
     for name, (rotated, plain, num_keys, window, places) in cases.items():
         torch.manual_seed(1)
         tokens = int(places.max()) + 1
-        of = (1, heads, tokens, size), (1, num_keys, tokens, size)
+        query_shape, key_shape = (1, heads, tokens, size), (1, num_keys, tokens, size)
         query, key, value = states = [
-            torch.randn(of[0], device=place.device, dtype=plain).to(rotated).requires_grad_(),
-            torch.randn(of[1], device=place.device, dtype=plain).to(rotated).requires_grad_(),
-            torch.randn(of[1], device=place.device, dtype=plain).requires_grad_(),
+            torch.randn(query_shape, device=place.device, dtype=plain).to(rotated).requires_grad_(),
+            torch.randn(key_shape, device=place.device, dtype=plain).to(rotated).requires_grad_(),
+            torch.randn(key_shape, device=place.device, dtype=plain).requires_grad_(),
         ]
         layout = AttentionLayout.build(bounds, place.device, places)
         gradient = torch.randn(1, tokens, heads, size, device=place.device)
@@ -318,20 +318,20 @@ def attention(place: Place) -> None:
         ours = [out, *(each.grad for each in states)]
         theirs = _by_formula([each.detach().double() for each in states], bounds, places, window, gradient.double())
         errors = [float((a.double() - b).norm() / b.norm()) for a, b in zip(ours, theirs, strict=True) if a is not None]
-        reached = sorted(counting.attention_shapes)
-        place.tell(
+        calls = sorted(counting.attention_shapes)
+        place.report(
             name,
             errors=dict(zip(("out", "query", "key", "value"), errors, strict=True)),
             ms=1000 * place.seconds(run),
-            kernels=sorted({each[0] for each in reached}),
-            calls=len(reached),
-            first_call=[f"{dtype} {list(size)}" for size, dtype in reached[0][1]] if reached else None,
+            kernels=sorted({each[0] for each in calls}),
+            calls=len(calls),
+            first_call=[f"{dtype} {list(size)}" for size, dtype in calls[0][1]] if calls else None,
             tokens=tokens,
         )
 
 
 def _with_a_shared_prompt(lengths: Sequence[int]) -> IntArray:
-    """Which packed token is each of the sequences', where all begin alike, as long as 3/4 of the shortest."""
+    """Return the packed index of every token if all sequences share a prompt of 3/4 of the shortest length."""
     prompt = min(lengths) * 3 // 4
     ends = np.cumsum([lengths[0], *(length - prompt for length in lengths[1:])])
     return np.concatenate([np.arange(ends[0]), *(np.r_[:prompt, start:end] for start, end in pairwise(ends))])
@@ -355,7 +355,7 @@ def _attend(
 def _by_formula(
     states: list[Tensor], bounds: IntArray, places: IntArray, window: int | None, gradient: Tensor
 ) -> list[Tensor]:
-    """Output and gradients, sequence by sequence."""
+    """Return output and gradients of attention, computed separately for each sequence."""
     leaves = [each.requires_grad_() for each in states]
     query, key, value = (each.index_select(2, torch.from_numpy(places).to(each.device)) for each in leaves)
     times = query.shape[1] // key.shape[1]
@@ -364,10 +364,10 @@ def _by_formula(
         q, k, v = (each[0, :, start:end] for each in (query, key, value))
         k, v = (each.repeat_interleave(times, 0) for each in (k, v))
         scores = q @ k.transpose(1, 2) * q.shape[-1] ** -0.5
-        behind = torch.arange(end - start, device=q.device)
-        behind = behind[:, None] - behind
-        seen = (behind >= 0) & (behind < (window or end - start))
-        pieces.append((scores.masked_fill(~seen, -math.inf).softmax(-1) @ v).transpose(0, 1))
+        distance = torch.arange(end - start, device=q.device)
+        distance = distance[:, None] - distance
+        visible = (distance >= 0) & (distance < (window or end - start))
+        pieces.append((scores.masked_fill(~visible, -math.inf).softmax(-1) @ v).transpose(0, 1))
     firsts = torch.from_numpy(np.unique(places, return_index=True)[1]).to(gradient.device)
     out = torch.cat(pieces).index_select(0, firsts).unsqueeze(0)
     out.backward(gradient)
@@ -379,7 +379,7 @@ def _by_formula(
 
 
 def head_inputs(place: Place) -> tuple[Tensor, Tensor, Tensor]:
-    """States, head and tokens of a micro-batch, as the learner has them; logits of a spread as of a trained model."""
+    """Return states, head and tokens like those of a micro-batch; logits spread like those of a trained model."""
     tokens, hidden, vocab = (6300, 1536, 151_936) if place.on_gpu else (60, 32, 512)
     torch.manual_seed(4)
     weight = (torch.randn(vocab, hidden, device=place.device) * hidden**-0.5).bfloat16().requires_grad_()
@@ -389,12 +389,12 @@ def head_inputs(place: Place) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def head(place: Place) -> None:
-    """Log-probabilities of a vocabulary: how far from float64, and how long by the size of a chunk."""
+    """Report the error of log-probabilities against float64, and their time by chunk size."""
     states, weight, chosen = head_inputs(place)
     few = slice(0, 256)
     with torch.no_grad():
         logits = states[few].double() @ weight.double().T
-        truth = logits.gather(1, chosen[few, None]).squeeze(1) - logits.logsumexp(1)
+        exact_logprobs = logits.gather(1, chosen[few, None]).squeeze(1) - logits.logsumexp(1)
         del logits
         products = {"a product in bf16": lambda: states[few] @ weight.T}
         if place.on_gpu:
@@ -403,36 +403,36 @@ def head(place: Place) -> None:
             )
         for name, product in products.items():
             found = product().float()
-            apart = found.gather(1, chosen[few, None]).squeeze(1) - found.logsumexp(1) - truth
-            place.tell(name, mean_nats=float(apart.abs().mean()), max_nats=float(apart.abs().max()))
+            error = found.gather(1, chosen[few, None]).squeeze(1) - found.logsumexp(1) - exact_logprobs
+            place.report(name, mean_nats=float(error.abs().mean()), max_nats=float(error.abs().max()))
         with torch.autocast(place.device.type, torch.bfloat16):
-            apart = token_logprobs(states[few], weight, chosen[few], LogitRule(1.0)) - truth
-        place.tell("the learner", mean_nats=float(apart.abs().mean()), max_nats=float(apart.abs().max()))
+            error = token_logprobs(states[few], weight, chosen[few], LogitRule(1.0)) - exact_logprobs
+        place.report("the learner", mean_nats=float(error.abs().mean()), max_nats=float(error.abs().max()))
     for chunk_mib in (64, 256, 1024, 2048) if place.on_gpu else (0.01, 1):
-        place.forget_peak()
+        place.reset_peak()
 
         def run() -> None:
             with torch.autocast(place.device.type, torch.bfloat16):
                 found = token_logprobs(states, weight, chosen, LogitRule(1.0, chunk_mib=chunk_mib))  # noqa: B023
             found.sum().backward()
 
-        place.tell(f"chunk {chunk_mib} MiB", ms=1000 * place.seconds(run, 3), tokens=len(chosen), **place.peak())
+        place.report(f"chunk {chunk_mib} MiB", ms=1000 * place.seconds(run, 3), tokens=len(chosen), **place.peak())
 
 
 # --- groups ---------------------------------------------------------------------------------------
 
 
 def groups(place: Place) -> None:
-    """One rank meets, speaks, agrees and parts; then two processes on one GPU, which NCCL refuses."""
+    """Test a process group of one rank; then one of two ranks on the same GPU, which NCCL rejects."""
     mesh = place.mesh
     total = torch.ones(3, device=place.device)
     dist.all_reduce(total, group=mesh.pipeline)
     dist.barrier()
     agreement = Agreement(0, 30.0)
-    said = agreement.say("here")
+    gathered = agreement.all_gather("here")
     agreement.close()
     Channel(MeshPlace(0)).send(Kind.STOP)
-    place.tell("one rank", backend=dist.get_backend(), agreed=said == ["here"], sum=float(total.sum()))
+    place.report("one rank", backend=dist.get_backend(), agreed=gathered == ["here"], sum=float(total.sum()))
     calls = [
         {"rank": rank, "address": address, "on_gpu": place.on_gpu} for address in [rendezvous()] for rank in (0, 1)
     ]
@@ -440,11 +440,11 @@ def groups(place: Place) -> None:
         found = call_in_processes("two ranks", f"{__name__}:meet_on_one_device", calls, limit_s=45.0)
     except MeasurementFailed as error:
         found = [{"ended": str(error)}]
-    place.tell("two ranks on one device", ranks=found, wanted="refused" if place.on_gpu else "met")
+    place.report("two ranks on one device", ranks=found, wanted="refused" if place.on_gpu else "met")
 
 
 def meet_on_one_device(rank: int, address: str, on_gpu: bool) -> dict[str, object]:
-    """What a rank hears when both compute on the same GPU."""
+    """Join a process group as one of two ranks on the same GPU, and return the outcome."""
     device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
     try:
         join_group(address, device, rank=rank, num_ranks=2, timeout=timedelta(seconds=30))
@@ -453,5 +453,5 @@ def meet_on_one_device(rank: int, address: str, on_gpu: bool) -> dict[str, objec
         dist.all_reduce(total, group=mesh.pipeline)
         dist.destroy_process_group()
     except RuntimeError as error:
-        return {"refused": " ".join(str(error).split())[:500], "counts_as_lost": tells_of_loss(error)}
+        return {"refused": " ".join(str(error).split())[:500], "counts_as_lost": is_rank_loss(error)}
     return {"met": float(total)}

@@ -1,8 +1,8 @@
-"""What is trained on a GPU: shapes of models, random weights, fresh batches of long-tailed lengths, and their FLOPs.
+"""Shapes of models, random weights, samples of long-tailed lengths, and model FLOPs.
 
-Model FLOPs are what the mathematics needs, a recomputation not counted: 6 per weight of a layer's matrices and token,
-6 per weight of the head and completion token, and 6 * width * n^2 per layer for causal attention over a sequence of n
-tokens (queries and keys, then values: 2 * 2 * n^2 / 2 * width forward, twice that backward); width is heads * head_dim.
+Model FLOPs exclude recomputation: 6 per token and weight of a layer's matrices, 6 per completion token and weight of
+the head, and 6 * width * n^2 per layer for causal attention over a sequence of n tokens (queries and keys, then values:
+2 * 2 * n^2 / 2 * width forward, twice that backward); width is heads * head_dim.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen2Config, Qwen3Config
-
 from benchmarks.learner_parts.sides import long_tailed
 from benchmarks.lib.learner import sample
-from buffer.schema import Trajectory
+from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen2Config, Qwen3Config
+
+from leeway.buffer.schema import Trajectory
 
 Shape = dict[str, int]
 """Keys of a Qwen2Config or Qwen3Config."""
@@ -78,33 +78,33 @@ SHAPES: dict[str, Shape] = {
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "head_dim": 32,  # vLLM's attention on a CPU takes no smaller heads
+        "head_dim": 32,  # minimum of vLLM's attention on a CPU
         "intermediate_size": 128,
         "vocab_size": 512,
     },
 }
-"""Those of Qwen2.5 and Qwen3 (0.6B); one that is quick to write down, and two to see that the code runs."""
+"""Shapes of Qwen2.5 and Qwen3 (0.6B); "small" is fast to write to disk, and the tiny ones test the code on a CPU."""
 QWEN3 = frozenset({"0.6B", "tiny 0.6B"})
 TINY = {"0.6B": "tiny 0.6B"}
-"""Shape -> what stands for it on a CPU, if not "tiny"."""
+"""Shape -> its replacement on a CPU, if not "tiny"."""
 UNTIED = frozenset({"7B"})
-"""Shapes whose head is no embedding."""
+"""Shapes whose head is not tied to the embedding."""
 PEAK_BF16_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
-"""Dense peak of the tensor cores by what the device's name contains (SXM boards, vendor's data sheets)."""
+"""Part of a device's name -> dense peak of its tensor cores (SXM boards, data sheets of the vendor)."""
 MEDIAN, LONGEST = 512, 4096
-"""Tokens of a sequence."""
+"""Median and maximum tokens of a sequence."""
 PROMPT_SHARE = 0.2
 GROUP = 8
 EOS = 0
 """Token that ends a completion."""
 BYTES_PER_WEIGHT = 18
-"""Of training: float32 master and gradient, two moments, and the bfloat16 weight."""
+"""Bytes for training: float32 master and gradient, two moments, and the bfloat16 weight."""
 ACTIVATIONS_GIB = 20.0
-"""Of the largest step, for activations and logits; 1.5B took 47 GiB on an H100, 26 of them for weights."""
+"""GiB for activations and logits of the largest step; 1.5B took 47 GiB on an H100, 26 of them for weights."""
 
 
 def config_of(name: str, **changes: int) -> PreTrainedConfig:
-    """Of a shape, as its checkpoint would have it."""
+    """Return the model config of a shape."""
     make = Qwen3Config if name in QWEN3 else Qwen2Config
     return make(
         **{**SHAPES[name], **changes},
@@ -115,29 +115,29 @@ def config_of(name: str, **changes: int) -> PreTrainedConfig:
 
 
 def random_weights(name: str, folder: Path, device: torch.device) -> Path:
-    """A checkpoint folder of a shape; one that is there already stays."""
+    """Return a checkpoint folder of a shape, which is created if it does not exist."""
     if not (folder / "config.json").exists():
         torch.manual_seed(0)
         with device:
             model = AutoModelForCausalLM.from_config(config_of(name))
-        made = folder.with_name(f"{folder.name}.new")
-        model.to(torch.bfloat16).save_pretrained(made)
-        (made / "tokenizer_config.json").write_text(json.dumps({}))
-        made.rename(folder)
+        temporary = folder.with_name(f"{folder.name}.new")
+        model.to(torch.bfloat16).save_pretrained(temporary)
+        (temporary / "tokenizer_config.json").write_text(json.dumps({}))
+        temporary.rename(folder)
     return folder
 
 
 def fresh_rows(
     num: int, vocab_size: int, seed: int, *, median: float = MEDIAN, longest: int = LONGEST
 ) -> list[Trajectory]:
-    """Samples of random tokens and long-tailed lengths, of which a fifth is the prompt; each seed gives others.
+    """Return samples of random tokens and long-tailed lengths; a fifth of each is its prompt.
 
     Args:
-        num: of samples; GROUP in a row have one prompt.
+        num: number of samples; GROUP consecutive ones form a group.
         vocab_size: V; the behaviour policy is uniform over it.
-        seed: of lengths, tokens and rewards.
-        median: of the lengths, prompt included.
-        longest: to which they are clipped.
+        seed: seed of lengths, tokens and rewards.
+        median: median length, including the prompt.
+        longest: maximum length.
     """
     random = np.random.default_rng(seed)
     rows = []
@@ -150,21 +150,21 @@ def fresh_rows(
 
 
 def layer_weights(shape: Shape) -> int:
-    """Weights of a layer's matrices."""
+    """Return the number of weights in the matrices of a layer."""
     hidden, heads = shape["hidden_size"], shape["num_attention_heads"]
-    of_queries = _width(shape)
-    of_keys = of_queries * shape["num_key_value_heads"] // heads
-    return 2 * hidden * of_queries + 2 * hidden * of_keys + 3 * hidden * shape["intermediate_size"]
+    query_width = _width(shape)
+    key_width = query_width * shape["num_key_value_heads"] // heads
+    return 2 * hidden * query_width + 2 * hidden * key_width + 3 * hidden * shape["intermediate_size"]
 
 
 def _width(shape: Shape) -> int:
-    """Of all queries of a token."""
+    """Return the width of all queries of a token."""
     heads = shape["num_attention_heads"]
     return heads * shape.get("head_dim", shape["hidden_size"] // heads)
 
 
 def memory_gib(name: str) -> float:
-    """Return what a step of a shape takes of a GPU, with an engine of that shape beside it."""
+    """Return the GiB of GPU memory that a step of a shape needs, together with an engine of that shape."""
     shape = SHAPES[name]
     tables = shape["vocab_size"] * shape["hidden_size"] * (2 if name in UNTIED else 1)
     weights = shape["num_hidden_layers"] * layer_weights(shape) + tables
@@ -172,7 +172,7 @@ def memory_gib(name: str) -> float:
 
 
 def model_flops(shape: Shape, rows: Sequence[Trajectory]) -> float:
-    """Forward and backward of a step; see the module's docstring."""
+    """Return the model FLOPs of the forward and backward pass of a step; see the module docstring."""
     layers = shape["num_hidden_layers"]
     lengths = [len(row.token_ids) for row in rows]
     dense = 6 * layers * layer_weights(shape) * sum(lengths)
@@ -182,5 +182,5 @@ def model_flops(shape: Shape, rows: Sequence[Trajectory]) -> float:
 
 
 def peak_of(device_name: str) -> float | None:
-    """Dense bf16 peak in FLOP/s; None of a device that is not known."""
+    """Return the dense bf16 peak in FLOP/s; None for an unknown device."""
     return next((peak for key, peak in PEAK_BF16_FLOPS.items() if key in device_name), None)

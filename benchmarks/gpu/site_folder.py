@@ -1,7 +1,7 @@
 """Unpack the archives of pack.sh into a folder of packages: `python3 -m benchmarks.gpu.site_folder ARCHIVES SITE`.
 
-Needs the standard library alone. A folder that is complete is left as it is. Leeway is registered in it as if it were
-installed: vLLM finds its plugin by the entry point, and the doctor finds the requirements by the metadata.
+Uses only the standard library. A complete folder is not unpacked again. Leeway is registered in the folder like an
+installed distribution: vLLM finds its plugin by the entry point, and the doctor finds the requirements by the metadata.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from pathlib import Path
 from typing import Any
 
 PYTHON = (3, 12)
-"""Of the wheels."""
+"""Python version of the wheels."""
 DONE = ".done"
 COMPILED = ("vllm", "openai", "ray", "pydantic")
-"""Packages that most processes of a run import; compiled once instead of by each process."""
+"""Packages that most processes of a run import; compiled once, not by each process."""
 PROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
 
 
 def unpack(archive: Path, site: Path) -> None:
-    """Extract an archive without its first folder."""
+    """Extract an archive without its top-level folder."""
     with tarfile.open(archive, "r|xz") as members:
         for member in members:
             member.name = member.name.partition("/")[2]
@@ -35,10 +35,10 @@ def unpack(archive: Path, site: Path) -> None:
 
 
 def register(project: dict[str, Any], site: Path) -> Path:
-    """Write the metadata of an installed distribution; return its folder.
+    """Write the metadata of an installed distribution, and return their folder.
 
     Args:
-        project: the table of pyproject.toml.
+        project: table `project` of pyproject.toml.
         site: folder of packages.
     """
     folder = site / f"{project['name']}-{project['version']}.dist-info"
@@ -48,32 +48,32 @@ def register(project: dict[str, Any], site: Path) -> Path:
     for extra, requirements in project["optional-dependencies"].items():
         lines += [f"Provides-Extra: {extra}", *(f'Requires-Dist: {each}; extra == "{extra}"' for each in requirements)]
     (folder / "METADATA").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    points = [
+    entry_points = [
         line
         for group, names in project["entry-points"].items()
         for line in (f"[{group}]", *(f"{name} = {target}" for name, target in names.items()))
     ]
-    (folder / "entry_points.txt").write_text("\n".join(points) + "\n", encoding="utf-8")
+    (folder / "entry_points.txt").write_text("\n".join(entry_points) + "\n", encoding="utf-8")
     return folder
 
 
 def fill(archives: Iterable[Path], site: Path) -> None:
-    """Unpack archives side by side, and compile what most processes import."""
+    """Unpack archives in parallel, and compile the packages that most processes import."""
     site.mkdir(parents=True, exist_ok=True)
-    chosen = list(archives)
+    paths = list(archives)
     with ProcessPoolExecutor() as pool:
-        list(pool.map(unpack, chosen, [site] * len(chosen)))
+        list(pool.map(unpack, paths, [site] * len(paths)))
     for name in COMPILED:
         compileall.compile_dir(site / name, quiet=2, workers=0)
     (site / DONE).touch()
 
 
 def main() -> None:
-    """Fill the folder if it is not complete, and register Leeway in it."""
+    """Unpack the archives if the folder is incomplete, and register Leeway in it."""
     folder, site = Path(sys.argv[1]), Path(sys.argv[2])
     if sys.version_info[:2] != PYTHON:
-        found = sys.version.split()[0]
-        sys.exit(f"unpack.sh: python3 is {found}, and the wheels are of 3.12: put Python 3.12 first in PATH")
+        version = sys.version.split()[0]
+        sys.exit(f"unpack.sh: python3 is {version}, but the wheels need 3.12: put Python 3.12 first in PATH")
     archives = sorted(folder.glob("*.tar.xz"))
     began_s = time.monotonic()
     if not (site / DONE).exists():

@@ -1,6 +1,6 @@
-"""The steps of the rehearsal, each a process with a limit: `python -m benchmarks.gpu.steps NAME FOLDER BESIDE`.
+"""Steps of the benchmark, each run as a process: `python -m benchmarks.gpu.steps NAME FOLDER OUTPUT --limit-s S`.
 
-A step tells what it finds line by line, so that what it found before it failed or hung is not lost.
+A step prints each result as a line immediately, so results survive if it fails or hangs later.
 """
 
 from __future__ import annotations
@@ -23,36 +23,36 @@ from benchmarks.lib.machine import ROOT
 from benchmarks.lib.processes import end_families, end_with_parent, environment
 
 PARTS = {"right": 540.0, "fast": 540.0, "mends": 540.0, "engine": 240.0, "demo": 150.0, "pair": 240.0, "gaps": 120.0}
-"""Part -> seconds that it takes at most: a machine with a GPU may be lent for ten minutes at a time."""
+"""Part -> time limit in seconds; short, because a GPU machine may be available for ten minutes at a time."""
 SHAPES_OF_PARTS = {"fast": "1.5B", "mends": "1.5B", "engine": "0.6B", "pair": "0.6B", "gaps": "1.5B"}
-"""Part -> the shape of its steps, if their options name none."""
+"""Part -> shape of its steps, unless their options have one."""
 WITH_ENGINE = ("engine", "demo", "pair")
 """Parts that need vLLM; the last two also need Ray."""
 ON_CPU = 2.0
-"""Factor of every limit on a CPU, whose cores others may use too."""
+"""Factor of every time limit on a CPU, whose cores other processes may use."""
 JOIN_S = 5.0
-"""For the last lines of a process that has ended."""
+"""Seconds to wait for the last lines of a process that has exited."""
 
 Result = dict[str, Any]
-"""One line."""
+"""One line of results."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """One question and who answers it."""
+    """A measurement, and the function that runs it."""
 
     name: str
     part: str
     limit_s: float
     function: str
-    """"module:function" of this package; called with a Place and the options."""
+    """MODULE:FUNCTION of this package; called with a Place and the options."""
     answers: str
     options: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
 
     @property
     def shape(self) -> str | None:
-        """What it trains or serves; None if that is small on any card."""
+        """Shape that the step trains or serves; None if it is small for any card."""
         return self.options.get("shape", SHAPES_OF_PARTS.get(self.part))
 
 
@@ -61,51 +61,47 @@ def _baseline(name: str, answers: str, *, limit_s: float = 70, **more: Any) -> S
 
 
 STEPS: tuple[Step, ...] = (
-    Step("facts", "right", 60, "right:facts", "versions; attention's order; copies, products and memory traffic"),
-    Step("exact", "right", 110, "right:exact", "loss and every gradient against the CPU: Llama, Qwen2, Gemma 2"),
-    Step(
-        "attention", "right", 70, "right:attention", "packed attention against its formula; dtypes that reach a kernel"
-    ),
-    Step("head", "right", 80, "right:head", "error of log-probabilities in nats; ms by size of a chunk"),
-    Step("groups", "right", 70, "right:groups", "ranks meet over NCCL; what it says of two on one GPU"),
-    Step("stage", "right", 150, "life:stage", "a whole stage: kill -9 after step 4, resume, export"),
-    _baseline("baseline", "s of a step on fresh batches; shapes, memory"),
-    _baseline("baseline 0.5B", "the same, of a smaller model", limit_s=50, options={"shape": "0.5B"}),
+    Step("facts", "right", 60, "right:facts", "versions; attention priority; copies, products and memory traffic"),
+    Step("exact", "right", 110, "right:exact", "loss and all gradients against the CPU: Llama, Qwen2, Gemma 2"),
+    Step("attention", "right", 70, "right:attention", "packed attention against its formula; dtypes of kernel calls"),
+    Step("head", "right", 80, "right:head", "error of log-probabilities in nats; ms by chunk size"),
+    Step("groups", "right", 70, "right:groups", "process group over NCCL; its error for two ranks on one GPU"),
+    Step("stage", "right", 150, "life:stage", "a stage: kill -9 after step 4, resume, export"),
+    _baseline("baseline", "seconds of a step on new batches; attention shapes, memory"),
+    _baseline("baseline 0.5B", "the same for a smaller model", limit_s=50, options={"shape": "0.5B"}),
     _baseline(
         "baseline segments",
-        "the same, with segments that grow",
+        "the same with expandable segments",
         environment={"PYTORCH_ALLOC_CONF": "expandable_segments:True"},
     ),
     Step("sweep", "fast", 160, "fast:sweep", "chunks, budgets, checkpointing, passes: tokens/s, MFU, memory"),
-    Step("profile", "fast", 50, "fast:profile", "kernels of one micro-batch by time, and how long the GPU waits"),
-    Step(
-        "launching", "fast", 40, "fast:launching", "ms of a micro-batch, full and all but empty: does the host keep up?"
-    ),
-    Step("copies", "fast", 70, "fast:copies", "versions, checkpoints, the optimizer: GB/s; a step beside them"),
-    Step("offloaded", "fast", 30, "fast:offloaded", "the reference from host memory to the GPU: GB/s"),
-    Step("varlen", "mends", 120, "mends:varlen", "one varlen kernel against buckets: ms of real layouts, then a step"),
+    Step("profile", "fast", 50, "fast:profile", "kernels of one micro-batch by time; idle time of the GPU"),
+    Step("launching", "fast", 40, "fast:launching", "ms of a full and of a nearly empty micro-batch: launch overhead"),
+    Step("copies", "fast", 70, "fast:copies", "GB/s of versions, checkpoints and optimizer; a step during writes"),
+    Step("offloaded", "fast", 30, "fast:offloaded", "GB/s of the reference from host memory to the GPU"),
+    Step("varlen", "mends", 120, "mends:varlen", "one varlen kernel against buckets: ms of layouts, and of a step"),
     Step("shadow", "mends", 150, "mends:shadow", "weights in bf16, fused kernels: ms, error of gradients"),
-    Step("compiled", "mends", 90, "mends:compiled", "layers compiled by torch in place of fused kernels: the same"),
-    Step("head2", "mends", 60, "mends:head2", "the head's gradient by out_dtype against a product and a sum"),
-    Step("shared", "mends", 110, "mends:shared", "a neighbour that decodes on the same GPU: step time, memory"),
-    Step("engine", "engine", 160, "engine:leeway", "start, tokens/s, mismatch at lag 0, 20 updates under 64 requests"),
-    Step("engine of vLLM", "engine", 80, "engine:vllm", "the same requests by vLLM's defaults: tokens/s, mismatch"),
-    Step("demo", "demo", 150, "whole:demo", "examples/demo.toml as a whole"),
+    Step("compiled", "mends", 90, "mends:compiled", "the same for layers compiled by torch instead of fused kernels"),
+    Step("head2", "mends", 60, "mends:head2", "gradient of the head: out_dtype against a product and a sum"),
+    Step("shared", "mends", 110, "mends:shared", "step time next to a decoding process on the same GPU; memory cap"),
+    Step("engine", "engine", 160, "engine:leeway", "startup, tokens/s, lag-0 mismatch, 20 updates during 64 requests"),
+    Step("engine of vLLM", "engine", 80, "engine:vllm", "the same requests with vLLM's defaults: tokens/s, mismatch"),
+    Step("demo", "demo", 150, "whole:demo", "complete run of examples/demo.toml"),
     Step("pair asynchronous", "pair", 130, "whole:pair", "20 steps at max_lag 4", options={"max_lag": 4}),
     Step("pair synchronous", "pair", 110, "whole:pair", "the same at max_lag 0", options={"max_lag": 0}),
-    Step("gaps", "gaps", 120, "gaps:gaps", "where a step spends what its micro-batches do not; clocks and power"),
+    Step("gaps", "gaps", 120, "gaps:gaps", "time of a step outside its micro-batches; clocks and power"),
 )
 
 
 def chosen(parts: Sequence[str], names: Sequence[str]) -> list[Step]:
-    """Steps of some parts, or by name, in order; all where neither is said.
+    """Return the steps that match the parts and the names, in order; an empty sequence matches all.
 
     Raises:
-        ValueError: there is no such step.
+        ValueError: a name is unknown.
     """
     unknown = set(names) - {step.name for step in STEPS}
     if unknown:
-        raise ValueError(f"no step {', '.join(sorted(unknown))}; there are {', '.join(step.name for step in STEPS)}")
+        raise ValueError(f"no step {', '.join(sorted(unknown))}: choose from {', '.join(step.name for step in STEPS)}")
     return [step for step in STEPS if (not parts or step.part in parts) and (not names or step.name in names)]
 
 
@@ -115,111 +111,112 @@ def run_step(
     *,
     on_cpu: bool,
     limit_s: float,
-    beside: Path,
+    output_folder: Path,
     write: Callable[[Result], None],
     engine_args: Mapping[str, object] | None = None,
 ) -> bool:
-    """Run a step in a process of its own, and hand on its lines as they come, and one that says so where it fails.
+    """Run a step in a process of its own, and pass its results, and a last line with its duration, to `write`.
 
     Args:
-        step: which.
-        folder: that steps share.
-        on_cpu: at tiny shapes.
-        limit_s: seconds that are left. Its own limit holds too, and is ON_CPU times as long on the CPU.
-        beside: a folder for its tables and traces.
-        write: takes each line.
-        engine_args: further arguments of every vLLM engine.
+        step: step to run.
+        folder: temporary folder shared by all steps.
+        on_cpu: use the CPU and tiny shapes.
+        limit_s: seconds that remain for the part. The limit of the step also applies, times ON_CPU on the CPU.
+        output_folder: folder for tables and traces.
+        write: receives each result.
+        engine_args: additional arguments of every vLLM engine.
 
-    Returns whether it came to its end.
+    Returns whether the process exited with status 0.
     """
     limit_s = min(limit_s, step.limit_s * (ON_CPU if on_cpu else 1))
     start = time.monotonic()
-    command = [sys.executable, "-m", __name__, step.name, str(folder), str(beside), "--limit-s", str(limit_s)]
+    command = [sys.executable, "-m", __name__, step.name, str(folder), str(output_folder), "--limit-s", str(limit_s)]
     command += ["--cpu"] if on_cpu else []
     command += ["--engine-args", json.dumps(engine_args)] if engine_args else []
     process = subprocess.Popen(
         command,
         cwd=ROOT,
-        # copies of models and compiled code go with the models
+        # serving copies of models and compiled code are removed with the models
         env=environment(**{"XDG_CACHE_HOME": str(folder / "cache"), **step.environment}),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
-    told_why: list[bool] = []
-    said: list[str] = []
+    has_reason: list[bool] = []
+    last_line: list[str] = []
     assert process.stdout is not None
     assert process.stderr is not None
 
-    def hand_on(line: str) -> None:
+    def write_line(line: str) -> None:
         try:
             result = json.loads(line)
         except ValueError:
             print(line, file=sys.stderr)
             return
-        told_why.append("failed" in result)
+        has_reason.append("failed" in result)
         write(result)
 
-    readers = [_read(process.stdout, hand_on), _read(process.stderr, lambda line: _relay(line, said))]
-    why = ""
+    readers = [_read(process.stdout, write_line), _read(process.stderr, lambda line: _relay(line, last_line))]
+    reason = ""
     try:
         status = process.wait(limit_s)
     except subprocess.TimeoutExpired:
-        status, why = -1, f"took longer than {limit_s:g} s"
+        status, reason = -1, f"timed out after {limit_s:g} s"
     finally:
         end_families(process)
         for reader in readers:
             reader.join(JOIN_S)
-    if status and not why and not any(told_why):
-        why = f"its process ended with status {status}: {said[-1] if said else 'it said nothing'}"
+    if status and not reason and not any(has_reason):
+        reason = f"the process exited with status {status}: {last_line[-1] if last_line else 'no output on stderr'}"
     seconds = round(time.monotonic() - start, 1)
-    write({"step": step.name, "case": "took", "cpu": on_cpu, "seconds": seconds, **({"failed": why} if why else {})})
+    failed = {"failed": reason} if reason else {}
+    write({"step": step.name, "case": "took", "cpu": on_cpu, "seconds": seconds, **failed})
     return status == 0
 
 
-def _read(stream: IO[str], take: Callable[[str], None]) -> threading.Thread:
+def _read(stream: IO[str], handle: Callable[[str], None]) -> threading.Thread:
     def read() -> None:
         with stream:
             for line in stream:
                 if line.strip():
-                    take(line.rstrip())
+                    handle(line.rstrip())
 
     thread = threading.Thread(target=read, daemon=True)
     thread.start()
     return thread
 
 
-def _relay(line: str, said: list[str]) -> None:
+def _relay(line: str, last_line: list[str]) -> None:
     print(line, file=sys.stderr, flush=True)
-    said[:] = [line]
+    last_line[:] = [line]
 
 
 def main() -> None:
-    """Be a step."""
+    """Run one step in this process."""
     end_with_parent()
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("step")
     parser.add_argument("folder", type=Path)
-    parser.add_argument("beside", type=Path)
+    parser.add_argument("output", type=Path)
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--limit-s", type=float, required=True)
     parser.add_argument("--engine-args", type=json.loads, default={})
-    parsed = parser.parse_args()
-    (step,) = (step for step in STEPS if step.name == parsed.step)
+    args = parser.parse_args()
+    (step,) = (step for step in STEPS if step.name == args.step)
     try:
         from benchmarks.gpu.place import Place
 
-        place = Place(step.name, parsed.folder, on_cpu=parsed.cpu, beside=parsed.beside, engine_args=parsed.engine_args)
+        place = Place(step.name, args.folder, on_cpu=args.cpu, output_folder=args.output, engine_args=args.engine_args)
         module, _, name = step.function.partition(":")
         getattr(importlib.import_module(f"{__package__}.{module}"), name)(place, **step.options)
     except Exception as error:
         traceback.print_exc()
         failed = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        print("\n" + json.dumps({"step": step.name, "case": "failed", "cpu": parsed.cpu, "failed": failed}), flush=True)
+        print("\n" + json.dumps({"step": step.name, "case": "failed", "cpu": args.cpu, "failed": failed}), flush=True)
         sys.exit(1)
     place.close()
     sys.stdout.flush()
-    # what a library still waits for when an interpreter ends is no part of the step
+    # skip the shutdown of the interpreter, in which libraries may block
     os._exit(0)
 
 

@@ -1,4 +1,4 @@
-"""Whole runs of `leeway train` on the card: the demo, and a pair of runs that differ in `weight_sync.max_lag` alone."""
+"""Complete runs of `leeway train`: the demo, and a pair of runs that differ only in `weight_sync.max_lag`."""
 
 from __future__ import annotations
 
@@ -10,18 +10,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
-
 from benchmarks.gpu.place import Place
 from benchmarks.gpu.shapes import EOS
 from benchmarks.lib.machine import ROOT
 from benchmarks.lib.runs import FEW_PROCESSES, FinishedRun, Row, train
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 KEPT = ("report.html", "metrics.jsonl", "actors.jsonl", "events.jsonl", "eval.jsonl", "summary.json", "config.toml")
-"""Files of a run that stay beside the results."""
+"""Files of a run that are copied to the results."""
 KEEP_S = 20.0
-"""Of a step's limit, for imports before the run, and for keeping the files of a run that took too long."""
+"""Seconds of a step's limit for imports before the run, and for copying the files of a run that timed out."""
 NUM_STEPS, NUM_WARM_UP = 20, 5
 DEMO_STEPS_ON_CPU = 8
 NUM_PROMPTS = 2048
@@ -31,7 +30,7 @@ DEMO_ON_GPU = {
     "actors.gpu_memory_share": 0.3, "learner.gpus": 1, "learner.gpu_memory_share": 0.3, "learner.num_stages": 1,
     "learner.precision": "bfloat16",
 }  # fmt: skip
-"""An engine and the learner share the card."""
+"""Overrides with which an engine and the learner share the card."""
 PAIR_ON_GPU = {
     "launch.colocate": True, "actors.gpus": 1, "actors.gpu_memory_share": 0.35, "actors.dtype": "bfloat16",
     "actors.max_new_tokens": 256,
@@ -42,14 +41,14 @@ PAIR_ON_GPU = {
 
 
 def demo(place: Place) -> None:
-    """Train examples/demo.toml on the card; on a CPU a few steps of it, with one actor and one stage."""
+    """Train examples/demo.toml on the card; on a CPU, a few steps with one actor and one stage."""
     steps = ("--learner.num_steps", str(DEMO_STEPS_ON_CPU))
     overrides = overrides_of(DEMO_ON_GPU) if place.on_gpu else [*FEW_PROCESSES, *steps]
     run(place, "demo", ROOT / "examples" / "demo.toml", overrides)
 
 
 def pair(place: Place, max_lag: int, shape: str = "0.6B") -> None:
-    """Train random weights of a shape at a bound on staleness."""
+    """Train random weights of a shape at a staleness bound."""
     name, known = place.shape(shape)
     model = place.model(shape)
     write_tokenizer(model, known["vocab_size"])
@@ -64,7 +63,7 @@ def pair(place: Place, max_lag: int, shape: str = "0.6B") -> None:
 
 
 def run(place: Place, name: str, config: Path, overrides: Sequence[str], **facts: object) -> None:
-    """Train, report the figures of the steps that there are, and keep report and metrics, also if the run fails."""
+    """Train, report figures of the completed steps, and copy report and metrics, even if the run fails."""
     folder, began_s = place.folder / "runs" / name, time.time()
     log = place.folder / f"{name}.log"
     engine_args = overrides_of({"actors.engine_args": place.engine_args}) if place.engine_args else []
@@ -78,17 +77,17 @@ def run(place: Place, name: str, config: Path, overrides: Sequence[str], **facts
         )
     finally:
         if (folder / "metrics.jsonl").exists():
-            place.tell("steps", **facts, **figures(FinishedRun(folder), began_s))
+            place.report("steps", **facts, **figures(FinishedRun(folder), began_s))
         for path in (log, *(folder / each for each in KEPT)):
-            if path.exists() and place.beside is not None:
-                kept = place.beside / name
-                kept.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(path, kept / path.name)
-    place.tell("end", seconds=time.time() - began_s, **_summary(folder))
+            if path.exists() and place.output_folder is not None:
+                copies = place.output_folder / name
+                copies.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, copies / path.name)
+    place.report("end", seconds=time.time() - began_s, **_summary(folder))
 
 
 def figures(run: FinishedRun, began_s: float) -> dict[str, Any]:
-    """Return rates and means over the steps after the warm-up, and seconds from the command to the first batch."""
+    """Return rates and medians over the steps after warm-up, and seconds from the command to the first batch."""
     rows = run.updates
     if len(rows) < 2:
         return {"steps": len(rows)}
@@ -121,7 +120,7 @@ def _summary(folder: Path) -> dict[str, Any]:
 
 
 def overrides_of(keys: Mapping[str, Any]) -> list[str]:
-    """Return the arguments of `leeway train` that set some keys; of a table each key is set by itself."""
+    """Return the arguments of `leeway train` that set keys; each key of a table is set separately."""
     found: list[str] = []
     for key, value in keys.items():
         if isinstance(value, Mapping):
@@ -135,7 +134,7 @@ def overrides_of(keys: Mapping[str, Any]) -> list[str]:
 
 
 def write_tokenizer(folder: Path, vocab_size: int) -> None:
-    """Write a tokenizer whose words are numbers, one for each token of the vocabulary."""
+    """Write a tokenizer whose words are numbers, one per token of the vocabulary."""
     words = {"<eos>": EOS, **{str(number): number for number in range(1, vocab_size)}}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<eos>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -146,7 +145,7 @@ def write_tokenizer(folder: Path, vocab_size: int) -> None:
 
 
 def pair_config(folder: Path, model: Path) -> str:
-    """Return the config of a run of the pair, as TOML; its prompts lie in a folder."""
+    """Return the config of a run of the pair as TOML, with the prompts in `folder`."""
     return f"""\
 [model]
 path = "{model}"

@@ -1,4 +1,4 @@
-"""What a step need not compute: a second pass, and a prompt once for each of its samples."""
+"""Savings of a step: one pass instead of two, and a prompt computed once for all of its samples."""
 
 from __future__ import annotations
 
@@ -10,9 +10,6 @@ from unittest import mock
 
 import numpy as np
 import torch
-from transformers import AutoConfig
-
-from algorithms.trajectory_balance import TrajectoryBalanceConfig
 from benchmarks.learner_parts.measurements import (
     PLAIN_THREADS,
     SAME_WITHIN,
@@ -32,11 +29,14 @@ from benchmarks.learner_parts.sides import (
 from benchmarks.learner_parts.spot import Figures, Spot
 from benchmarks.lib.learner import GROUP_SIZE, TEMPERATURE, Learner, sample
 from benchmarks.lib.rounds import median_ratio
-from buffer.schema import Trajectory, to_batch
-from learner import packing
-from learner.batch import StepBatch
-from learner.model import DeviceBatch
-from learner.packing import PackingRule
+from transformers import AutoConfig
+
+from leeway.algorithms.trajectory_balance import TrajectoryBalanceConfig
+from leeway.buffer.schema import Trajectory, to_batch
+from leeway.learner import packing
+from leeway.learner.batch import StepBatch
+from leeway.learner.model import DeviceBatch
+from leeway.learner.packing import PackingRule
 
 UNWEIGHED = TrajectoryBalanceConfig(corrections=())
 
@@ -45,19 +45,19 @@ UNWEIGHED = TrajectoryBalanceConfig(corrections=())
 BALANCE_GROUPS = 4
 BALANCE_BUDGET = 2048
 BALANCE_MEDIAN, BALANCE_LONGEST = 160, 240
-"""Of prompt and completion together, in tokens; a group of the longest fits the budget."""
+"""Length of prompt and completion together in tokens; a group of the longest fits the budget."""
 SIDES = {"ours": 0, "one_pass": 0, "two_pass": 0, "plain": 1, "plain_one_pass": 1}
-"""Side -> the world that runs it."""
+"""Side -> world that runs it."""
 
 
 def balance(spot: Spot, *, path: str, quick: bool) -> Figures:
-    """Trajectory balance on SmolLM2-135M: two stages of one thread each, against a plain loop on both cores.
+    """Measure trajectory balance on SmolLM2-135M: two stages of one thread each, and a plain loop on both cores.
 
-    Seconds of a step, taking turns. `ours` scores by the reference and takes one pass, for groups lie whole in
-    micro-batches; `one_pass` and `two_pass` find the scores there. `plain` scores too, takes log Z from a forward pass,
-    as a loss over whole groups needs it wherever they lie, and then goes forward and backward; `plain_one_pass` knows
-    that they lie in one micro-batch. Precision, micro-batches and attention are alike on all sides, as in
-    `measurements.smollm2`, and no sample shares its prompt.
+    The sides take turns; figures are seconds of a step. `ours` computes reference scores and takes one pass, because
+    groups are whole in micro-batches; `one_pass` and `two_pass` use precomputed scores. `plain` computes scores too,
+    computes log Z in a separate forward pass, as a loss over groups requires if they may be split, and then runs
+    forward and backward; `plain_one_pass` relies on whole groups. Precision, micro-batches and attention are the same
+    on all sides, as in `measurements.smollm2`, and no samples share a prompt.
     """
     num_groups = 2 if quick else BALANCE_GROUPS
     lengths = long_tailed(GROUP_SIZE * num_groups, seed=7, median=BALANCE_MEDIAN, longest=BALANCE_LONGEST)
@@ -111,18 +111,18 @@ def _balance_plain(
     }
 
 
-# --- a prompt once -----------------------------------------------------------------------------------
+# --- shared prompts ----------------------------------------------------------------------------------
 
 SHARED_VOCABULARY = 2048
 SHARED_CASES = {"even": (128, 128), "long_prompts": (512, 128)}
-"""Tokens of prompt and answer."""
+"""Tokens of prompt and completion."""
 SHARED_GROUPS = 4
 
 
 def shared_prompts(spot: Spot, *, quick: bool) -> Figures:
-    """A step over groups of 8 whose prompts are computed once, against the same with a prompt for every sample.
+    """Measure a step over groups of 8 whose prompt is computed once, and the same with the prompt once per sample.
 
-    One stage, one thread, trajectory balance in one pass; the same samples in micro-batches of a group each.
+    One stage, one thread, trajectory balance in one pass; both sides have the same samples, one group per micro-batch.
     """
     hidden, layers = (64, 2) if quick else (256, 8)
     path = small_llama(spot.folder / "model", hidden_size=hidden, num_layers=layers, vocab_size=SHARED_VOCABULARY)
@@ -142,7 +142,7 @@ def shared_prompts(spot: Spot, *, quick: bool) -> Figures:
         for _ in range(1 if quick else 5):
             for side, batch in batches.items():
                 seconds[side].append(spot.seconds(partial(learner.step, batch)))
-        spot.say(f"prompts of {prompt} tokens, answers of {answer}: {seconds}")
+        spot.log(f"prompts of {prompt} tokens, completions of {answer}: {seconds}")
         figures |= {
             f"shared_prefix_over_plain_{name}": median_ratio(seconds["plain"], seconds["shared"]),
             f"shared_{name}_s": statistics.median(seconds["shared"]),
@@ -152,7 +152,7 @@ def shared_prompts(spot: Spot, *, quick: bool) -> Figures:
 
 
 def _none_the_same(sequences: Sequence[object], prompt_lengths: Sequence[int]) -> packing.IntArray:
-    """In place of `packing.same_prompts`."""
+    """Report no shared prompts; replaces `packing.same_prompts`."""
     return np.arange(len(sequences))
 
 

@@ -1,4 +1,4 @@
-"""Policy and critic at once against one after the other: on stages that sleep, and with real compute."""
+"""Fused and sequential passes of policy and critic, on stages that sleep and with real compute."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-
-from algorithms.off_policy_ppo import OffPolicyPPOConfig
 from benchmarks.learner_parts.measurements import (
     REAL_BUDGET,
     REAL_MICRO_BATCHES,
@@ -23,19 +21,21 @@ from benchmarks.learner_parts.sleeping import UNIT_S, WIDTH, SleepingStage
 from benchmarks.learner_parts.spot import Figures, Spot
 from benchmarks.lib.learner import Learner
 from benchmarks.lib.rounds import median_ratio
-from learner.config import stage_of
-from learner.mesh import Mesh
-from learner.pipeline import Pipeline
-from planning.fused import FusedPasses, Work, find_order
 
-WORK = (Work(1.0, 2.0), Work(1.0, 2.0))
+from leeway.algorithms.off_policy_ppo import OffPolicyPPOConfig
+from leeway.learner.config import stage_of
+from leeway.learner.mesh import Mesh
+from leeway.learner.pipeline import Pipeline
+from leeway.planning.fused import FusedPasses, StageCost, find_schedule
+
+WORK = (StageCost(1.0, 2.0), StageCost(1.0, 2.0))
 
 
 class SleepingPair:
-    """This rank of two networks that sleep, alike but for their direction where they are fused."""
+    """One rank of two networks that sleep; fused, their pipelines run in opposite directions."""
 
     def __init__(self, mesh: Mesh, num_micro_batches: int, unit_s: float) -> None:
-        """`unit_s`: of a stage's forward; its backward sleeps twice as long."""
+        """Sleep `unit_s` seconds in a stage's forward, and twice as long in its backward."""
         self._mesh = mesh
         self._unit_s = unit_s
         self._batch: Any = SimpleNamespace(
@@ -44,7 +44,7 @@ class SleepingPair:
         )
 
     def serial(self, schedule: str, *, train: bool = True) -> Callable[[], None]:
-        """A pass of each network, one after the other, by a schedule of one chunk per stage."""
+        """Return sequential passes of both networks with a schedule of one chunk per stage."""
         pipelines = [Pipeline([self._stage(0)], self._mesh, schedule) for _ in WORK]  # type: ignore[arg-type]
 
         def run() -> None:
@@ -57,7 +57,7 @@ class SleepingPair:
         return run
 
     def fused(self, most_held: int, *, train: bool = True) -> Callable[[], None]:
-        """Both at once."""
+        """Return fused passes of both networks."""
         fused = FusedPasses(self._mesh, WORK, most_held)
         fused.modules = (self._stage(0), self._stage(1))
 
@@ -79,7 +79,7 @@ def _ones(_: int, outputs: torch.Tensor) -> torch.Tensor:
 
 
 def sleeping(spot: Spot, *, num_micro_batches: int, helds: list[int], quick: bool) -> Figures:
-    """Both networks one after the other, by 1F1B and by zero bubble, and at once with each bound on what is held."""
+    """Measure sequential passes with 1F1B and zero bubble, and fused passes with each bound on held micro-batches."""
     unit_s, num_rounds = (UNIT_S / 3, 1) if quick else (UNIT_S, 3)
     mesh, num_stages = spot.mesh(), spot.size
     pair = SleepingPair(mesh, num_micro_batches, unit_s)
@@ -89,12 +89,12 @@ def sleeping(spot: Spot, *, num_micro_batches: int, helds: list[int], quick: boo
     sides |= {f"held {held}": pair.fused(held) for held in helds}
     sides["fused forward"] = pair.fused(helds[-1], train=False)
     taken: dict[str, list[float]] = {name: [] for name in sides}
-    for number in range(num_rounds + 1):  # the first builds schedules and connects neighbours
+    for number in range(num_rounds + 1):  # the first round builds schedules and connects neighbours
         for name, run in sides.items():
             seconds = spot.seconds(run)
             if number:
                 taken[name].append(seconds)
-    spot.say(f"sleeping, {num_stages} stages, {num_micro_batches} micro-batches: {taken}")
+    spot.log(f"sleeping, {num_stages} stages, {num_micro_batches} micro-batches: {taken}")
     serial = 2 * (num_micro_batches + num_stages - 1) * sum(WORK[0])
     found: Figures = {
         "forward_pair": median_ratio(taken["forward"], taken["fused forward"]),
@@ -103,7 +103,7 @@ def sleeping(spot: Spot, *, num_micro_batches: int, helds: list[int], quick: boo
         "by_held": {},
     }
     for held in helds:
-        order = find_order(num_stages, num_micro_batches, WORK, held)
+        order = find_schedule(num_stages, num_micro_batches, WORK, held)
         found["by_held"][str(held)] = {
             "gain": median_ratio(taken["1f1b"], taken[f"held {held}"]),
             "bound": serial / order.makespan,
@@ -114,13 +114,13 @@ def sleeping(spot: Spot, *, num_micro_batches: int, helds: list[int], quick: boo
 
 
 def real(spot: Spot, *, quick: bool) -> Figures:
-    """A step of PPO with a critic model on two stages, a core each: both networks at once, and one after the other."""
+    """Measure a step of PPO with a critic model on two stages, one core each: fused, and sequential."""
     spot.pin()
     mesh, path = spot.mesh(), spot.folder / "model"
     hidden, layers = (64, 4) if quick else (256, 8)
     if spot.number == 0:
         small_llama(path, hidden_size=hidden, num_layers=layers, vocab_size=REAL_VOCABULARY)
-    spot.meet()
+    spot.barrier()
     rows = trajectories(real_lengths(), REAL_VOCABULARY, seed=3)
     algorithm = OffPolicyPPOConfig(baseline="critic", proximal="behaviour")
     plain = configured(mesh, token_budget=REAL_BUDGET)
@@ -136,7 +136,7 @@ def real(spot: Spot, *, quick: bool) -> Figures:
     for _ in range(1 if quick else 7):
         for name, learner in learners.items():
             taken[name].append(spot.seconds(partial(learner.step, batches[name])))
-        spot.say(f"PPO with a critic model: {', '.join(f'{name} {each[-1]:.2f} s' for name, each in taken.items())}")
+        spot.log(f"PPO with a critic model: {', '.join(f'{name} {each[-1]:.2f} s' for name, each in taken.items())}")
     return {
         "real_ppo": median_ratio(taken["1f1b"], taken["fused"]),
         "real_1f1b_s": statistics.median(taken["1f1b"]),

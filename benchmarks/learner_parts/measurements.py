@@ -1,4 +1,4 @@
-"""Measurements that train or score for real: packing, packed against padded, log-probabilities, two stages, SmolLM2."""
+"""Measurements with real compute: packing, packed and padded steps, log-probabilities, two stages, SmolLM2."""
 
 from __future__ import annotations
 
@@ -11,11 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
-from torch.nn import functional as F
-from transformers import AutoConfig
-
-from algorithms.trajectory_balance import TrajectoryBalanceConfig
 from benchmarks.learner_parts.sides import (
     PROMPT,
     TOKEN_BUDGET,
@@ -31,27 +26,32 @@ from benchmarks.learner_parts.sides import (
 from benchmarks.learner_parts.spot import Figures, Spot
 from benchmarks.lib.learner import ALGORITHM, GROUP_SIZE, TEMPERATURE, Learner
 from benchmarks.lib.rounds import median_ratio
-from buffer.schema import Trajectory, to_batch
-from learner.attention import IMPLEMENTATION
-from learner.batch import StepBatch
-from learner.model import DeviceBatch
-from learner.packing import PackingRule, pack
-from learner.products import LOGITS_MIB, LogitRule, token_logprobs
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import AutoConfig
+
+from leeway.algorithms.trajectory_balance import TrajectoryBalanceConfig
+from leeway.buffer.schema import Trajectory, to_batch
+from leeway.learner.attention import IMPLEMENTATION
+from leeway.learner.batch import StepBatch
+from leeway.learner.model import DeviceBatch
+from leeway.learner.packing import PackingRule, pack
+from leeway.learner.products import LOGITS_MIB, LogitRule, token_logprobs
 
 SAME_WITHIN = 1e-3
-"""Greatest relative difference between the gradient norms of two sides: float32 sums in another order."""
+"""Maximum relative difference between the gradient norms of two sides, due to the order of float32 sums."""
 
 STEP_SIZES = (64, 256, 1024)
-"""Sequences of a step."""
+"""Numbers of sequences of a step."""
 HEADLINE = 256
 
 
 def packing(spot: Spot, *, quick: bool) -> Figures:
-    """Real tokens over the tokens of the micro-batches, packed as a step packs them.
+    """Measure real tokens over the tokens of the micro-batches, packed as a step packs them.
 
-    The mean over draws, for steps of several sizes; what is left over in the last micro-batch counts as waste.
+    Returns means over draws for steps of several sizes; free space in the last micro-batch counts as waste.
 
-    `pack_extra_N` is how many micro-batches there are beyond what the tokens fill, in the mean.
+    `pack_extra_N` is the mean number of micro-batches beyond the minimum that could hold the tokens.
     """
     figures: Figures = {}
     for size in STEP_SIZES:
@@ -69,7 +69,7 @@ def packing(spot: Spot, *, quick: bool) -> Figures:
         figures[f"pack_extra_{size}"] = extra / len(found)
         figures[f"pack_ms_{size}"] = statistics.median(seconds) * 1000
     figures["pack_efficiency"] = figures[f"pack_efficiency_{HEADLINE}"]
-    spot.say(f"packing: {figures['pack_efficiency']:.4f} with {HEADLINE} sequences a step")
+    spot.log(f"packing: {figures['pack_efficiency']:.4f} with {HEADLINE} sequences per step")
     return figures
 
 
@@ -79,9 +79,9 @@ PADDED_VOCABULARY = 1024
 
 
 def packed_against_padded(spot: Spot, *, quick: bool) -> Figures:
-    """Seconds of a step on both sides, in alternating order: the learner's packed step, and the plain padded loop.
+    """Measure a step of the learner's packed step and of the plain padded loop, in alternating order.
 
-    Same model, data, loss, optimizer and threads, and one pass on both sides; real tokens are counted.
+    Both sides have the same model, data, loss, optimizer and threads, and take one pass; only real tokens count.
     """
     num_sequences = 32 if quick else PADDED_SEQUENCES
     path = small_llama(spot.folder / "model", hidden_size=128, num_layers=4, vocab_size=PADDED_VOCABULARY)
@@ -100,7 +100,7 @@ def packed_against_padded(spot: Spot, *, quick: bool) -> Figures:
         sides = [(ours_s, lambda: learner.step(packed_batch)), (plain_s, lambda: plain.step(padded_batches))]
         for seconds, step in sides[:: 1 if number % 2 == 0 else -1]:
             seconds.append(spot.seconds(step))
-        spot.say(f"padded: {ours_s[-1]:.2f} s packed, {plain_s[-1]:.2f} s padded")
+        spot.log(f"padded: {ours_s[-1]:.2f} s packed, {plain_s[-1]:.2f} s padded")
     num_tokens = sum(len(row.token_ids) for row in rows)
     return {
         "packed_over_padded": median_ratio(plain_s, ours_s),
@@ -119,14 +119,14 @@ WEIGHED_LENGTH = 64
 
 
 def weighed_gradients(spot: Spot, *, quick: bool) -> Figures:
-    """Seconds of a step of trajectory balance with the weights that it ships with, and without any, taking turns.
+    """Measure a step of trajectory balance with its default weights and without weights, taking turns.
 
-    Short answers and a small model, where what a loss costs beside the model is greatest.
+    Short completions and a small model maximize the relative cost of the loss.
     """
     num_sequences = 32 if quick else WEIGHED_SEQUENCES
     path = small_llama(spot.folder / "model", hidden_size=128, num_layers=4, vocab_size=PADDED_VOCABULARY)
     rows = trajectories([WEIGHED_LENGTH] * num_sequences, PADDED_VOCABULARY, seed=4)
-    rows = scored_by_themselves(rows)  # so no reference is computed
+    rows = scored_by_themselves(rows)  # avoids computing a reference
     mesh = spot.mesh()
     config = configured(mesh, token_budget=TOKEN_BUDGET)
     losses = {"weighed": TrajectoryBalanceConfig(), "plain": TrajectoryBalanceConfig(corrections=())}
@@ -138,7 +138,7 @@ def weighed_gradients(spot: Spot, *, quick: bool) -> Figures:
             taken = spot.seconds(partial(learners[name].step, batches[name]))
             if number > 0:  # the first round warms up
                 seconds[name].append(taken)
-    spot.say(f"weighed: {seconds}")
+    spot.log(f"weighed: {seconds}")
     return {
         "plain_over_weighed": median_ratio(seconds["plain"], seconds["weighed"]),
         "weighed_ms": statistics.median(seconds["weighed"]) * 1000,
@@ -151,12 +151,12 @@ HEAD_TEMPERATURE = 0.8
 
 
 def logprob_memory(spot: Spot, *, side: str, quick: bool) -> Figures:
-    """Peak memory of log-probabilities and their gradient: 'chunked' as the last stage does, or by the 'full' logits.
+    """Measure peak memory of log-probabilities and their gradient: 'chunked' as in the last stage, or by 'full' logits.
 
-    Each side runs in a process of its own, forward and backward at the size of SmolLM2's head. The figure is the
-    greatest resident set during it less the resident set before it, so it holds everything: logits, slopes, the
-    gradient of head and states. The kernel counts it (VmHWM, which writing 5 to /proc/self/clear_refs sets back). By
-    the checksums `sums` the sides are held to be the same.
+    Each side runs forward and backward at the size of SmolLM2's head, in a separate process. The figure is the peak
+    resident set size minus that before the pass, so it includes everything: logits, slopes, the gradient of head and
+    states. The kernel counts it (VmHWM, reset by writing 5 to /proc/self/clear_refs). The checksums `sums` verify that
+    both sides compute the same values.
     """
     num_tokens = 1024 if quick else HEAD_TOKENS
     generator = torch.Generator().manual_seed(0)
@@ -164,15 +164,15 @@ def logprob_memory(spot: Spot, *, side: str, quick: bool) -> Figures:
     hidden = torch.randn(num_tokens, HEAD_WIDTH, generator=generator).requires_grad_()
     tokens = torch.randint(HEAD_ROWS, (num_tokens,), generator=generator)
     coefficients = torch.randn(num_tokens, generator=generator)
-    _score(side, hidden[:8], weight, tokens[:8], coefficients[:8])  # what a first call allocates stays
+    _score(side, hidden[:8], weight, tokens[:8], coefficients[:8])  # warm up: buffers of a first call stay allocated
     weight.grad = hidden.grad = None
-    _set_peak_back()
+    _reset_peak()
     before = _resident_mib("VmRSS")
     start = time.perf_counter()
     logprobs = _score(side, hidden, weight, tokens, coefficients)
     seconds = time.perf_counter() - start
     peak = _resident_mib("VmHWM") - before
-    spot.say(f"log-probabilities, {side}: {peak:.0f} MiB, {seconds:.1f} s")
+    spot.log(f"log-probabilities, {side}: {peak:.0f} MiB, {seconds:.1f} s")
     assert weight.grad is not None
     assert hidden.grad is not None
     return {
@@ -199,7 +199,7 @@ def _head_rule() -> LogitRule:
     return LogitRule(HEAD_TEMPERATURE)
 
 
-def _set_peak_back() -> None:
+def _reset_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 
@@ -208,29 +208,29 @@ def _resident_mib(key: str) -> float:
         name, _, value = line.partition(":")
         if name == key:
             return int(value.split()[0]) / 1024
-    raise RuntimeError(f"/proc/self/status has no {key}: peak memory can be measured on Linux alone")
+    raise RuntimeError(f"/proc/self/status has no {key}: measure peak memory on Linux")
 
 
 REAL_MICRO_BATCHES = 8
 REAL_BUDGET, REAL_LONGEST = 1024, 512
 REAL_VOCABULARY = 2048
 REAL_FILL = 0.9
-"""Of the micro-batches' tokens that are drawn: the rest is what packing leaves."""
+"""Fraction of the micro-batches' tokens that are drawn; the rest allows for packing waste."""
 
 
 def real_compute(spot: Spot, *, quick: bool) -> Figures:
-    """Two stages with real compute, one core each, against one stage on one core; and what two cores give at all.
+    """Measure two stages with real compute on one core each, one stage on one core, and the scaling of two cores.
 
-    They take turns: a pipeline of two (the first world), one stage alone, and two such at once on a core each. The last
-    is the gain of two processes that have nothing to do with each other: a machine whose cores share their memory
-    bandwidth, or their clock, cannot give 2.
+    The sides take turns: a pipeline of two stages (the first world), one stage alone, and two independent single stages
+    at once on one core each. The last gives the maximum gain of two processes: on a machine whose cores share memory
+    bandwidth or clock it is below 2.
     """
     spot.pin()
     mesh, path = spot.mesh(), spot.folder / "model"
     hidden, layers = (64, 4) if quick else (256, 8)
     if spot.number == 0:
         small_llama(path, hidden_size=hidden, num_layers=layers, vocab_size=REAL_VOCABULARY)
-    spot.meet()
+    spot.barrier()
     rows = trajectories(real_lengths(), REAL_VOCABULARY, seed=3)
     learner = Learner(path, mesh, configured(mesh, token_budget=REAL_BUDGET))
     batch = learner.batch(rows, min_micro_batches=REAL_MICRO_BATCHES)
@@ -244,7 +244,7 @@ def real_compute(spot: Spot, *, quick: bool) -> Figures:
     for _ in range(1 if quick else 5):
         for seconds, worlds in ((split_s, [0]), (one_s, [1]), (two_s, [1, 2])):
             seconds.append(spot.seconds(lambda: learner.step(batch), worlds=worlds))
-        spot.say(f"real compute: split {split_s[-1]:.2f} s, one {one_s[-1]:.2f} s, two at once {two_s[-1]:.2f} s")
+        spot.log(f"real compute: split {split_s[-1]:.2f} s, one {one_s[-1]:.2f} s, two at once {two_s[-1]:.2f} s")
     num_tokens = sum(len(row.token_ids) for row in rows)
     return {
         "pp2_over_pp1_real": median_ratio(one_s, split_s),
@@ -256,11 +256,11 @@ def real_compute(spot: Spot, *, quick: bool) -> Figures:
 
 
 def real_lengths() -> list[int]:
-    """Of samples that fill the micro-batches of a step with real compute."""
-    wanted = int(REAL_MICRO_BATCHES * REAL_BUDGET * REAL_FILL)
+    """Return lengths of samples that fill the micro-batches of a step with real compute."""
+    most = int(REAL_MICRO_BATCHES * REAL_BUDGET * REAL_FILL)
     lengths = [length for length in long_tailed(400, seed=4, longest=REAL_LONGEST) if length >= 16]
     chosen: list[int] = []
-    while sum(chosen) + lengths[len(chosen)] <= wanted:
+    while sum(chosen) + lengths[len(chosen)] <= most:
         chosen.append(lengths[len(chosen)])
     return chosen[: len(chosen) // 8 * 8]
 
@@ -268,23 +268,23 @@ def real_lengths() -> list[int]:
 SMOLLM2_MICRO_BATCHES = 16
 SMOLLM2_BUDGET = 512
 SMOLLM2_MEDIAN, SMOLLM2_LONGEST = 160, 448
-"""Of prompt and completion together, in tokens."""
+"""Length of prompt and completion together in tokens."""
 SHORTEST_COMPLETION = 16
 SMOLLM2_FILL = 0.93
 PLAIN_THREADS = 2
 SIDES = {"plain": 1, "one_pass": 0, "two_pass": 0}
-"""Side -> the world that runs it."""
+"""Side -> world that runs it."""
 SMOLLM2_SAME_WITHIN = 0.02
-"""Greatest relative difference of gradient norms: bf16 products in another order."""
+"""Maximum relative difference of gradient norms, due to the order of bf16 products."""
 
 
 def smollm2(spot: Spot, *, path: str, quick: bool) -> Figures:
-    """SmolLM2-135M: the learner on two stages of one thread each, against a plain loop in one process on both cores.
+    """Measure SmolLM2-135M: the learner on two stages of one thread each, and a plain loop in one process on two cores.
 
-    Seconds of a step, taking turns: the two stages of the first world, and the plain loop of the second. Both sides
-    have float32 masters, products in bf16, AdamW, the same packed micro-batches and the learner's attention per
-    sequence, and both compute logits at completion tokens alone. The learner computes with roundings of the masters;
-    the plain loop has autocast, and begins with weights that are values of bf16, so that it has the same function. The
+    Figures are seconds of a step; the two stages of the first world and the plain loop of the second take turns. Both
+    sides have float32 master weights, products in bf16, AdamW, the same packed micro-batches and the learner's
+    attention per sequence, and compute logits only at completion tokens. The learner rounds the master weights; the
+    plain loop uses autocast and starts with weights that are exact in bf16, so that both compute the same function. The
     learner takes the step once in one pass (a separable loss) and once in two.
     """
     num_micro_batches = 2 if quick else SMOLLM2_MICRO_BATCHES
@@ -322,7 +322,7 @@ def _smollm2_plain(
     config = configured(spot.mesh(), precision="bfloat16")
     loop = PlainLoop(folder, ALGORITHM, config, attention=IMPLEMENTATION)
     batches = packed(batch.packed, rows, DeviceBatch(batch.packed, torch.device("cpu")), TEMPERATURE)
-    # On one thread, as a stage has: those of two round their bf16 products otherwise, by 16 % of this norm (AMX).
+    # On one thread, like a stage: with two threads bf16 products are rounded differently, by 16 % of this norm (AMX).
     norm = loop.step(batches)
     torch.set_num_threads(PLAIN_THREADS)
 
@@ -334,7 +334,7 @@ def _smollm2_plain(
 
 
 def _smollm2_lengths(num_micro_batches: int) -> list[int]:
-    """As many sequences as fill the micro-batches to about nine tenths, in whole groups."""
+    """Return lengths of whole groups that fill the micro-batches to about nine tenths."""
     drawn = [
         max(length, PROMPT + SHORTEST_COMPLETION)
         for length in long_tailed(400, seed=6, median=SMOLLM2_MEDIAN, longest=SMOLLM2_LONGEST)

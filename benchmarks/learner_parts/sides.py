@@ -1,10 +1,10 @@
-"""What is trained, and the side that it is compared with: a training loop as most would write it down.
+"""Training data, and the straightforward training loop that the learner is compared with.
 
 A plain loop trains a Transformers model in one process. It has the loss, the optimizer and the clipping of the
-learner's step, and accumulates gradients over its batches as that does. `padded` is the usual layout: sequences in
-order of arrival, padded to the longest of the batch. `packed` has the learner's own micro-batches and its attention per
-sequence, and computes logits where they are needed alone: what is left between the two is the pipeline. `PlainLoop` is
-of PPO, `BalanceLoop` of trajectory balance, on the learner's micro-batches alone.
+learner's step, and accumulates gradients over its batches in the same way. `padded` is the usual layout: sequences in
+order of arrival, padded to the longest of the batch. `packed` has the learner's micro-batches and its attention per
+sequence, and computes logits only where they are needed, so that only the pipeline differs from the learner.
+`PlainLoop` implements PPO, `BalanceLoop` trajectory balance, the latter on the learner's micro-batches only.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from typing import Any
 
 import numpy as np
 import torch
+from benchmarks.lib.learner import sample
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from algorithms.off_policy_ppo import OffPolicyPPOConfig
-from algorithms.trajectory_balance import TrajectoryBalanceConfig
-from benchmarks.lib.learner import sample
-from buffer.schema import Trajectory
-from learner.attention import IMPLEMENTATION
-from learner.config import LearnerConfig
-from learner.mesh import Mesh
-from learner.model import DeviceBatch
-from learner.optimizer import ADAM_BETAS, ADAM_EPS
-from learner.packing import PackedBatch
+from leeway.algorithms.off_policy_ppo import OffPolicyPPOConfig
+from leeway.algorithms.trajectory_balance import TrajectoryBalanceConfig
+from leeway.buffer.schema import Trajectory
+from leeway.learner.attention import IMPLEMENTATION
+from leeway.learner.config import LearnerConfig
+from leeway.learner.mesh import Mesh
+from leeway.learner.model import DeviceBatch
+from leeway.learner.optimizer import ADAM_BETAS, ADAM_EPS
+from leeway.learner.packing import PackedBatch
 
 MEDIAN, SIGMA, LONGEST, TOKEN_BUDGET = 200, 1.0, 2048, 4096
 PROMPT = 64
-"""Tokens of a prompt, or half of the sequence where that is less."""
+"""Tokens of a prompt; half of the sequence if that is less."""
 
 LogProbabilities = Callable[[PreTrainedModel], Tensor]
 
@@ -43,18 +43,18 @@ LogProbabilities = Callable[[PreTrainedModel], Tensor]
 def long_tailed(
     num: int, seed: int, *, median: float = MEDIAN, sigma: float = SIGMA, longest: int = LONGEST
 ) -> list[int]:
-    """Log-normal lengths in tokens, in order of arrival, clipped to 2..longest."""
+    """Return log-normal lengths in tokens, in order of arrival, clipped to 2..longest."""
     drawn = np.random.default_rng(seed).lognormal(math.log(median), sigma, num)
     return [int(length) for length in np.clip(np.rint(drawn), 2, longest)]
 
 
 def trajectories(lengths: Sequence[int], vocab_size: int, seed: int) -> list[Trajectory]:
-    """Samples of random tokens in groups of GROUP_SIZE, with rewards and behaviour log-probabilities.
+    """Return samples of random tokens in groups of GROUP_SIZE, with rewards and behaviour log-probabilities.
 
     Args:
-        lengths: of prompt and completion together.
+        lengths: lengths of prompt and completion together, in tokens.
         vocab_size: V; the behaviour policy is uniform over it.
-        seed: of tokens and rewards.
+        seed: seed of tokens and rewards.
     """
     random = np.random.default_rng(seed)
     rows = []
@@ -67,12 +67,12 @@ def trajectories(lengths: Sequence[int], vocab_size: int, seed: int) -> list[Tra
 
 
 def scored_by_themselves(rows: Sequence[Trajectory]) -> list[Trajectory]:
-    """As if a reference had scored them: by what is at hand, for what the scores are costs nothing."""
+    """Use the behaviour log-probabilities as reference scores; their values do not affect the cost."""
     return [replace(row, reference_logprobs=row.logprobs) for row in rows]
 
 
 def small_llama(folder: Path, *, hidden_size: int, num_layers: int, vocab_size: int) -> Path:
-    """A random Llama as a checkpoint folder; heads of 64, MLP 8/3 wide, tied embeddings off."""
+    """Write the checkpoint of a random Llama: head size 64, MLP 8/3 wide, untied embeddings."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=vocab_size,
@@ -89,9 +89,9 @@ def small_llama(folder: Path, *, hidden_size: int, num_layers: int, vocab_size: 
 
 
 def configured(mesh: Mesh, **changes: Any) -> LearnerConfig:  # noqa: ANN401 -- keys of the section
-    """The `[learner]` section with this mesh's number of stages, and a learning rate that float32 weights do not feel.
+    """Return the `[learner]` section with the mesh's number of stages and a learning rate too small to change weights.
 
-    So all steps on all sides have one gradient, by which they are held to compute the same.
+    All steps on all sides then have the same gradient, which verifies that they compute the same.
     """
     return LearnerConfig.model_validate({"num_stages": mesh.place.num_stages, "learning_rate": 1e-12, **changes})
 
@@ -101,12 +101,12 @@ def configured(mesh: Mesh, **changes: Any) -> LearnerConfig:  # noqa: ANN401 -- 
 
 @dataclass(frozen=True)
 class PlainBatch:
-    """What one forward and backward pass trains, n completion tokens."""
+    """Batch of one forward and backward pass, with n completion tokens."""
 
     logprobs: LogProbabilities
-    """Log-probabilities of its completion tokens by the model: [n]."""
+    """Log-probabilities of the completion tokens under the model: [n]."""
     behaviour: Tensor
-    """Those of the policy that sampled: [n]."""
+    """Log-probabilities under the behaviour policy: [n]."""
     advantage: Tensor
     """[n]."""
     num_slots: int
@@ -114,10 +114,10 @@ class PlainBatch:
 
 
 class _Loop:
-    """Model and optimizer; float32 weights, bf16 autocast where wanted."""
+    """Model and optimizer with float32 weights and optional bf16 autocast."""
 
     def __init__(self, model_path: Path, config: LearnerConfig, attention: str) -> None:
-        """Load a checkpoint, with the attention of a name that Transformers knows."""
+        """Load a checkpoint; `attention` is the name of a Transformers attention implementation."""
         model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32, attn_implementation=attention)
         self.model: PreTrainedModel = model.train()
         self._config = config
@@ -135,7 +135,7 @@ class _Loop:
 
     @torch.no_grad()
     def _round_weights(self) -> None:
-        """Make all weights values of bf16, as those of published checkpoints are."""
+        """Round all weights to bf16, like those of published checkpoints."""
         for parameter in self.model.parameters():
             parameter.copy_(parameter.to(torch.bfloat16))
 
@@ -144,7 +144,7 @@ class _Loop:
             return found(model)
 
     def _update(self) -> float:
-        """By the gradients that there are; their norm before clipping."""
+        """Apply the accumulated gradients; return their norm before clipping."""
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._config.max_grad_norm)
         self._adam.step()
         self._adam.zero_grad(set_to_none=True)
@@ -152,12 +152,12 @@ class _Loop:
 
 
 class PlainLoop(_Loop):
-    """PPO with advantages that are known beforehand."""
+    """Plain loop of PPO with precomputed advantages."""
 
     def __init__(
         self, model_path: Path, algorithm: OffPolicyPPOConfig, config: LearnerConfig, *, attention: str = "sdpa"
     ) -> None:
-        """Of a checkpoint, with the attention of a name that Transformers knows."""
+        """Load a checkpoint; `attention` is the name of a Transformers attention implementation."""
         assert algorithm.proximal == "behaviour"
         assert not algorithm.corrections
         assert algorithm.kl_beta == 0
@@ -165,7 +165,7 @@ class PlainLoop(_Loop):
         self._algorithm = algorithm
 
     def step(self, batches: Sequence[PlainBatch]) -> float:
-        """One optimizer step over all batches. Returns the gradient norm before clipping."""
+        """Take one optimizer step over all batches; return the gradient norm before clipping."""
         num_tokens = sum(len(batch.advantage) for batch in batches)
         for batch in batches:
             self._loss(batch, num_tokens).backward()
@@ -180,33 +180,33 @@ class PlainLoop(_Loop):
 
 @dataclass(frozen=True)
 class BalanceBatch:
-    """What one forward and backward pass of trajectory balance trains: n completion tokens of b samples."""
+    """Batch of one forward and backward pass of trajectory balance, with n completion tokens of b samples."""
 
     logprobs: LogProbabilities
-    """Log-probabilities of its completion tokens by a model: [n]."""
+    """Log-probabilities of the completion tokens under a model: [n]."""
     sample: Tensor
-    """Which sample each token is of: [n]."""
+    """Index of the sample of each token: [n]."""
     reward: Tensor
     """[b]."""
     group: Tensor
-    """[b], over the batches of a step."""
+    """Index of the group of each sample over the batches of a step: [b]."""
 
 
 class BalanceLoop(_Loop):
-    """Trajectory balance without weights: scores of the reference, log Z of each group, then loss and gradient."""
+    """Plain loop of trajectory balance without weights: reference scores, log Z of each group, loss and gradient."""
 
     def __init__(self, model_path: Path, algorithm: TrajectoryBalanceConfig, config: LearnerConfig) -> None:
-        """Of a checkpoint, which is the reference too, with the learner's attention."""
+        """Load a checkpoint as policy and reference, with the learner's attention."""
         assert not algorithm.corrections
         super().__init__(model_path, config, IMPLEMENTATION)
         self._beta = algorithm.beta
         self._reference = copy.deepcopy(self.model).requires_grad_(requires_grad=False)
 
     def step(self, batches: Sequence[BalanceBatch], *, one_pass: bool) -> float:
-        """One optimizer step over all batches. Returns the gradient norm before clipping.
+        """Take one optimizer step over all batches; return the gradient norm before clipping.
 
-        Log Z is a mean over the samples of a group, wherever they are, and so takes a forward pass before the other;
-        in one pass it is taken from the micro-batch, which has to have them all.
+        Log Z is a mean over the samples of a group. It takes a separate forward pass if they may be in several batches;
+        in one pass it is computed from the micro-batch, which must contain the whole group.
         """
         num_groups = 1 + int(max(batch.group.max() for batch in batches))
         with torch.no_grad():
@@ -223,19 +223,19 @@ class BalanceLoop(_Loop):
         return self._update()
 
     def _distance(self, batch: BalanceBatch, reference: Tensor) -> Tensor:
-        """Of each sample log pi - log pi_ref - r / beta, in nats: [b]."""
+        """Return log pi - log pi_ref - r / beta of each sample, in nats: [b]."""
         log_ratio = self._logprobs(batch.logprobs, self.model) - reference
         return torch.zeros_like(batch.reward).index_add(0, batch.sample, log_ratio) - batch.reward / self._beta
 
 
 def _means(value: Tensor, group: Tensor, num_groups: int) -> Tensor:
-    """Of each group; of one without a sample nothing that is read."""
+    """Return the mean of each group; the value of a group without samples is unused."""
     sums = torch.zeros(num_groups).index_add(0, group, value)
     return sums / torch.bincount(group, minlength=num_groups)
 
 
 def padded(rows: Sequence[Trajectory], batch_size: int, temperature: float) -> list[PlainBatch]:
-    """Batches in order of arrival, each padded on the right to its longest."""
+    """Return batches in order of arrival, each padded on the right to its longest sequence."""
     advantages = _rloo(rows)
     batches = []
     for start in range(0, len(rows), batch_size):
@@ -252,7 +252,7 @@ def padded(rows: Sequence[Trajectory], batch_size: int, temperature: float) -> l
         batches.append(
             PlainBatch(
                 _padded_logprobs(tokens_BL, mask_BL, completion_BL, temperature),
-                *_told(chosen, advantages[start : start + batch_size]),
+                *_behaviour_and_advantages(chosen, advantages[start : start + batch_size]),
                 tokens_BL.numel(),
             )
         )
@@ -262,7 +262,7 @@ def padded(rows: Sequence[Trajectory], batch_size: int, temperature: float) -> l
 def packed(
     batch: PackedBatch, rows: Sequence[Trajectory], on_device: DeviceBatch, temperature: float
 ) -> list[PlainBatch]:
-    """The learner's micro-batches; needs a model with the learner's attention."""
+    """Return the learner's micro-batches for a plain loop, which needs the learner's attention."""
     advantages = _rloo(rows)
     batches = []
     for m, members in enumerate(batch.members):
@@ -270,7 +270,7 @@ def packed(
         batches.append(
             PlainBatch(
                 _packed_logprobs(on_device, m, temperature),
-                *_told(chosen, [advantages[i] for i in members]),
+                *_behaviour_and_advantages(chosen, [advantages[i] for i in members]),
                 on_device.num_tokens[m],
             )
         )
@@ -280,7 +280,7 @@ def packed(
 def packed_for_balance(
     batch: PackedBatch, rows: Sequence[Trajectory], on_device: DeviceBatch, temperature: float
 ) -> list[BalanceBatch]:
-    """The same for trajectory balance; groups lie whole in them."""
+    """Return the learner's micro-batches for trajectory balance; they contain whole groups."""
     assert batch.unit == "group"
     batches = []
     for m, members in enumerate(batch.members):
@@ -324,15 +324,15 @@ def _packed_logprobs(on_device: DeviceBatch, m: int, temperature: float) -> LogP
     return logprobs
 
 
-def _told(rows: Sequence[Trajectory], advantages: Sequence[float]) -> tuple[Tensor, Tensor]:
-    """Behaviour log-probabilities and advantages of the completion tokens."""
+def _behaviour_and_advantages(rows: Sequence[Trajectory], advantages: Sequence[float]) -> tuple[Tensor, Tensor]:
+    """Return behaviour log-probabilities and advantages of the completion tokens."""
     lengths = torch.tensor([row.num_completion_tokens for row in rows])
     behaviour = torch.cat([torch.from_numpy(row.logprobs) for row in rows])
     return behaviour, torch.repeat_interleave(torch.tensor(advantages, dtype=torch.float32), lengths)
 
 
 def _rloo(rows: Sequence[Trajectory]) -> list[float]:
-    """Reward minus the mean reward of the others of the group."""
+    """Return the reward of each row minus the mean reward of the other rows of its group."""
     groups: dict[int, list[float]] = {}
     for row in rows:
         groups.setdefault(row.group_id, []).append(float(row.reward or 0.0))

@@ -1,4 +1,4 @@
-"""Where one process of a measurement stands: worlds that are compared, one clock, and a common start."""
+"""Processes of a measurement: the compared worlds, a common clock and a common start."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from benchmarks.lib.processes import call_in_processes
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # which its stub does not re-export
 
-from benchmarks.lib.processes import call_in_processes
-from common.process import keep_freed_memory
-from learner.mesh import Mesh, MeshPlace
+from leeway.common.process import keep_freed_memory
+from leeway.learner.mesh import Mesh, MeshPlace
 
 Figures = dict[str, Any]
 
 TIMEOUT_S = 300.0
-"""Of every wait for another process."""
+"""Timeout in seconds of every wait for another process."""
 HEAD_START_S = 0.02
-"""Between the last process's arrival and the common start."""
+"""Seconds between the arrival of the last process and the common start."""
 POLL_S = 0.1
 
 
 def run_measurement(name: str, options: Figures, *, worlds: Sequence[int] = (1,), limit_s: float = 600.0) -> Figures:
-    """The figures that the first process of a measurement finds.
+    """Run a measurement and return the figures of its first process.
 
     Args:
-        name: "module:function" in `learner_parts`; called with a Spot and the options.
-        options: for it; JSON.
-        worlds: processes of each process group.
-        limit_s: no measurement may take longer.
+        name: function of `learner_parts`, as "module:function"; called with a Spot and the options.
+        options: options of the function, as JSON values.
+        worlds: number of processes of each process group.
+        limit_s: timeout in seconds.
 
     Raises:
-        MeasurementFailed: a process failed, or time is up.
+        MeasurementFailed: a process failed, or the timeout expired.
     """
     with tempfile.TemporaryDirectory(prefix="benchmark-learner-") as folder:
         shared = {"name": name, "worlds": worlds, "folder": folder, "options": options}
@@ -53,7 +53,7 @@ def run_measurement(name: str, options: Figures, *, worlds: Sequence[int] = (1,)
 
 
 def take_part(number: int, name: str, worlds: Sequence[int], folder: str, options: Figures) -> Figures:
-    """One process of a measurement."""
+    """Run one process of a measurement."""
     module, _, function = name.partition(":")
     with Spot(number, worlds, Path(folder)) as spot:
         found: Figures = getattr(importlib.import_module(f"{__package__}.{module}"), function)(spot, **options)
@@ -61,19 +61,19 @@ def take_part(number: int, name: str, worlds: Sequence[int], folder: str, option
 
 
 class Spot:
-    """Where one process of a measurement stands.
+    """Place of one process in a measurement.
 
-    The processes form worlds, each a process group of its own: sides that are compared know nothing of each other. A
-    store that all reach lets them start at one moment, and tells when the last of them is through.
+    The processes form worlds, each with its own process group, so that the compared sides are independent. A store
+    shared by all processes synchronizes their start and records when the last of them finishes.
     """
 
     def __init__(self, number: int, worlds: Sequence[int], folder: Path) -> None:
-        """Take a place; groups are made on entering.
+        """Initialize the place; process groups are created on entering the context.
 
         Args:
-            number: of this process, 0-based over all worlds.
-            worlds: processes of each world.
-            folder: shared by the processes of this measurement alone.
+            number: 0-based number of this process over all worlds.
+            worlds: number of processes of each world.
+            folder: folder shared by the processes of this measurement only.
         """
         self.number = number
         self.folder = folder
@@ -82,13 +82,13 @@ class Spot:
         edges = [0, *itertools.accumulate(worlds)]
         self.world = bisect_right(edges, number) - 1
         self.size = worlds[self.world]
-        """Processes of this world."""
+        """Number of processes of this world."""
         self._rank = number - edges[self.world]
         self._count = 0
 
     def __enter__(self) -> Spot:
         torch.set_num_threads(1)
-        keep_freed_memory()  # on every side, as the learner does on a CPU
+        keep_freed_memory()  # on every side, like the learner on a CPU
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
             init_method=f"file://{self.folder}/world-{self.world}",
@@ -103,23 +103,23 @@ class Spot:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is None:
-            self.meet()  # the first process keeps the store
+            self.barrier()  # the first process hosts the store, so it must exit last
         dist.destroy_process_group()
 
     def mesh(self) -> Mesh:
-        """The processes of this world as the stages of one pipeline; all of them call it together."""
+        """Build a mesh with the processes of this world as pipeline stages; all of them call it together."""
         return Mesh.build(MeshPlace(self._rank, num_stages=self.size))
 
-    def meet(self) -> None:
-        """Wait until all processes of all worlds are here."""
+    def barrier(self) -> None:
+        """Block until all processes of all worlds have called this method."""
         self.gather(0.0)
 
     def seconds(self, action: Callable[[], object], *, worlds: Sequence[int] = (0,)) -> float:
-        """Time from the common start of an action until the last process is through; all processes call it.
+        """Return the seconds from the common start of an action until the last process ends; all processes call it.
 
         Args:
-            action: what to do; not called in other worlds, which wait without computing.
-            worlds: that take part.
+            action: action to time; not called in the other worlds, which wait without computing.
+            worlds: worlds that run it.
         """
         start = max(self.gather(time.perf_counter())) + HEAD_START_S  # one clock for all processes of a machine
         time.sleep(max(0.0, start - time.perf_counter()))
@@ -130,12 +130,15 @@ class Spot:
     def take_turns(
         self, worlds: Mapping[str, int], steps: Mapping[str, Callable[[], float]], num_rounds: int
     ) -> tuple[dict[str, list[float]], dict[str, float]]:
-        """Seconds of each side's steps in so many rounds, and the gradient norm of its last; all processes call it.
+        """Time the steps of the sides in turn; all processes call it.
 
         Args:
-            worlds: side -> the world that takes its steps.
-            steps: of the sides of this world: a step, which gives its gradient norm.
-            num_rounds: with the first, which warms up and does not count.
+            worlds: side -> world that takes its steps.
+            steps: side of this world -> function that takes a step and returns its gradient norm.
+            num_rounds: number of rounds, including the first, which warms up and does not count.
+
+        Returns:
+            Seconds of each side's steps, and the gradient norm of its last step.
         """
         seconds: dict[str, list[float]] = {name: [] for name in worlds}
         norms: dict[str, float] = {}
@@ -145,24 +148,24 @@ class Spot:
 
         for number in range(num_rounds):
             taken = {name: self.seconds(partial(run, name), worlds=[world]) for name, world in worlds.items()}
-            self.say(f"round {number}: {taken}")
+            self.log(f"round {number}: {taken}")
             if number > 0:
                 for name, each in taken.items():
                     seconds[name].append(each)
         return seconds, {name: max(self.gather(norms.get(name, 0.0))) for name in worlds}
 
     def pin(self) -> None:
-        """Keep this process on one core: each world takes the cores in turn."""
+        """Pin this process to one core; the processes of a world use successive cores."""
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[(self._rank if self.size > 1 else self.number) % len(cores)]})
 
-    def say(self, text: str) -> None:
-        """Progress, from the first process alone."""
+    def log(self, text: str) -> None:
+        """Print progress from the first process only."""
         if self.number == 0:
             print(text, file=sys.stderr, flush=True)
 
     def gather(self, value: float) -> list[float]:
-        """Hand in a value, and get those of all processes when they are there."""
+        """Exchange a value; return those of all processes once they have arrived."""
         self._count += 1
         keys = [f"{self._count}/{number}" for number in range(self._num_processes)]
         self._store.set(keys[self.number], repr(value))
@@ -181,7 +184,7 @@ class Spot:
         deadline = time.monotonic() + TIMEOUT_S
         while not port_file.exists():
             if time.monotonic() > deadline:
-                raise TimeoutError(f"process {self.number} waited {TIMEOUT_S:g} s for the store of process 0")
+                raise TimeoutError(f"process {self.number} timed out after {TIMEOUT_S:g} s waiting for the store")
             time.sleep(POLL_S)
         port = int(port_file.read_text(encoding="ascii"))
         return TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timeout)

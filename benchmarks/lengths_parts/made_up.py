@@ -1,4 +1,4 @@
-"""Lengths by laws that are known, so that the best that anyone could foretell is known too."""
+"""Lengths from known distributions, for which the best possible prediction is known too."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from actors.tasks.task import Problem
-from buffer.tables import Waiting
-from planning.dispatch import ByDeadline, Speeds
-from planning.lengths import LengthModel
-from planning.prompts import WINDOW_STEPS, Window
-from planning.ranking import Features, expect
+from leeway.actors.tasks.task import Problem
+from leeway.buffer.tables import Waiting
+from leeway.planning.dispatch import ByDeadline, Speeds
+from leeway.planning.lengths import LengthModel
+from leeway.planning.prompts import WINDOW_STEPS, Window
+from leeway.planning.ranking import Features, fit_prior
 
 Floats = npt.NDArray[np.float64]
 Figures = dict[str, Any]
@@ -23,40 +23,40 @@ K = 8
 LEVEL, VARIANCE, EXPLAINED = np.log(400.0), 0.8, 0.65
 NUM_PROMPTS, NUM_CLASSES = 4_000, 16
 DRAWS = 10
-"""Groups of every prompt that what was foretold is compared with."""
+"""Groups of every prompt that predictions are compared with."""
 LONG = 0.2
 
 
 def recall(scores: Floats, lengths: Floats) -> float:
-    """Share of the longest fifth that is among the fifth with the greatest scores."""
+    """Return the fraction of the longest fifth that is in the fifth with the highest scores."""
     many = round(LONG * len(lengths))
     return len({*np.argsort(scores)[-many:].tolist()} & {*np.argsort(lengths)[-many:].tolist()}) / many
 
 
 class Prompts:
-    """Log lengths are normal around what is the prompt's own."""
+    """Prompts whose log lengths are normal around a mean of each prompt."""
 
     def __init__(self, own: Floats, seed: int) -> None:
-        """The variance of samples is that of the law."""
+        """Initialize prompts with their means, relative to LEVEL."""
         self.own, self._random = own, np.random.default_rng(seed)
 
     def groups(self) -> npt.NDArray[np.int64]:
-        """(prompts, K) tokens of one group of each."""
+        """Draw one group of each prompt: [prompts, K] lengths in tokens."""
         noise = self._random.normal(0.0, np.sqrt(VARIANCE * (1 - EXPLAINED)), (len(self.own), K))
         return np.maximum(1, np.rint(np.exp(LEVEL + self.own[:, None] + noise))).astype(np.int64)
 
     def recalls(self, *scores: Floats) -> list[float]:
-        """Of each score, mean over groups of all prompts; a group is as long as all its samples together."""
+        """Return the recall of each score, averaged over draws; the length of a group is the sum over its samples."""
         totals = [self.groups().sum(axis=1).astype(np.float64) for _ in range(DRAWS)]
         return [float(np.mean([recall(score, total) for total in totals])) for score in scores]
 
-    def covered(self, foretold: Floats) -> float:
-        """Share of groups whose longest is no longer than foretold."""
-        return float(np.mean([self.groups().max(axis=1) <= foretold for _ in range(DRAWS)]))
+    def covered(self, predicted: Floats) -> float:
+        """Return the fraction of groups whose longest sample is no longer than predicted."""
+        return float(np.mean([self.groups().max(axis=1) <= predicted for _ in range(DRAWS)]))
 
 
 def history() -> Figures:
-    """Prompts that come again, after one and two epochs, beside those who know the law, and those who know prompts."""
+    """Measure repeated prompts after one and two epochs, compared with the posterior and with Bayes."""
     random = np.random.default_rng(0)
     prompts = Prompts(random.normal(0.0, np.sqrt(VARIANCE * EXPLAINED), NUM_PROMPTS), 1)
     model, seen, found = LengthModel(NUM_PROMPTS), np.zeros(NUM_PROMPTS), {}
@@ -64,14 +64,14 @@ def history() -> Figures:
         groups = prompts.groups()
         seen += np.log(groups).mean(axis=1)
         for prompt in random.permutation(NUM_PROMPTS).tolist():
-            model.see(prompt, groups[prompt].tolist(), [False] * K, 0)
-        foretold = model.longest_of(np.arange(NUM_PROMPTS), K, 0)
-        ours, posterior, bayes = prompts.recalls(foretold, seen, prompts.own)
+            model.update(prompt, groups[prompt].tolist(), [False] * K, 0)
+        predicted = model.longest_of(np.arange(NUM_PROMPTS), K, 0)
+        ours, posterior, bayes = prompts.recalls(predicted, seen, prompts.own)
         found[f"epochs_{epoch}"] = {
             "recall": ours,
             "recall_of_posterior": posterior,
             "recall_of_bayes": bayes,
-            "covered": prompts.covered(foretold),
+            "covered": prompts.covered(predicted),
         }
     last = found["epochs_2"]
     return {
@@ -83,7 +83,7 @@ def history() -> Figures:
 
 
 def features() -> Figures:
-    """Prompts of 16 classes, told by two of their tokens: half of them are seen once, the others never."""
+    """Measure prompts of 16 classes encoded by two of their tokens; half of them are seen once, the others never."""
     random = np.random.default_rng(2)
     kinds = random.integers(0, NUM_CLASSES, NUM_PROMPTS)
     of_class = random.normal(0.0, np.sqrt(VARIANCE * EXPLAINED), NUM_CLASSES)
@@ -94,25 +94,25 @@ def features() -> Figures:
         problems.append(Problem("", "", {}, token_ids=[*others[:at], 10 + kind % 4, 20 + kind // 4, *others[at:]]))
     prompts, model, half = Prompts(of_class[kinds], 3), LengthModel(NUM_PROMPTS), NUM_PROMPTS // 2
     for prompt, group in enumerate(prompts.groups()[:half].tolist()):
-        model.see(prompt, group, [False] * K, 0)
+        model.update(prompt, group, [False] * K, 0)
     known, means, variances = model.recent()
-    expected = expect(Features(problems), known, means.astype(np.float64), variances.astype(np.float64))
-    assert expected is not None, "tokens tell the class"
-    model.expect(0, *expected)
+    expected = fit_prior(Features(problems), known, means.astype(np.float64), variances.astype(np.float64))
+    assert expected is not None, "the tokens determine the class"
+    model.set_prior(0, *expected)
     new = np.arange(half, NUM_PROMPTS)
     unseen = Prompts(prompts.own[new] + 1e-9 * random.standard_normal(half), 4)
-    foretold = model.longest_of(new, K, 0)
-    ours, bayes = unseen.recalls(foretold, unseen.own)
+    predicted = model.longest_of(new, K, 0)
+    ours, bayes = unseen.recalls(predicted, unseen.own)
     return {
         "recall_over_bayes_features": ours / bayes,
         "features_recall": ours,
         "features_recall_of_bayes": bayes,
-        "features_covered": unseen.covered(foretold),
+        "features_covered": unseen.covered(predicted),
     }
 
 
 def costs() -> Figures:
-    """Seconds to foretell a million prompts by their tokens, and microseconds that a lease takes longer."""
+    """Measure seconds to predict a million prompts from their tokens, and microseconds added to a lease."""
     random, many = np.random.default_rng(5), 1_000_000
     tokens, lengths = random.integers(0, 50_000, (many, 64)), random.integers(32, 65, many).tolist()
     problems = [
@@ -120,7 +120,7 @@ def costs() -> Figures:
     ]
     all_of_them, known = Features(problems), np.arange(20_000)
     began_s = time.perf_counter()
-    expect(
+    fit_prior(
         all_of_them,
         known,
         random.normal(0.0, 0.7, len(known)) + all_of_them.numbers[known, 0],

@@ -1,4 +1,4 @@
-"""Lengths of real answers: SmolLM2-135M on four tasks of reasoning-gym; half of the prompts are seen, once."""
+"""Lengths of real completions: SmolLM2-135M on four tasks of reasoning-gym; half of the prompts are seen once."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-
-from actors.config import ActorsConfig
-from actors.engine import Engine
-from actors.tasks.task import Problem, PromptCodec
 from benchmarks.lengths_parts.made_up import LONG, recall
 from benchmarks.lib.machine import smollm2
-from common.serving_model import prepare_serving_model
-from common.staleness import PolicyVersion
-from planning.lengths import LengthModel
-from planning.ranking import Features, expect
+
+from leeway.actors.config import ActorsConfig
+from leeway.actors.engine import Engine
+from leeway.actors.tasks.task import Problem, PromptCodec
+from leeway.common.serving_model import prepare_serving_model
+from leeway.common.staleness import PolicyVersion
+from leeway.planning.lengths import LengthModel
+from leeway.planning.ranking import Features, fit_prior
 
 TASKS = ("chain_sum", "spell_backward", "letter_counting", "word_sorting")
 K, LONGEST, MOST_PROMPT = 8, 128, 320
@@ -29,7 +29,7 @@ Figures = dict[str, Any]
 
 
 def problems_of(num_prompts: int, model: Path) -> list[Problem]:
-    """Prompts of the tasks in turn, encoded as turns of a chat; the column `task` is not a number, so no feature."""
+    """Return prompts of the tasks in turn, chat-encoded; the column `task` is not numeric, so it is not a feature."""
     import reasoning_gym
 
     codec = PromptCodec(model, chat=True, system_prompt=None)
@@ -43,7 +43,7 @@ def problems_of(num_prompts: int, model: Path) -> list[Problem]:
 
 
 async def generated(problems: list[Problem], folder: Path, model: Path) -> npt.NDArray[np.int64]:
-    """(prompts, K) completion tokens, those that were cut with `LONGEST`."""
+    """Generate completions; return their lengths in tokens, [prompts, K], truncated at LONGEST."""
     config = ActorsConfig(
         group_size=K, max_new_tokens=LONGEST, max_prompt_tokens=MOST_PROMPT, max_running_samples=64, dtype="bfloat16",
         kv_cache_gib=1.0, cpus=2,
@@ -58,7 +58,7 @@ async def generated(problems: list[Problem], folder: Path, model: Path) -> npt.N
             made = await engine.generate(problem.token_ids, seed=seed)
         done += 1
         if done % 500 == 0:
-            print(f"{done} of {K * len(problems)} answers", file=sys.stderr, flush=True)
+            print(f"{done} of {K * len(problems)} completions", file=sys.stderr, flush=True)
         return len(made.token_ids)
 
     try:
@@ -71,7 +71,7 @@ async def generated(problems: list[Problem], folder: Path, model: Path) -> npt.N
 
 
 def smollm2_tasks(num_prompts: int, folder: Path) -> Figures:
-    """Recall of the longest fifth of prompts that were not seen, by their tokens, by their length, by their task."""
+    """Measure recall of the longest fifth of unseen prompts, by their tokens, by their length and by their task."""
     model_folder = smollm2()
     problems = problems_of(num_prompts, model_folder)
     groups = asyncio.run(generated(problems, folder, model_folder))
@@ -80,12 +80,12 @@ def smollm2_tasks(num_prompts: int, folder: Path) -> Figures:
     seen, new = np.sort(order[:half]), np.sort(order[half:])
     for prompt in seen.tolist():
         lengths = groups[prompt].tolist()
-        model.see(prompt, lengths, [length >= LONGEST for length in lengths], 0)
+        model.update(prompt, lengths, [length >= LONGEST for length in lengths], 0)
     known, means, variances = model.recent()
-    expected = expect(Features(problems), known, means.astype(np.float64), variances.astype(np.float64))
+    expected = fit_prior(Features(problems), known, means.astype(np.float64), variances.astype(np.float64))
     if expected is not None:
-        model.expect(0, *expected)
-    foretold = model.longest_of(new, K, 0)
+        model.set_prior(0, *expected)
+    predicted = model.longest_of(new, K, 0)
     of_task = defaultdict(list)
     for prompt in seen.tolist():
         of_task[problems[prompt].columns["task"]].append(groups[prompt].mean())
@@ -93,15 +93,15 @@ def smollm2_tasks(num_prompts: int, folder: Path) -> Figures:
     by_task = np.array([np.mean(of_task[problem.columns["task"]]) for problem in problems]) + chance
     by_length = np.array([len(problem.token_ids) for problem in problems], np.float64) + chance
     totals, longest = groups.sum(axis=1).astype(np.float64) + chance, groups.max(axis=1)
-    shorter = foretold < LONGEST  # of the others the cut hides whether they were right
+    shorter = predicted < LONGEST  # for the others, truncation hides whether the prediction was right
     return {
         "num_prompts": num_prompts,
         "mean_tokens": float(groups.mean()),
         "cut": float((groups >= LONGEST).mean()),
-        "smollm2_recall": recall(foretold + chance[new], totals[new]),
+        "smollm2_recall": recall(predicted + chance[new], totals[new]),
         "recall_by_task": recall(by_task[new], totals[new]),
         "recall_by_prompt_length": recall(by_length[new], totals[new]),
         "num_shorter": int(shorter.sum()),
-        "smollm2_covered": float(np.mean(longest[new][shorter] <= foretold[shorter])) if shorter.any() else None,
+        "smollm2_covered": float(np.mean(longest[new][shorter] <= predicted[shorter])) if shorter.any() else None,
         "by_chance": LONG,
     }

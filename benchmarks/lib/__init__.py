@@ -1,11 +1,11 @@
-"""What the benchmarks share; each of them is a file of this folder's parent, with a folder of parts where it needs one.
+"""Code shared by the benchmarks. Each benchmark is a file of the parent folder; some also have a folder of parts.
 
-machine    which machine, commit and model the figures are of
-page       tables in Markdown, bars and whether they are met, and the line that says how a page was made
-figure     an SVG file that is the same bytes for the same figures
-rounds     means, spreads, and ratios of rounds in which the sides took turns
-processes  functions called in processes of their own, with an end to every wait; and what ends a whole family
-lengths    laws of lengths that are made up
-learner    the learner's own training step, without buffer and actors
-runs       one `leeway train`, and what it left in its folder
+machine    the machine, commit and model that the figures were measured on
+page       Markdown tables, targets with pass or fail, and the line that states how a page was generated
+figure     reproducible SVG files: the same figures give the same bytes
+rounds     means, spreads, and ratios over rounds in which the sides take turns
+processes  function calls in subprocesses with timeouts; termination of process trees
+lengths    synthetic distributions of completion lengths
+learner    the learner's training step without buffer and actors
+runs       one `leeway train` run and the files of its folder
 """

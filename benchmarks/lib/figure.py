@@ -1,4 +1,4 @@
-"""An SVG file that is the same bytes for the same figures."""
+"""Reproducible SVG files: the same figures give the same bytes."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from matplotlib.figure import Figure
 
 @contextmanager
 def drawn(path: Path, width: float, height: float, *, font_size: float, **settings: Any) -> Iterator[Figure]:  # noqa: ANN401 -- matplotlib's own
-    """A figure to draw on; it is written at the end.
+    """Yield a figure to draw on, and write it to a file when the block ends.
 
     Args:
-        path: of the SVG file.
-        width: inches.
-        height: inches.
-        font_size: points.
-        settings: matplotlib's further ones, `_` for each dot.
+        path: SVG file to write.
+        width: width in inches.
+        height: height in inches.
+        font_size: font size in points.
+        settings: further matplotlib settings, with `_` for each dot.
     """
     more: dict[Any, Any] = {name.replace("_", "."): value for name, value in settings.items()}
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "leeway", "font.size": font_size, **more}):

@@ -1,4 +1,4 @@
-"""The learner's own training step, without buffer and actors; and samples for it."""
+"""The learner's training step without buffer and actors, and samples for it."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from algorithms.base import AlgorithmSection
-from algorithms.off_policy_ppo import OffPolicyPPOConfig
-from buffer.schema import Trajectory, VersionSpan, to_batch
-from common.staleness import PolicyVersion
-from learner.batch import StepBatch
-from learner.config import LearnerConfig
-from learner.mesh import Mesh
-from learner.networks import Reference, load_chunks, load_networks
-from learner.packing import PackingRule, micro_batches_asked
-from learner.pipeline import Pipeline
-from learner.step import StepResult, TrainStep
+from leeway.algorithms.base import AlgorithmSection
+from leeway.algorithms.off_policy_ppo import OffPolicyPPOConfig
+from leeway.buffer.schema import Trajectory, VersionSpan, to_batch
+from leeway.common.staleness import PolicyVersion
+from leeway.learner.batch import StepBatch
+from leeway.learner.config import LearnerConfig
+from leeway.learner.mesh import Mesh
+from leeway.learner.networks import Reference, load_chunks, load_networks
+from leeway.learner.packing import PackingRule, micro_batches_required
+from leeway.learner.pipeline import Pipeline
+from leeway.learner.step import StepResult, TrainStep
 
 GROUP_SIZE = 8
 TEMPERATURE = 1.0
 ALGORITHM = OffPolicyPPOConfig(proximal="behaviour", baseline="rloo")
-"""Plain PPO with a group baseline: separable, needs no reference, and short to write down a second time."""
+"""PPO with a group baseline: separable, without a reference model, and short to reimplement."""
 
 
 def sample(
@@ -35,14 +35,16 @@ def sample(
     reward: float,
     finish_reason: Literal["stop", "length"],
 ) -> Trajectory:
-    """A sample as the buffer would hand it to the learner; GROUP_SIZE of them in a row are a group.
+    """Return a sample in the form in which the buffer passes it to the learner.
+
+    GROUP_SIZE consecutive samples form a group.
 
     Args:
-        number: 0-based.
-        token_ids: of prompt and completion.
-        logprobs: of the completion, by the first version.
-        reward: of it.
-        finish_reason: why it ended.
+        number: 0-based index of the sample.
+        token_ids: tokens of prompt and completion.
+        logprobs: log-probabilities of the completion tokens under the first version.
+        reward: reward of the completion.
+        finish_reason: reason why generation ended.
     """
     return Trajectory(
         lease_id=0,
@@ -60,7 +62,7 @@ def sample(
 
 
 class Learner:
-    """This rank of a learner that trains on its own schedule, without buffer and actors."""
+    """One rank of a learner that trains without buffer and actors."""
 
     def __init__(
         self,
@@ -72,9 +74,9 @@ class Learner:
         *,
         scores: bool = False,
     ) -> None:
-        """Load this rank's chunks of a checkpoint; all ranks of the mesh call it together. Default: on the CPU.
+        """Load this rank's chunks of a checkpoint, by default on the CPU. All ranks of the mesh call it together.
 
-        With `scores` it has them frozen as well, and a step scores by them the samples that have no scores.
+        With `scores`, a frozen copy is loaded too; a step uses it to score the samples that have no scores.
         """
         self.device = device or torch.device("cpu")
         critic = algorithm.needs.critic
@@ -93,8 +95,8 @@ class Learner:
         }
 
     def batch(self, rows: Sequence[Trajectory], *, min_micro_batches: int = 1) -> StepBatch:
-        """Samples as a step trains them, packed as the schedule asks."""
-        least, multiple = micro_batches_asked(self._config.schedule, self._mesh.place.num_stages)
+        """Pack samples into the batch of one step, as the schedule requires."""
+        least, multiple = micro_batches_required(self._config.schedule, self._mesh.place.num_stages)
         rule = PackingRule(
             self._config.token_budget,
             min_micro_batches=max(least, min_micro_batches),
@@ -105,12 +107,12 @@ class Learner:
         return StepBatch.build(to_batch(rows, "benchmark"), 0, {0: 0}, rule)
 
     def step(self, batch: StepBatch, version: int = 0, *, one_pass: bool = True) -> float:
-        """One step on top of a version, in one pass or in two. Returns the gradient norm before clipping."""
+        """Take one step on top of a version, in one pass or in two, and return the gradient norm before clipping."""
         (update,) = self.result(batch, version, one_pass=one_pass).updates
         if not update.result.taken:
-            raise RuntimeError("the learner did not take the step: loss or gradient are not finite")
+            raise RuntimeError("the learner did not take the step: loss or gradient is not finite")
         return update.result.grad_norms[0]
 
     def result(self, batch: StepBatch, version: int = 0, *, one_pass: bool = True) -> StepResult:
-        """Take one step as `step` does, and return all that the learner reports of it."""
+        """Take one step as `step` does, and return everything that the learner reports about it."""
         return self._steps[one_pass].run(batch, version)

@@ -1,18 +1,18 @@
-"""Laws of lengths that are made up."""
+"""Synthetic distributions of completion lengths."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from planning.lengths import NUM_QUANTILES, REACH, LengthLaw
+from leeway.planning.lengths import NUM_QUANTILES, REACH, LengthDistribution
 
 
-def lognormal(median: float, sigma: float, longest: int, explained: float = 0.0) -> LengthLaw:
-    """exp(N(log median, sigma^2)), cut at `longest` as `max_new_tokens` does, and at one token."""
+def lognormal(median: float, sigma: float, longest: int, explained: float = 0.0) -> LengthDistribution:
+    """Return exp(N(log median, sigma^2)), clipped below at one token and above at `longest`, like `max_new_tokens`."""
     scores = np.linspace(-REACH, REACH, NUM_QUANTILES)
-    return LengthLaw(tuple(np.clip(median * np.exp(sigma * scores), 1.0, longest).tolist()), explained)
+    return LengthDistribution(tuple(np.clip(median * np.exp(sigma * scores), 1.0, longest).tolist()), explained)
 
 
-def constant(length: int) -> LengthLaw:
-    """Every completion alike."""
-    return LengthLaw((float(length), float(length)))
+def constant(length: int) -> LengthDistribution:
+    """Return the distribution in which every completion has the same length."""
+    return LengthDistribution((float(length), float(length)))

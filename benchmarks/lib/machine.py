@@ -1,4 +1,4 @@
-"""What the figures were measured on: the machine, the commit, and a model of the examples."""
+"""Machine, commit and example model that the figures are measured on."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SCRIPT_LIMIT_S = 300.0
 
 
 class Machine(TypedDict):
-    """Of a JSON line."""
+    """Description of the machine in a benchmark's JSON line."""
 
     cores: int
     processor: str
@@ -29,7 +29,7 @@ class Machine(TypedDict):
 
 
 def describe_machine() -> Machine:
-    """As it is now: call it before anything is measured."""
+    """Describe the machine in its current state; call it before the measurement starts."""
     return Machine(
         cores=len(os.sched_getaffinity(0)),
         processor=platform.machine(),
@@ -40,29 +40,29 @@ def describe_machine() -> Machine:
 
 
 def describe_commit(checkout: Path = ROOT) -> str:
-    """Which code runs: the commit, and whether what runs differs from it."""
+    """Return the current commit, and whether the code of the checkout differs from it."""
     if shutil.which("git") is None:
         return "unknown"
     found = []
-    for question in (["rev-parse", "--short", "HEAD"], ["status", "--porcelain", "--", *OURS]):
-        ran = subprocess.run(
-            ["git", *question], cwd=checkout, capture_output=True, text=True, check=False, timeout=GIT_LIMIT_S
+    for arguments in (["rev-parse", "--short", "HEAD"], ["status", "--porcelain", "--", *OURS]):
+        completed = subprocess.run(
+            ["git", *arguments], cwd=checkout, capture_output=True, text=True, check=False, timeout=GIT_LIMIT_S
         )
-        found.append(ran.stdout.strip())
+        found.append(completed.stdout.strip())
     commit, changes = found
     return f"{commit or 'unknown'} with changes" if changes else commit or "unknown"
 
 
 def smollm2() -> Path:
-    """Return the checkpoint folder of SmolLM2-135M, which is made once; errors as `make_model`."""
+    """Return the checkpoint folder of SmolLM2-135M, and create it if missing; raises as `make_model`."""
     return make_model(ROOT / "examples" / "smollm2.toml")
 
 
 def make_model(config: Path) -> Path:
-    """Return the model's folder of a config; make it once if a script of its name lies beside it.
+    """Return the model folder of a config; create it if it is missing and a script of the same name is next to it.
 
     Raises:
-        CalledProcessError: it cannot be made; the script printed why.
+        CalledProcessError: the script failed; it printed the reason.
     """
     folder = config.parent / tomllib.loads(config.read_text())["model"]["path"]
     script = folder.with_suffix(".py")

@@ -1,4 +1,4 @@
-"""Pages: the option that asks for one, tables in Markdown, bars and whether they are met, how a page was made."""
+"""Result pages: the `--page` option, Markdown tables, targets with pass or fail, and how a page was generated."""
 
 from __future__ import annotations
 
@@ -13,49 +13,49 @@ MET = {True: "yes", False: "**no**", None: "-"}
 
 
 def parsed(parser: argparse.ArgumentParser, page: Path) -> argparse.Namespace:
-    """The arguments of a benchmark that knows `--quick`, with `--page`, which is not for both."""
+    """Add `--page` to the parser of a benchmark with `--quick`, and parse; the two exclude each other."""
     parser.add_argument(
-        "--page", type=Path, nargs="?", const=page, metavar="FILE", help="write it; by default to docs/results/"
+        "--page", type=Path, nargs="?", const=page, metavar="FILE", help="write the page; default: to docs/results/"
     )
     args = parser.parse_args()
     if args.page and args.quick:
-        parser.error("--quick measures nothing that a page could show; leave --quick or --page out")
+        parser.error("--quick measures too little for a page: omit --quick or --page")
     return args
 
 
 def write_page(path: Path, parts: Sequence[str]) -> None:
-    """Write paragraphs."""
+    """Write paragraphs to a file, separated by blank lines."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Rows of cells under a head."""
+    """Return a Markdown table of rows under a header."""
     return "\n".join("| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *rows])
 
 
 def number(value: float | None, form: str) -> str:
-    """As a cell, where there is one."""
+    """Format a value as a table cell; `-` if there is none."""
     return "-" if value is None else form.format(value)
 
 
 def share(value: float | None) -> str:
-    """A part of a whole in per cent."""
+    """Format a fraction as a percentage; `-` if there is none."""
     return number(value, "{:.0%}")
 
 
 def ms(seconds: float) -> str:
-    """Milliseconds as a cell, without the unit."""
+    """Format seconds as milliseconds, without the unit."""
     return f"{seconds * 1000:,.0f}"
 
 
 def origin(command: str, machine: Machine, commit: str = "") -> str:
-    """How a page was made, as its first sentences.
+    """Return the first sentence of a page, which states how it was generated.
 
     Args:
-        command: that writes it.
-        machine: as it was before.
-        commit: named where it is given.
+        command: command that writes the page.
+        machine: machine as it was before the measurement.
+        commit: commit to name; omitted if empty.
     """
     return (
         f"Written by `{command}`{f', commit {commit},' if commit else ''} on {machine['cores']} cores "
@@ -67,13 +67,13 @@ def origin(command: str, machine: Machine, commit: str = "") -> str:
 def judged(
     result: Mapping[str, Any], bars: Mapping[str, float], word: str, *, at_full_size: bool
 ) -> dict[str, dict[str, Any]]:
-    """Every wanted bar, what was measured, and whether it is met; None where it was not measured at full size.
+    """Compare figures with their targets; `met` is None if a figure was not measured at full size.
 
     Args:
         result: figures by name.
-        bars: figure -> what is wanted of it.
+        bars: figure -> target.
         word: "at least" or "at most".
-        at_full_size: was it measured so?
+        at_full_size: whether the figures were measured at full size.
     """
 
     def met(value: float | None, bar: float) -> bool | None:
@@ -85,10 +85,10 @@ def judged(
     return {key: {word: bar, "measured": found[key], "met": met(found[key], bar)} for key, bar in bars.items()}
 
 
-def bars_table(wanted: Mapping[str, Mapping[str, Any]], word: str) -> str:
-    """What `judged` found with one word."""
+def bars_table(targets: Mapping[str, Mapping[str, Any]], word: str) -> str:
+    """Return the table of what `judged` returned for a word."""
     rows = [
         [f"`{key}`", f"{each[word]:g}", number(each["measured"], "{:.3f}"), MET[each["met"]]]
-        for key, each in wanted.items()
+        for key, each in targets.items()
     ]
-    return table(["figure", f"wanted, {word}", "measured", "met"], rows)
+    return table(["figure", f"target, {word}", "measured", "met"], rows)

@@ -1,7 +1,7 @@
-"""Environments of what Leeway is compared with and does not depend on.
+"""Virtual environments for the systems that Leeway is compared with and does not depend on.
 
-They lie in the user's cache folder, never in the repository, and see the packages of the environment that runs the
-benchmark (a .pth file names their folder), so torch and Ray need no second copy. Versions that a peer names win.
+They are created in the user's cache folder, never in the repository. A .pth file makes the packages of the benchmark's
+own environment visible, so torch and Ray need no second copy. The versions that a peer requires take precedence.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ INSTALL_TIMEOUT_S = 900
 
 
 class PeersUnavailable(RuntimeError):
-    """The environment cannot be made; carries what the installer said."""
+    """The environment cannot be created; the message has the installer's output."""
 
 
 @lru_cache
 def python_with(*requirements: str) -> Path:
-    """The interpreter of an environment that has these too; makes it where it is missing or of another make.
+    """Return the interpreter of an environment with these requirements; create it if it is missing or outdated.
 
     Raises:
-        PeersUnavailable: it cannot be made.
+        PeersUnavailable: the environment cannot be created.
     """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     here = sysconfig.get_path("purelib")
@@ -41,7 +41,7 @@ def python_with(*requirements: str) -> Path:
     _run([sys.executable, "-m", "venv", "--clear", str(folder)])
     packages = folder / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
     (packages / "leeway_packages.pth").write_text(here + "\n")
-    # The versions of the repository hold, above all torch's: a build for CPUs must not be replaced.
+    # Pin the repository's versions, above all torch's: a CPU build must not be replaced.
     constraints, own = folder / "constraints.txt", {each.partition("==")[0] for each in requirements}
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     constraints.write_text("\n".join(each for each in lines if each.partition("==")[0] not in own) + "\n")
@@ -54,4 +54,4 @@ def _run(command: list[str]) -> None:
     done = subprocess.run(command, check=False, timeout=INSTALL_TIMEOUT_S, capture_output=True, text=True)
     if done.returncode:
         last = " | ".join(done.stderr.splitlines()[-4:])
-        raise PeersUnavailable(f"the environment of the peers cannot be made: {' '.join(command[:4])} ... said: {last}")
+        raise PeersUnavailable(f"creating the peers' environment failed: {' '.join(command[:4])} ... printed: {last}")

@@ -1,7 +1,7 @@
-"""Functions called in processes of their own, with an end to every wait: `python -m benchmarks.lib.processes CALL`.
+"""Function calls in subprocesses with timeouts: `python -m benchmarks.lib.processes CALL`.
 
-CALL is JSON: the function as "module:function", and its arguments. Its result is the last line of standard output, as
-JSON too; what it says while it works goes to standard error. A process ends with its parent.
+CALL is a JSON object with the function as "module:function" and its arguments. The last line of standard output is the
+result, also as JSON; logs go to standard error. A subprocess exits when its parent dies.
 """
 
 from __future__ import annotations
@@ -21,38 +21,37 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-
 from benchmarks.lib.machine import ROOT
 
 SETTINGS = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-"""Small tensors: more threads fight for the cores."""
+"""Environment of every measured process; the tensors are small, so more threads would only compete for the cores."""
 POLL_S = 0.1
 END_WITHIN_S = 10.0
 _PR_SET_PDEATHSIG = 1
 
 
 class MeasurementFailed(RuntimeError):
-    """A measurement ended without figures; says why."""
+    """A measurement ended without figures; the message has the reason."""
 
 
 def environment(**more: str) -> dict[str, str]:
-    """Of every process that is measured."""
+    """Return the environment variables of a measured process."""
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, **SETTINGS, "PYTHONPATH": os.pathsep.join(paths), **more}
 
 
 def end_at_sigterm() -> None:
-    """Let what is being measured end in order, as Ctrl-C does."""
+    """Handle SIGTERM like Ctrl-C: shut the measured processes down in order and exit with 143."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 
 
 def command_of(function: str, arguments: Mapping[str, object], *, python: Path | None = None) -> list[str]:
-    """The command line of a call.
+    """Return the command line of a call.
 
     Args:
-        function: "module:function".
-        arguments: JSON values.
-        python: interpreter; default: this one.
+        function: function to call, as "module:function".
+        arguments: keyword arguments, as JSON values.
+        python: interpreter; default: the current one.
     """
     call = json.dumps({"function": function, "arguments": arguments}, default=str)
     return [str(python or sys.executable), "-m", "benchmarks.lib.processes", call]
@@ -66,17 +65,17 @@ def call_in_processes(
     limit_s: float,
     python: Path | None = None,
 ) -> list[Any]:
-    """What a function returns in processes of its own, one for each call; all are over when one of them fails.
+    """Call a function in one subprocess per call and return the results; if a call fails, terminate the others.
 
     Args:
-        what: is measured; named in errors.
-        function: "module:function".
-        calls: the arguments of each, JSON values.
-        limit_s: no call may take longer.
-        python: interpreter of the environment to run in; default: this one.
+        what: name of the measurement, for errors.
+        function: function to call, as "module:function".
+        calls: keyword arguments of each call, as JSON values.
+        limit_s: timeout of all calls together, in seconds.
+        python: interpreter of the environment to run in; default: the current one.
 
     Raises:
-        MeasurementFailed: a process failed, or time is up.
+        MeasurementFailed: a process failed, or the timeout expired.
     """
     processes: list[subprocess.Popen[bytes]] = []
     with tempfile.TemporaryDirectory(prefix="benchmark-answers-") as folder:
@@ -94,18 +93,18 @@ def call_in_processes(
                     raise MeasurementFailed(f"{what} took longer than {limit_s:g} s")
                 time.sleep(POLL_S)
             found = [_answer(answer) for answer in answers]
-            for number, (process, said) in enumerate(zip(processes, found, strict=True)):
-                status = process.poll()  # None: it still runs, and another one failed
-                if status or (status == 0 and "result" not in said):
-                    why = said.get("error", "it said why above")
+            for number, (process, reply) in enumerate(zip(processes, found, strict=True)):
+                status = process.poll()  # None: it is still running, and another one failed
+                if status or (status == 0 and "result" not in reply):
+                    why = reply.get("error", "see its output above")
                     raise MeasurementFailed(f"process {number} of {what} ended with status {status}: {why}")
         finally:
             end_families(*processes)
-    return [said["result"] for said in found]
+    return [reply["result"] for reply in found]
 
 
 def _answer(path: Path) -> dict[str, Any]:
-    """The last line, if there is one that is whole; libraries may print before it."""
+    """Return the last line if it is complete JSON, else an empty dict; libraries may print before it."""
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     try:
         found: dict[str, Any] = json.loads(lines[-1])
@@ -115,13 +114,13 @@ def _answer(path: Path) -> dict[str, Any]:
 
 
 def end_families(*processes: subprocess.Popen[Any]) -> None:
-    """End processes and all of their descendants, by force where they do not go."""
+    """Terminate processes with all of their descendants; kill those that are alive after END_WITHIN_S."""
     family: list[psutil.Process] = []
     for process in processes:
         if process.poll() is None:
             try:
                 parent = psutil.Process(process.pid)
-                family += [parent, *parent.children(recursive=True)]  # it first: it is not to miss its children
+                family += [parent, *parent.children(recursive=True)]  # the parent first: it must not miss its children
             except psutil.NoSuchProcess:
                 continue
     for member in family:
@@ -138,17 +137,17 @@ def _signal(member: psutil.Process, verb: str) -> None:
     try:
         getattr(member, verb)()
     except psutil.NoSuchProcess:
-        return  # it went by itself
+        return  # it has exited already
 
 
 def end_with_parent() -> None:
-    """Have this process ended by SIGTERM when its parent dies, of whatever."""
+    """Make the kernel send this process SIGTERM when its parent dies for any reason."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def main() -> None:
-    """The process of a call."""
+    """Run the call of the command line, and print its result or error as JSON."""
     end_with_parent()
     call = json.loads(sys.argv[1])
     module, _, name = call["function"].partition(":")

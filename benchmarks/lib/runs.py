@@ -1,4 +1,4 @@
-"""One `leeway train` in a process of its own, and what it left in its folder."""
+"""One `leeway train` run in a subprocess, and the files of its run folder."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import pyarrow.parquet as pq
-
 from benchmarks.lib.machine import ROOT, make_model
 from benchmarks.lib.processes import MeasurementFailed, end_families, environment
-from buffer.offline.inspect import Inspection, export
-from launch.observe.metrics import Rows
-from launch.observe.totals import Interval, shared
-from launch.observe.trace import read
-from launch.run_folder import RunFolder
+
+from leeway.buffer.offline.inspect import Inspection, export
+from leeway.launch.observe.metrics import Rows
+from leeway.launch.observe.totals import Interval, shared
+from leeway.launch.observe.trace import read
+from leeway.launch.run_folder import RunFolder
 
 LIMIT_S = 900.0
-"""No run takes longer, unless a benchmark says so."""
+"""Default timeout of a run in seconds."""
 FEW_PROCESSES = ("--actors.num_actors", "1", "--learner.num_stages", "1")
-"""Overrides: a run starts fast, and fits on one core."""
+"""Overrides for a run that starts fast and fits on one core."""
 LOOK_EVERY_S = 0.5
 LAST_LINES = 20
-"""Of what a run has printed that failed: its folder may be gone when somebody reads why."""
+"""Output lines of a failed run that its error quotes; the run folder may be gone when the error is read."""
 
 Row = Mapping[str, Any]
-"""A step as metrics.jsonl and actors.jsonl have it; docs/metrics.md says what its keys mean."""
+"""Metrics of a step from metrics.jsonl and actors.jsonl; docs/metrics.md describes the keys."""
 
 
 def joined(folder: RunFolder) -> Iterator[dict[str, Any]]:
-    """Yield the row of each step with the columns of the actors, of whose lines for a step the last counts.
+    """Yield the row of each step with the columns of the actors; if a step has several actor lines, the last counts.
 
     Raises:
-        ValueError: a line is no JSON.
+        ValueError: a line is not JSON.
     """
     of_actors = {row["step"]: row for row in Rows(folder.actors).read()}
     for row in Rows(folder.metrics).read():
@@ -50,73 +50,73 @@ def joined(folder: RunFolder) -> Iterator[dict[str, Any]]:
 
 
 class RunFailed(MeasurementFailed):
-    """A run did not end well; says why, with the last lines that it printed."""
+    """A run failed; the message has the reason and the last lines of its output."""
 
-    def __init__(self, name: str, why: str, status: int | None, said: Sequence[str]) -> None:
-        last = ["it said last:", *said[-LAST_LINES:]] if said else ["it said why above"]
+    def __init__(self, name: str, why: str, status: int | None, printed: Sequence[str]) -> None:
+        last = ["last output:", *printed[-LAST_LINES:]] if printed else ["see its output above"]
         super().__init__("\n    ".join([f"{name} {why}; {last[0]}", *last[1:]]))
         self.why = why
         self.status = status
-        """Of its exit; None where it took too long."""
-        self.said = said
+        """Exit status; None if the run timed out."""
+        self.printed = printed
 
 
 @dataclass(frozen=True)
 class Samples:
-    """The samples that were trained, one entry for each."""
+    """The trained samples, as arrays with one entry per sample."""
 
     step: npt.NDArray[np.int64]
-    """That trained it."""
+    """Step that trained the sample."""
     length: npt.NDArray[np.int64]
-    """Of its completion, tokens."""
+    """Length of the completion in tokens."""
     started_s: npt.NDArray[np.float64]
     finished_s: npt.NDArray[np.float64]
 
 
 class Generated(NamedTuple):
-    """By one actor in a window of time."""
+    """Generation of one actor within a window of time."""
 
     busy_s: float
-    """In which it had at least one training request running."""
+    """Seconds with at least one training request running."""
     num_tokens: float
-    """Of completions; those of a span that reaches out of the window count by its share."""
+    """Completion tokens; a span that extends beyond the window counts by the share inside it."""
 
 
 class FinishedRun:
-    """The folder of a run that has ended."""
+    """Reader of the folder of a run that has ended."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     @functools.cached_property
     def steps(self) -> list[Row]:
-        """In order, also those that took no update."""
+        """Rows of all steps in order, including steps that skipped the update."""
         return [row for row in joined(RunFolder(self.folder)) if "loss" in row]
 
     @functools.cached_property
     def updates(self) -> list[Row]:
-        """The steps that took one."""
+        """Rows of the steps that took an update."""
         return [row for row in self.steps if not row["skipped"]]
 
     @functools.cached_property
     def summary(self) -> Mapping[str, Any]:
-        """Of summary.json.
+        """Content of summary.json.
 
         Raises:
-            MeasurementFailed: it was ended before its last evaluation.
+            MeasurementFailed: the run ended before its last evaluation.
         """
         found: dict[str, Any] = json.loads((self.folder / "summary.json").read_text())
         if found["accuracy_after"] is None:
-            raise MeasurementFailed(f"was ended after {found['num_steps']} steps, before its last evaluation")
+            raise MeasurementFailed(f"the run ended after {found['num_steps']} steps, before its last evaluation")
         return found
 
     def evaluations(self) -> list[tuple[int, float]]:
-        """Of each in order, the version and the greedy accuracy."""
+        """Return version and greedy accuracy of each evaluation, in order."""
         found = map(json.loads, (self.folder / "eval.jsonl").read_text().splitlines())
         return [(each["policy_version"], each["accuracy_greedy"]) for each in found]
 
     def samples(self) -> Samples:
-        """All that a step has trained, read from the buffer."""
+        """Read all trained samples from the buffer."""
         path = self.folder / "samples.parquet"
         columns = ["trained_step", "token_ids", "prompt_length", "started_s", "finished_s"]
         with Inspection.open(self.folder / "buffer") as inspection:
@@ -133,7 +133,7 @@ class FinishedRun:
         )
 
     def generated(self, window: Interval) -> dict[str, Generated]:
-        """Actor -> what it generated within a window of seconds since the epoch, from timeline.json."""
+        """Return, by actor, its generation within a window of seconds since the epoch, from timeline.json."""
         found: dict[str, Generated] = {}
         for span in read(self.folder / "timeline.json"):
             if span.cat == "generate" and span.dur:
@@ -145,37 +145,37 @@ class FinishedRun:
 
 
 class KeptResults:
-    """A folder of what was computed from finished runs: a benchmark that was ended goes on from there."""
+    """A folder of results of finished runs, from which an interrupted benchmark resumes."""
 
     def __init__(self, folder: Path, name: str, facts: object) -> None:
-        """Open or make it.
+        """Open or create the folder.
 
         Args:
-            folder: as `--work` names it.
-            name: of the JSON file that says what its runs have in common.
-            facts: what those of this benchmark have.
+            folder: folder named by `--work`.
+            name: name of the JSON file that stores the facts.
+            facts: what the runs of this benchmark have in common.
 
         Raises:
-            SystemExit: it holds others.
+            SystemExit: the folder has runs with other facts.
         """
         self.folder = folder.resolve()
         self.folder.mkdir(parents=True, exist_ok=True)
-        said = self.folder / name
-        if said.exists() and (theirs := json.loads(said.read_text())) != facts:
-            sys.exit(f"--work {folder} holds runs of {theirs}, not of {facts}; choose another folder")
-        said.write_text(json.dumps(facts))
+        path = self.folder / name
+        if path.exists() and (stored := json.loads(path.read_text())) != facts:
+            sys.exit(f"--work {folder} holds runs of {stored}, not of {facts}: choose another folder")
+        path.write_text(json.dumps(facts))
 
     def has(self, name: str) -> bool:
-        """Is something kept under a name?"""
+        """Return whether a result is stored under a name."""
         return (self.folder / f"{name}.json").exists()
 
     def result(self, name: str, make: Callable[[Path], Mapping[str, Any]]) -> Any:  # noqa: ANN401 -- JSON
-        """What is kept under a name; where nothing is, it is made in a folder that is removed afterwards."""
+        """Return the result stored under a name; if missing, make it in a folder that is removed afterwards."""
         kept = self.folder / f"{name}.json"
         if self.has(name):
             return json.loads(kept.read_text())
         folder = self.folder / "runs" / name
-        shutil.rmtree(folder, ignore_errors=True)  # what an earlier call left unfinished
+        shutil.rmtree(folder, ignore_errors=True)  # left by an earlier call that did not finish
         part = self.folder / f"{name}.part"
         part.write_text(json.dumps(result := make(folder)))
         part.replace(kept)
@@ -184,7 +184,7 @@ class KeptResults:
 
 
 def by_token(updates: Sequence[Row], key: str) -> float:
-    """Mean of a metric over steps, weighted by their completion tokens."""
+    """Return the mean of a metric over steps, weighted by their completion tokens."""
     num_tokens = sum(row["batch/completion_tokens"] for row in updates)
     return float(sum(row[key] * row["batch/completion_tokens"] for row in updates) / num_tokens)
 
@@ -198,24 +198,24 @@ def train(
     limit_s: float = LIMIT_S,
     prefix: Sequence[str] = (),
     look: Callable[[Path], None] = lambda folder: None,
-    module: str = "launch.cli",
+    module: str = "leeway.launch.cli",
     variables: Mapping[str, str] | None = None,
 ) -> FinishedRun:
-    """Train as a config says, in a process of its own.
+    """Train a config in a subprocess.
 
     Args:
         config: TOML file.
-        folder: of the run, made anew.
+        folder: run folder to create.
         overrides: arguments of `leeway train`.
-        log: what it prints goes there; None: to this process's own output.
-        limit_s: a run that takes longer has failed.
-        prefix: a command that runs it, such as `taskset`.
-        look: shown the folder about every LOOK_EVERY_S while it runs.
-        module: whose command it is.
-        variables: further ones of its environment.
+        log: file for the output of the run; None: the output of this process.
+        limit_s: timeout in seconds.
+        prefix: command that runs it, such as `taskset`.
+        look: callback that receives the folder about every LOOK_EVERY_S during the run.
+        module: module whose command line is run.
+        variables: further environment variables.
 
     Raises:
-        RunFailed: it did not end well, or took too long.
+        RunFailed: the run failed or timed out.
     """
     command = [*prefix, sys.executable, "-m", module, "train", str(config)]
     command += ["--run.dir", str(folder.parent), "--run.name", folder.name, *overrides]
@@ -231,13 +231,13 @@ def train(
             end_families(process)
     if not is_over or process.returncode:
         why = f"ended with status {process.returncode}" if is_over else f"took longer than {limit_s:g} s"
-        said = log.read_text(errors="replace").splitlines() if log else []
-        raise RunFailed(folder.name, why, process.returncode if is_over else None, said)
+        printed = log.read_text(errors="replace").splitlines() if log else []
+        raise RunFailed(folder.name, why, process.returncode if is_over else None, printed)
     return FinishedRun(folder)
 
 
 def _follow(process: subprocess.Popen[bytes], folder: Path, look: Callable[[Path], None], deadline_s: float) -> bool:
-    """Wait for its end; False where it did not come in time."""
+    """Wait until the process exits; return False on timeout."""
     while True:
         try:
             process.wait(LOOK_EVERY_S)

@@ -1,11 +1,11 @@
-"""Small models that were taught a task and stopped early, each in a folder with its rows and a config.
+"""Small partly trained models, each in a folder with its task's rows and a config.
 
     sorting   five digits, `40315>` -> `01345`: 6 tokens
     adding    two numbers of 2 to 5 digits with the work shown, `58+967=` -> `8+7+0=15,5+6+1=12,0+9+1=10;1025`:
               20 to 52 tokens
 
-A Llama of 0.9 million parameters, trained by next-token prediction on the training rows until about half of its greedy
-answers are right.
+The model is a Llama of 0.9 million parameters. Next-token prediction on the training rows stops when about half of its
+greedy answers are correct.
 
     python benchmarks/lib/small_tasks.py TASK FOLDER
 """
@@ -30,7 +30,7 @@ VOCABULARY = ("<pad>", "<eos>", "<unk>", *"0123456789>+=,;")
 IDS = {token: index for index, token in enumerate(VOCABULARY)}
 MAX_TOKENS = 128
 STOP_AT = 0.48
-"""Share of NUM_CHECKED held-out rows."""
+"""Greedy accuracy on NUM_CHECKED held-out rows at which supervised training stops."""
 NUM_HELDOUT, NUM_TRAIN, NUM_CHECKED = 512, 12_000, 256
 MOST_STEPS = 4_000
 CHECK_EVERY = 20
@@ -38,7 +38,7 @@ BATCH_SIZE = 64
 
 
 class SmallTask(NamedTuple):
-    """What is asked, and what is trained by default."""
+    """A task's questions and answers, and the token limits of its config."""
 
     question: Callable[[random.Random], str]
     answer: Callable[[str], str]
@@ -60,7 +60,7 @@ def _sum(rng: random.Random) -> str:
 
 
 def _worked(question: str) -> str:
-    """The sum column by column from the right, with what is carried: a+b+carry=total."""
+    """Return the sum worked column by column from the right as a+b+carry=total, then the result."""
     first, second = question[:-1].split("+")
     size, carry, columns = max(len(first), len(second)), 0, []
     for a, b in zip(reversed(first.zfill(size)), reversed(second.zfill(size)), strict=True):
@@ -77,7 +77,7 @@ TASKS = {
 
 
 def make(name: str, folder: Path) -> Path:
-    """Write model, rows and config of a task, unless they are there; return the path of the config."""
+    """Write model, rows and config of a task unless they exist; return the path of the config."""
     config = folder / "run.toml"
     if config.exists():
         return config
@@ -100,14 +100,14 @@ def make(name: str, folder: Path) -> Path:
         f"max_new_tokens = {task.max_new_tokens}\n\n"
         "[learner]\nnum_steps = 200\ngroups_per_step = 16\nlearning_rate = 1e-4\n",
         encoding="utf-8",
-    )  # last: a folder with it is whole
+    )  # written last: a folder with a config is complete
     return config
 
 
 def half_teach(
     model: LlamaForCausalLM, task: SmallTask, train: list[str], checked: list[str], rng: random.Random
 ) -> None:
-    """Supervised training in place, until half of the answers are right; RuntimeError if they never are."""
+    """Train in place with supervision until the accuracy is STOP_AT; raise RuntimeError after MOST_STEPS."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
     for step in range(1, MOST_STEPS + 1):
         optimizer.param_groups[0]["lr"] = 1e-3 * min(1.0, step / 50)
@@ -116,16 +116,16 @@ def half_teach(
             tokens, labels = encode(task, checked)
             with torch.no_grad():
                 guesses = model(tokens[:, :-1], use_cache=False).logits.argmax(-1)
-            # a greedy answer is right if every token is the likeliest after the right ones before it
+            # a greedy answer is correct if each token is the most likely one given the correct tokens before it
             right = 1 - float(((guesses != labels[:, 1:]) & (labels[:, 1:] != IGNORED)).any(1).float().mean())
             if right >= STOP_AT:
-                print(f"{step} steps, {right:.3f} right", flush=True)
+                print(f"{step} steps, accuracy {right:.3f}", flush=True)
                 return
-    raise RuntimeError(f"the model is not right on {STOP_AT:.0%} after {MOST_STEPS} steps")
+    raise RuntimeError(f"the model's accuracy is below {STOP_AT:.0%} after {MOST_STEPS} steps")
 
 
 def encode(task: SmallTask, questions: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and labels, each rows by length, padded at the end; the question is not learned."""
+    """Return token ids and labels, each [rows, length], padded at the end; the question's labels are ignored."""
     rows = []
     for question in questions:
         prompt, completion = ([IDS[each] for each in text] for text in (question, task.answer(question)))

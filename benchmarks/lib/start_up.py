@@ -1,4 +1,4 @@
-"""How long the demo takes from its command to its first lease, and where the time goes, of any checkout."""
+"""Start-up time of the demo in any checkout: seconds from the command to the first lease, by phase."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from statistics import median
 from typing import Any
 
 import psutil
-
 from benchmarks.lib.machine import ROOT
 from benchmarks.lib.page import table
 from benchmarks.lib.processes import SETTINGS, MeasurementFailed, end_families
-from launch.observe.trace import read
+
+from leeway.launch.observe.trace import read
 
 LIMIT_S = 300.0
-"""No start and step takes longer."""
+"""Timeout in seconds of a start and one step."""
 DROP_CACHES = Path("/proc/sys/vm/drop_caches")
 ROWS = {
     "first line of output": "first_line_s",
@@ -33,27 +33,27 @@ ROWS = {
 }
 """Row of the table -> figure."""
 WANTED_S = 20.0
-"""From the command to the first lease, with warm caches."""
+"""Target in seconds from the command to the first lease, with warm caches."""
 
 
 def measure(folder: Path, *, checkout: Path = ROOT, cold: bool = False) -> dict[str, float]:
-    """Run one step of the demo in a folder that is not there; seconds since the command, by name of the figure.
+    """Run one step of the demo and return the figures by name, in seconds since the command.
 
     Args:
-        folder: of the run.
-        checkout: whose code runs, in the environment of this process.
-        cold: with an empty page cache.
+        folder: run folder to create.
+        checkout: checkout that is run, in the environment of this process.
+        cold: empty the page cache first.
 
     Raises:
-        MeasurementFailed: it did not end well; or cold is asked for, and this user may not empty the cache.
+        MeasurementFailed: the run failed, or `cold` is set and this user may not empty the page cache.
     """
     if cold:
         os.sync()
         try:
             DROP_CACHES.write_text("3")
         except OSError as error:
-            raise MeasurementFailed(f"the page cache cannot be emptied ({error}): a cold start needs root") from error
-    command = [sys.executable, "-m", "launch.cli", "train", "examples/demo.toml"]
+            raise MeasurementFailed(f"cannot empty the page cache ({error}): run a cold start as root") from error
+    command = [sys.executable, "-m", "leeway", "train", "examples/demo.toml"]
     command += ["--run.dir", str(folder.parent), "--run.name", folder.name, "--learner.num_steps", "1"]
     environment = {**os.environ, **SETTINGS, "PYTHONPATH": str(checkout)}
     began_s = time.time()
@@ -61,24 +61,24 @@ def measure(folder: Path, *, checkout: Path = ROOT, cold: bool = False) -> dict[
         command, cwd=checkout, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     found: dict[str, float] = {}
-    said = []
+    printed = []
     assert process.stdout is not None
-    limit = threading.Timer(LIMIT_S, end_families, [process])  # its output ends with it
+    limit = threading.Timer(LIMIT_S, end_families, [process])  # ends the output, and so the loop
     limit.start()
     try:
         for line in process.stdout:
-            said.append(line)
+            printed.append(line)
             found.setdefault("first_line_s", time.time() - began_s)
             if line.startswith("training"):
                 found["cpu_s"], found["actors_cpu_s"] = _cpu(psutil.Process(process.pid))
     finally:
         limit.cancel()
     if process.wait(LIMIT_S) != 0:
-        raise MeasurementFailed(f"the run in {folder} ended with {process.returncode}:\n{''.join(said[-10:])}")
+        raise MeasurementFailed(f"the run in {folder} exited with {process.returncode}:\n{''.join(printed[-10:])}")
     spans = list(read(folder / "timeline.json"))
     phases = [span for span in spans if span.cat == "phase"]
     starting = [span for span in phases if span.name.startswith("starting")]
-    if len(starting) > 1:  # a checkout of before says one sentence for the whole start
+    if len(starting) > 1:  # older checkouts have one phase for the whole start
         found["ray_s"] = starting[0].end_s - began_s
     found["ready_s"] = starting[-1].end_s - began_s
     found["lease_s"] = min(span.start_s for span in spans if span.cat == "generate") - began_s
@@ -86,7 +86,7 @@ def measure(folder: Path, *, checkout: Path = ROOT, cold: bool = False) -> dict[
 
 
 def _cpu(command: psutil.Process) -> tuple[float, float]:
-    """Processor seconds of a run so far, and of its actors alone."""
+    """Return the processor seconds of a run so far, and those of its actors alone."""
     total_s = actors_s = 0.0
     for process in _family(command):
         with suppress(psutil.Error):
@@ -105,15 +105,15 @@ def _family(command: psutil.Process) -> Iterator[psutil.Process]:
 
 
 def section(columns: Mapping[str, Sequence[dict[str, float]]]) -> list[str]:
-    """The paragraphs of a page: medians of the starts under each head."""
+    """Return the section of a page with the median of the starts of each column."""
     rows = []
     for row, key in ROWS.items():
         cells = [[start[key] for start in starts if key in start] for starts in columns.values()]
         rows.append([row, *(f"{median(values):.1f}" if values else "-" for values in cells)])
     counts = ", ".join(f"{head}: {len(starts)}" for head, starts in columns.items())
     return [
-        "## How long a start takes",
-        f"Seconds since the command, medians of so many starts: {counts}. *Cold* is with an empty page cache.",
+        "## Start-up time",
+        f"Median seconds since the command. Number of starts: {counts}. *Cold* starts with an empty page cache.",
         table(["", *columns], rows),
         _judgement(median(start["lease_s"] for start in columns["now, warm"])),
     ]
@@ -121,16 +121,16 @@ def section(columns: Mapping[str, Sequence[dict[str, float]]]) -> list[str]:
 
 def _judgement(lease_s: float) -> str:
     return (
-        f"Wanted: at most {WANTED_S:g} s to the first lease with warm caches. Measured: {lease_s:.1f} s, which is "
-        f"{'met' if lease_s <= WANTED_S else '**not met**'}. Nearly all of it is processor time: two actors and two "
-        "engines import vLLM each for themselves, and two stages PyTorch and Transformers, on two cores. The command "
-        "itself loads Transformers first, to refuse a model that no stage could train before anything is started. To "
-        "import vLLM once and fork the engines would save most of it, and vLLM forks none inside a Ray actor."
+        f"Target: at most {WANTED_S:g} s to the first lease with warm caches. Measured: {lease_s:.1f} s, "
+        f"{'met' if lease_s <= WANTED_S else '**not met**'}. Nearly all of it is processor time on two cores: two "
+        "actors and two engines each import vLLM, and two stages import PyTorch and Transformers. The command itself "
+        "loads Transformers first, to reject a model that the stages could not train before it starts them. Importing "
+        "vLLM once and forking the engines would save most of it, but vLLM does not fork inside a Ray actor."
     )
 
 
 def figures(columns: Mapping[str, Sequence[dict[str, float]]]) -> dict[str, Any]:
-    """The same for a line of JSON."""
+    """Return the figures of each start, rounded, for the JSON line."""
     return {
         head: [{key: round(value, 2) for key, value in start.items()} for start in starts]
         for head, starts in columns.items()

@@ -1,4 +1,4 @@
-"""The page of results of the matrix, and its plot."""
+"""Results page and plot of the matrix."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ import platform
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-
-from matplotlib.axes import Axes
 
 from benchmarks.lib.figure import drawn
 from benchmarks.lib.page import table, write_page
@@ -33,14 +31,15 @@ from benchmarks.off_policy_world.world import (
     World,
     sequence_logprobs,
 )
+from matplotlib.axes import Axes
 
 Outcomes = dict[str, dict[str, list[Outcome]]]
-"""Row -> lag -> one outcome for each seed."""
+"""Row -> lag -> one outcome per seed."""
 Means = dict[str, dict[str, float | None]]
-"""Row -> lag -> KL, None where a seed became non-finite."""
+"""Row -> lag -> KL; None if a seed became non-finite."""
 
 WANTED_KL = 1e-3
-"""Of trajectory balance at lags 0 to 16, and as it ships on uniform data too."""
+"""Target KL of trajectory balance at lags 0 to 16, and with default weights also on uniform data."""
 TB = "trajectory_balance"
 PPO = "off_policy_ppo"
 NAIVE = f"{PPO}+naive"
@@ -57,7 +56,7 @@ ALGORITHMS_SHOWN = {
     f"{PPO}+naive": ("#c0392b", "-"),
     "distillation": ("#8c564b", "-"),
 }
-"""Row -> colour and line, on the left."""
+"""Row -> colour and line style of the left plot."""
 CORRECTIONS_SHOWN = {
     PPO: ("#1f5fa8", "-"),
     f"{PPO}+naive": ("#c0392b", "-"),
@@ -69,59 +68,59 @@ CORRECTIONS_SHOWN = {
     f"{PPO}+cispo": ("#e08a1e", ":"),
     f"{PPO}+interpolated": ("#8c564b", ":"),
 }
-"""The same on the right."""
+"""Row -> colour and line style of the right plot."""
 
 SHOWS = """\
-- **The optimum of trajectory balance does not mind age.** Up to lag 16 its KL changes by no more than it does between \
-seeds, with weights and without. From data of one old policy or of the uniform one it is larger and still small, with \
-weights about twice what it is without: what the policy hardly writes has less of a say. An anchor at the sampler \
-changes nothing while the sampler follows, and holds the policy back where it never does. Whether a run gets to the \
-optimum is another question, which a world of 1,024 answers with a cooled rate does not ask: \
+- **The optimum of trajectory balance is independent of data age.** Up to lag 16 its KL changes by no more than \
+between seeds, with and without weights. On data of one old policy or of the uniform policy it is larger but still \
+small; with weights it is about twice that without, because completions that the policy rarely generates count less. \
+An anchor at the sampler has no effect while the sampler follows the policy, and holds the policy back if it never \
+does. This world of 1,024 completions with a decaying learning rate does not test whether a run reaches the optimum: \
 [stability.md](stability.md) does.
-- **OAPL has an optimum of each draw's own.** While the sampler follows, steps from one to the next end near the best \
-completion, far from pi*. From data of the first policy its optimum is pi*, and it comes close.
-- **Naive PPO pays for lag from the first update on.** It centres its trust region on the policy that sampled, and \
-takes the KL of its reward from that policy too; from old or uniform data it therefore stays beside it. Proximal \
-RLOO, which does the same with the completion as one action, degrades alike.
-- **Decoupled PPO hardly degrades up to lag 16**, with either baseline, and from uniform data it still comes near. It \
-does not arrive: the weight of a token repairs the choice of that token, not the prefix before it nor the \
-continuation after it, which mu wrote.
+- **The optimum of OAPL depends on the draw.** While the sampler follows the policy, successive optima end near the \
+best completion, far from pi*. On data of the first policy its optimum is pi*, and it comes close.
+- **Naive PPO degrades from the first update of lag.** It centres its trust region on the behaviour policy, and \
+computes the KL in its reward from that policy too; on old or uniform data it therefore stays near the behaviour \
+policy. Proximal RLOO does the same with the completion as one action and degrades equally.
+- **Decoupled PPO hardly degrades up to lag 16**, with either baseline, and comes near pi* even on uniform data. It \
+does not reach pi*: the weight of a token corrects the choice of that token, but not the prefix before it or the \
+continuation after it, which mu generated.
 - **Corrections gain little up to lag 16**: token_tis (the default), none (`+unbounded`), icepop and geometric_mask \
-differ by no more than seeds do. sequence_tis is worse at 16. On uniform data token_tis leaves less than half of what \
-raw weights do, and some of the others do great harm. sequence_tis collapses, and not to the best completion: the \
+differ by no more than seeds do. sequence_tis is worse at 16. On uniform data token_tis leaves less than half of the \
+KL of raw weights, and some of the others do great harm. sequence_tis collapses, and not to the best completion: the \
 expectation of a truncated weight is not 1, so the baseline no longer cancels. icepop drops every token that the \
-policy writes less than half as often as mu, and nothing holds those up. gspo is uneven between seeds: its ratio is \
-that of a sequence, so the weight of one token reaches all of them. At the other end, up to lag 1, gspo has the least \
-KL of all PPO rows: its narrow clip holds updates back, which says as much about a learning rate from a coarse grid as \
-about the surrogate.
-- **An interpolated proximal policy does as well as one that is scored.** It needs no pass over the draw, is as near \
-to pi* at lag 0 and 1, and at lag 4 and 16 and from uniform data it is the nearest of all PPO rows. Its region lies \
-about a policy between the one that sampled and the one that learns, and moves with the second: the farther apart \
-they are, the less it holds back. Here, where no weight can explode, that does no harm.
-- **How a gradient is averaged or bounded hardly shows**: `dr_grpo`, `batch` and a critic differ from \
-PPO as it ships by about what seeds do. `entropy` has another optimum, and comes to it at every age: less \
-reward by what the bonus is worth.
-- **Distillation asks for no reward**, so it does not matter who wrote the tokens: at every age no row is nearer to \
-its teacher.
-- **The rule on the effective sample size** never acts at lag 0 and 1, and changes little where it does: it slows a \
-run whose weights are uneven, and repairs no bias.
-- **Online DPO has another optimum.** The best of a group is always preferred to the worst, so on data of its own the \
-sigmoid loss ends at one completion for each prompt, mostly the best: the most reward, and farther from pi* than the \
-reference was. IPO stops at its margin. Neither asks who wrote a pair, and up to lag 16 neither changes; \
-uniform pairs are about completions that the policy hardly writes, and move it less.
+policy generates less than half as often as mu, so nothing raises the probability of those. gspo varies between seeds: \
+its ratio is that of a sequence, so the weight of one token affects all of them. Up to lag 1, gspo has the lowest KL \
+of all PPO rows: its narrow clip limits updates, which may reflect a learning rate from a coarse grid as much as the \
+surrogate.
+- **An interpolated proximal policy is as good as a computed one.** It needs no pass over the draw, is as near to pi* \
+at lag 0 and 1, and is the nearest of all PPO rows at lag 4 and 16 and on uniform data. Its trust region is centred on \
+a policy between the behaviour policy and the current policy, and moves with the current one: the farther apart they \
+are, the less it limits updates. In this world weights cannot explode, so this does no harm.
+- **Averaging and bounding of gradients have little effect**: `dr_grpo`, `batch` and a critic differ from \
+default PPO by about as much as seeds do. `entropy` has a different optimum, and reaches it at every age: its reward \
+is lower by the value of the bonus.
+- **Distillation uses no reward**, so the source of the tokens does not matter: at every age no row is nearer to its \
+teacher.
+- **The rule on the effective sample size** never acts at lag 0 and 1, and changes little at other lags: it slows a \
+run whose weights are uneven, but corrects no bias.
+- **Online DPO has a different optimum.** The best completion of a group is always preferred to the worst, so on its \
+own data the sigmoid loss converges to one completion per prompt, mostly the best one: the highest reward, and farther \
+from pi* than the reference. IPO stops at its margin. Neither depends on the source of a pair, and up to lag 16 \
+neither changes; uniform pairs contain completions that the policy rarely generates, and move it less.
 
-What was measured are the tables; the reasons given here are our reading of them, written for the run of three seeds.
+The tables are measurements; the explanations here are our interpretation of them, written for the run of three seeds.
 
-What it does not show: with 4 tokens a uniform policy bounds the weight of a token by 4 and that of a completion by \
-1,024, so nothing here explodes as it can with a vocabulary of 100,000 and a thousand tokens; corrections are made \
-for that. The learning rate falls to 0, so lag means less and less towards the end: this is what age costs a run that \
-is cooled down, not one that is not. All samples of a draw have one age. The policy sees every completion many times, \
-so nothing is said about generalisation. Learning rates were chosen at lag 0 on one seed, and no knob of a correction \
-was tuned. Rows that differ in a weight alone are the same run at lag 0, where it is 1."""
+Limits: with 4 tokens a uniform policy bounds the weight of a token by 4 and that of a completion by 1,024, so no \
+weight explodes as it can with a vocabulary of 100,000 and a thousand tokens, for which corrections are designed. The \
+learning rate decays to 0, so lag matters less and less towards the end: the tables show the cost of data age for a \
+run whose learning rate decays. All samples of a draw have the same age. The policy sees every completion many times, \
+so the results do not cover generalization. Learning rates were chosen at lag 0 on one seed, and no parameter of a \
+correction was tuned. Rows that differ only in a weight are identical at lag 0, where the weight is 1."""
 
 
 def means(seen: list[Outcome]) -> dict[str, float | None]:
-    """Means over seeds; None where one of them became non-finite."""
+    """Return means over seeds; None if one of them became non-finite."""
     if any(outcome.kl is None or outcome.reward is None for outcome in seen):
         return {"kl": None, "reward": None}
     return {
@@ -134,26 +133,26 @@ def write_results(folder: Path, outcomes: Outcomes, seeds: Sequence[int], num_dr
     """Write off_policy.md and off_policy.svg into a folder.
 
     Args:
-        folder: of the results.
-        outcomes: of the whole matrix.
-        seeds: in the order of the outcomes.
-        num_draws: of every cell.
-        wall_s: what the matrix took.
+        folder: folder of the results.
+        outcomes: outcomes of the whole matrix.
+        seeds: seeds in the order of the outcomes.
+        num_draws: draws of every cell.
+        wall_s: wall time of the matrix in seconds.
     """
     kl: Means = {name: {lag: means(by_lag[lag])["kl"] for lag in LAGS} for name, by_lag in outcomes.items()}
     worlds = [World.made_from(seed) for seed in seeds]
     reference_kl = statistics.fmean(world.kl(sequence_logprobs(world.reference)) for world in worlds)
     draw(folder / "off_policy.svg", kl, reference_kl)
     parts = [
-        "# Every algorithm on data of every age",
+        "# Algorithms and data age",
         _setting(len(seeds), num_draws, wall_s),
         "![KL to the optimum over the lag of the data](off_policy.svg)",
         _kl_table(outcomes),
         _growth_table(kl),
         _reward_table(outcomes, worlds),
-        "## What was wanted",
-        _wanted(outcomes, kl, reference_kl),
-        "## What it shows, and what it does not",
+        "## Targets",
+        _targets(outcomes, kl, reference_kl),
+        "## Interpretation and limits",
         SHOWS,
     ]
     write_page(folder / "off_policy.md", parts)
@@ -166,32 +165,31 @@ Written by `python benchmarks/off_policy.py` on {os.cpu_count()} cores ({platfor
 {platform.python_version()}, in {wall_s / 60:.0f} minutes.
 
 **The world.** {NUM_PROMPTS} prompts, a vocabulary of {NUM_TOKENS}, completions of exactly {LENGTH} tokens: \
-{NUM_SEQUENCES} of them for each prompt, so everything that is reported is exact and nothing is estimated. A reward is \
-a sum of random scores: of tokens by their place, of neighbours, and of the first token with the last; mean 0, \
-standard deviation 1. The policy is a transformer of 2 layers and width 32 that starts as the reference. \
-pi* ~ pi_ref exp(r / beta) with beta = {BETA}. KL(pi || pi*) times beta is exactly what pi falls short of the optimum \
-in E[r] - beta KL(pi || pi_ref). Every seed is another world; figures are means over {num_seeds} seeds, the same for \
-all cells.
+{NUM_SEQUENCES} of them for each prompt, so all reported figures are exact. A reward is a sum of random scores: of \
+tokens by position, of adjacent tokens, and of the first token with the last; mean 0, standard deviation 1. The policy \
+is a transformer of 2 layers and width 32 that starts as the reference. pi* ~ pi_ref exp(r / beta) with beta = {BETA}. \
+KL(pi || pi*) times beta is exactly the difference between the optimum and pi in E[r] - beta KL(pi || pi_ref). Every \
+seed is a different world; figures are means over {num_seeds} seeds, the same for all cells.
 
 **A cell.** {num_draws} draws of {SAMPLES_PER_DRAW // GROUP_SIZE} groups of {GROUP_SIZE} samples ({num_samples:,} \
-samples in all), {NUM_MINIBATCHES} minibatches x {NUM_EPOCHS} epochs = {UPDATES_PER_DRAW} updates a draw, with pi_prox \
-fixed at its start, as the learner does it. The losses are those of `algorithms`, called through its registry. \
-Corrections and other knobs stand at their defaults (token_tis for all losses); PPO has kl_beta = {BETA} in its \
-reward, sigmoid DPO and OAPL the same beta, IPO 0.1 (its beta sets a pair's margin, 1 / (2 beta) = 5), \
-`distillation` has pi* for a teacher, `+entropy` a bonus of 0.01, and the rule on the effective sample size a budget \
-of 0.5 and `scale_lr`. Optimizer as the learner's defaults; the learning rate falls to 0 on a cosine. Its peak is \
-chosen for each row from \
+samples in total), {NUM_MINIBATCHES} minibatches x {NUM_EPOCHS} epochs = {UPDATES_PER_DRAW} updates per draw, with \
+pi_prox fixed at the start of the draw, as in the learner. The losses are those of `algorithms`, called through its \
+registry. Corrections and other parameters have their defaults (token_tis for all losses); PPO has kl_beta = {BETA} in \
+its reward, sigmoid DPO and OAPL the same beta, IPO 0.1 (its beta sets a pair's margin, 1 / (2 beta) = 5), \
+`distillation` has pi* as its teacher, `+entropy` a bonus of 0.01, and the rule on the effective sample size a budget \
+of 0.5 and `scale_lr`. The optimizer has the learner's defaults; the learning rate decays to 0 on a cosine. Its peak \
+is chosen for each row from \
 {", ".join(f"{rate:g}" for rate in LEARNING_RATES)} by the KL at lag 0 on another seed, and is the same at every lag.
 
-**Lag** L: the samples of a draw come from the policy of L updates before its first update, so the last of its updates \
+**Lag** L: the samples of a draw come from the policy L updates before its first update, so the last of its updates \
 trains on data that are L + {UPDATES_PER_DRAW - 1} versions old. **first**: all samples come from the first policy, \
 which is the reference, so the last update trains on data that are {num_draws * UPDATES_PER_DRAW - 1} versions old; \
-the optimum of `oapl` on these is pi* as well. **uniform**: every token of every draw is sampled \
-uniformly, and no policy ever samples."""
+the optimum of `oapl` on these is pi* as well. **uniform**: every token of every draw is sampled uniformly, never from \
+a policy."""
 
 
 def _kl_table(outcomes: Outcomes) -> str:
-    text = "KL(pi || pi*) at the end, in nats: the mean over seeds, and the worst seed in brackets."
+    text = "Final KL(pi || pi*) in nats: mean over seeds, with the worst seed in brackets."
     rates = {row.name: f"{row.learning_rate:g}" for row in ROWS}
     rows = [[f"`{name}`", rates[name], *map(_kl_cell, by_lag.values())] for name, by_lag in outcomes.items()]
     return f"{text}\n\n{table(['', 'learning rate', *_headings()], rows)}"
@@ -203,9 +201,9 @@ def _reward_table(outcomes: Outcomes, worlds: list[World]) -> str:
     most = statistics.fmean(float(world.rewards_PS.amax(1).mean()) for world in worlds)
     distance = statistics.fmean(world.kl(sequence_logprobs(world.reference)) for world in worlds)
     text = (
-        f"Expected reward at the end, mean over seeds. The reference has {before:.3f}, and its KL to pi* is "
-        f"{distance:.2f}; pi* has {best:.3f}; the best completion has {most:.2f}. More than pi* is no better: it was "
-        "paid for with KL to the reference."
+        f"Final expected reward, mean over seeds. The reference has {before:.3f}, and its KL to pi* is "
+        f"{distance:.2f}; pi* has {best:.3f}; the best completion has {most:.2f}. A reward above that of pi* is not "
+        "better: it costs KL to the reference."
     )
     rows = [[f"`{name}`", *map(_reward_cell, by_lag.values())] for name, by_lag in outcomes.items()]
     return f"{text}\n\n{table(['', *_headings()], rows)}"
@@ -231,7 +229,7 @@ def _reward_cell(seen: list[Outcome]) -> str:
 
 def _growth_table(kl: Means) -> str:
     rows = [[f"`{name}`", *(_growth(by_lag, lag) for lag in LAGS[1:])] for name, by_lag in kl.items()]
-    return f"What age costs: KL over that of the same row at lag 0.\n\n{table(['', *_headings()[1:]], rows)}"
+    return f"Cost of data age: KL over that of the same row at lag 0.\n\n{table(['', *_headings()[1:]], rows)}"
 
 
 def _growth(by_lag: dict[str, float | None], lag: str) -> str:
@@ -239,21 +237,21 @@ def _growth(by_lag: dict[str, float | None], lag: str) -> str:
     return "not finite" if aged is None or not fresh else f"{aged / fresh:.2g}"
 
 
-def _wanted(outcomes: Outcomes, kl: Means, reference_kl: float) -> str:
+def _targets(outcomes: Outcomes, kl: Means, reference_kl: float) -> str:
     bounded = [lag for lag in LAGS if lag.isdecimal()]
     shipped = "; ".join(_against(kl[TB], lag) for lag in [*bounded, "uniform"])
     first = _figure(kl["oapl"]["first"])
-    costs = "; ".join(f"{_heading(lag)}: {_growth(kl[NAIVE], lag)} against {_growth(kl[PPO], lag)}" for lag in LAGS[1:])
+    costs = "; ".join(f"{_heading(lag)}: {_growth(kl[NAIVE], lag)} and {_growth(kl[PPO], lag)}" for lag in LAGS[1:])
     pairs = [pair for lag in LAGS[1:] for pair in zip(outcomes[NAIVE][lag], outcomes[PPO][lag], strict=True)]
     num_worse = sum(
         naive.kl is None or (decoupled.kl is not None and naive.kl > decoupled.kl) for naive, decoupled in pairs
     )
     return f"""\
-- Trajectory balance as it ships reaches KL(pi || pi*) below {WANTED_KL:g}: {shipped}.
-- OAPL comes to its own optimum from data of the first policy alone, where that is pi*; the reference is \
-{reference_kl:.2f} away: {first}.
-- Naive PPO degrades with lag, and the decoupled one less. KL over that at lag 0, naive against decoupled: \
-{costs}. Naive ends farther from pi* in {num_worse} of {len(pairs)} cells with lag, seed by seed."""
+- Trajectory balance with default weights reaches KL(pi || pi*) below {WANTED_KL:g}: {shipped}.
+- OAPL on data of the first policy only, whose optimum is pi*, ends at a KL of {first}; the KL of the reference is \
+{reference_kl:.2f}.
+- Naive PPO degrades with lag, and decoupled PPO less. KL over that at lag 0, naive and decoupled: {costs}. Naive PPO \
+ends farther from pi* in {num_worse} of {len(pairs)} cells with lag, compared seed by seed."""
 
 
 def _against(by_lag: dict[str, float | None], lag: str) -> str:
@@ -266,12 +264,12 @@ def _figure(value: float | None) -> str:
 
 
 def draw(path: Path, kl: Means, reference_kl: float) -> None:
-    """The plot of the matrix: KL over lag, the algorithms on the left and the corrections of PPO on the right.
+    """Plot KL over lag, with the algorithms on the left and the corrections of PPO on the right.
 
     Args:
-        path: of the SVG file.
-        kl: of every cell.
-        reference_kl: KL(pi_ref || pi*), where every run starts.
+        path: SVG file to write.
+        kl: KL of every cell.
+        reference_kl: KL(pi_ref || pi*), at which every run starts.
     """
     with drawn(path, 11, 5, font_size=9) as figure:
         left, right = figure.subplots(1, 2, sharey=True)
@@ -279,7 +277,7 @@ def draw(path: Path, kl: Means, reference_kl: float) -> None:
         _draw(right, kl, CORRECTIONS_SHOWN, reference_kl)
         left.set_title("algorithms")
         right.set_title("off_policy_ppo: corrections")
-        left.set_ylabel("KL(pi || pi*) at the end, nats")
+        left.set_ylabel("final KL(pi || pi*), nats")
 
 
 def _draw(axes: Axes, kl: Means, shown: dict[str, tuple[str, str]], reference_kl: float) -> None:
@@ -287,10 +285,10 @@ def _draw(axes: Axes, kl: Means, shown: dict[str, tuple[str, str]], reference_kl
         values = [math.nan if value is None else value for value in kl[name].values()]  # a gap where it is NaN
         places = range(len(values))
         axes.plot(places[:-1], values[:-1], line, color=colour, marker="o", markersize=4, label=_short(name))
-        # uniform is no lag: its point stands apart
+        # uniform is not a lag: draw its point separately
         axes.plot(places[-2:], values[-2:], line, color=colour, linewidth=0.7, alpha=0.35)
         axes.plot(places[-1:], values[-1:], "o", color=colour, markersize=5)
-    axes.axhline(reference_kl, color="#999999", linewidth=1, linestyle="--", label="the reference, before training")
+    axes.axhline(reference_kl, color="#999999", linewidth=1, linestyle="--", label="reference, before training")
     axes.set_yscale("log")
     axes.set_xticks(places, list(kl[name]))
     axes.set_xlabel("lag of the behaviour policy, in updates before the draw")

@@ -1,4 +1,4 @@
-"""Trains a policy in a world with one loss of `algorithms`, on data that are as old as the cell says."""
+"""Training of a policy in a world with one loss of `algorithms`, on data of the age that the cell specifies."""
 
 from __future__ import annotations
 
@@ -11,15 +11,6 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
-
-from algorithms.base import AlgorithmSection, LossInputs
-from algorithms.distillation import DistillationConfig
-from algorithms.oapl import OAPLConfig
-from algorithms.off_policy_ppo import OffPolicyPPOConfig
-from algorithms.online_dpo import OnlineDPOConfig
-from algorithms.registry import Loss, loss_for
-from algorithms.trajectory_balance import TrajectoryBalanceConfig
 from benchmarks.off_policy_world.world import (
     BETA,
     CHOICES_SL,
@@ -34,9 +25,18 @@ from benchmarks.off_policy_world.world import (
     of_sequences,
     sequence_logprobs,
 )
+from torch import Tensor
+
+from leeway.algorithms.base import AlgorithmSection, LossInputs
+from leeway.algorithms.distillation import DistillationConfig
+from leeway.algorithms.oapl import OAPLConfig
+from leeway.algorithms.off_policy_ppo import OffPolicyPPOConfig
+from leeway.algorithms.online_dpo import OnlineDPOConfig
+from leeway.algorithms.registry import Loss, loss_for
+from leeway.algorithms.trajectory_balance import TrajectoryBalanceConfig
 
 Lag = Literal["0", "1", "4", "16", "first", "uniform"]
-"""How many updates before its draw the behaviour policy was; or it is the first, or the uniform one, throughout."""
+"""Updates between the behaviour policy and the draw; or always the first policy, or always the uniform one."""
 LAGS: tuple[Lag, ...] = ("0", "1", "4", "16", "first", "uniform")
 MAX_LAG = 16
 
@@ -44,25 +44,25 @@ SAMPLES_PER_DRAW = 1024
 NUM_MINIBATCHES = 2
 NUM_EPOCHS = 2
 UPDATES_PER_DRAW = NUM_MINIBATCHES * NUM_EPOCHS
-# as the learner's defaults
+# the learner's defaults
 ADAM_BETAS = (0.9, 0.95)
 MAX_GRAD_NORM = 1.0
 
 
 LEARNING_RATES = (1e-3, 3e-3, 1e-2, 3e-2)
-"""Each row takes the one with which its KL at lag 0 is least (off_policy.py --tune)."""
+"""Grid from which each row takes the rate with the lowest KL at lag 0 (off_policy.py --tune)."""
 GROUP_SIZE = 8
 
 
 @dataclass(frozen=True)
 class Row:
-    """One algorithm as it is run at every lag."""
+    """One algorithm with the settings that it uses at every lag."""
 
     name: str
     config: AlgorithmSection
     learning_rate: float
     has_teacher: bool = False
-    """Is pi* itself in the place of the reference?"""
+    """Whether pi* replaces the reference."""
 
 
 def _ppo(name: str, learning_rate: float, **keys: Any) -> Row:  # noqa: ANN401
@@ -77,7 +77,7 @@ ROWS = (
     Row("trajectory_balance", TrajectoryBalanceConfig(beta=BETA), 1e-2),
     Row("trajectory_balance+unweighted", TrajectoryBalanceConfig(beta=BETA, corrections=()), 1e-2),
     _dpo("", 1e-3, beta=BETA),
-    # beta is another thing here: it sets the margin of a pair to 1 / (2 * beta)
+    # for IPO, beta sets the margin of a pair to 1 / (2 * beta)
     _dpo("+ipo", 1e-3, beta=0.1, variant="ipo"),
     Row("oapl", OAPLConfig(beta=BETA), 1e-2),
     _ppo("", 1e-2),
@@ -100,7 +100,7 @@ ROWS = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run came to; None where it became non-finite."""
+    """Final figures of a run; None if it became non-finite."""
 
     kl: float | None
     """KL(pi || pi*), nats, mean over prompts."""
@@ -110,7 +110,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Draw:
-    """Samples of one step, G groups of K completions, with tables of what is constant over its updates."""
+    """Samples of one step, G groups of K completions, with the tables that are constant over its updates."""
 
     rewards_PS: Tensor
     prompts_G: Tensor
@@ -122,16 +122,16 @@ class Draw:
 
 
 def train(world: World, row: Row, lag: Lag, seed: int, num_draws: int) -> Outcome:
-    """Run one cell: from the reference, so many draws of UPDATES_PER_DRAW updates each.
+    """Run one cell: start at the reference, and take UPDATES_PER_DRAW updates on each draw.
 
-    The learning rate falls to 0 on a cosine over all updates.
+    The learning rate decays to 0 on a cosine over all updates.
 
     Args:
-        world: what is learned.
-        row: how.
-        lag: how old the data are. Early draws, that have no policy so old, take the first.
-        seed: of the samples and of the order of minibatches.
-        num_draws: steps.
+        world: world to learn.
+        row: algorithm and its settings.
+        lag: age of the data; early draws use the first policy if there is none as old.
+        seed: seed of the samples and of the order of minibatches.
+        num_draws: number of draws.
     """
     random = torch.Generator().manual_seed(seed)
     policy = copy.deepcopy(world.reference)
@@ -164,7 +164,7 @@ def train(world: World, row: Row, lag: Lag, seed: int, num_draws: int) -> Outcom
 
 
 def behaviour(lag: Lag, present_PC: Tensor, past: deque[Tensor]) -> Tensor:
-    """The log mu of every choice: P, C. `past` holds the policies before the present one, the newest last."""
+    """Return log mu of every choice: P, C. `past` contains the previous policies, the newest last."""
     if lag == "uniform":
         return torch.full_like(present_PC, -math.log(NUM_TOKENS))
     num_back = min(int(lag), len(past))
@@ -172,14 +172,14 @@ def behaviour(lag: Lag, present_PC: Tensor, past: deque[Tensor]) -> Tensor:
 
 
 def age(lag: Lag, began: int, num_updates: int) -> int:
-    """How many updates old the samples of a draw are, which began after so many; the uniform ones are oldest."""
+    """Return the age in updates of the samples of a draw that began after `began` updates; uniform ones are oldest."""
     if not lag.isdecimal():
         return num_updates if lag == "first" else num_updates + 1
     return num_updates - began + min(int(lag), began)
 
 
 def sample(behaviour_PC: Tensor, random: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Completions from the behaviour policy, as many groups for each prompt: G prompts and G, K completions."""
+    """Sample completions from the behaviour policy, equally many groups per prompt: G prompts and G, K completions."""
     share_PS = of_sequences(behaviour_PC).exp()
     drawn = torch.multinomial(share_PS, SAMPLES_PER_DRAW // NUM_PROMPTS, replacement=True, generator=random)
     sequences_GK = drawn.view(-1, GROUP_SIZE)
@@ -187,7 +187,7 @@ def sample(behaviour_PC: Tensor, random: torch.Generator) -> tuple[Tensor, Tenso
 
 
 def loss_inputs(draw: Draw, groups: Tensor, choices_PC: Tensor, values_PN: Tensor, lag: int) -> LossInputs:
-    """The minibatch of some groups of a draw, as a loss reads it; `choices_PC` and `values_PN` are the leaves."""
+    """Return loss inputs for a minibatch of groups of a draw; gradients flow to `choices_PC` and `values_PN`."""
     sequence_B = draw.sequences_GK[groups].flatten()
     prompt_B = draw.prompts_G[groups].repeat_interleave(GROUP_SIZE)
     num_sequences = sequence_B.numel()
@@ -217,7 +217,7 @@ def update(
     inputs: LossInputs,
     learning_rate: float,
 ) -> bool:
-    """One optimizer step. False: the gradient is not finite."""
+    """Take one optimizer step; return False if the gradient is not finite."""
     output = loss(inputs)
     adam.zero_grad()
     output.loss.backward()
@@ -231,9 +231,9 @@ def update(
 
 
 def run_cells(cells: list[dict[str, Any]]) -> list[dict[str, float | None]]:
-    """The outcomes of cells in their order, each a dict as `train` takes and finds it; progress goes to stderr.
+    """Train cells and return their outcomes in order, as dicts; print progress to stderr.
 
-    A cell has the name of its `row`, `lag`, `seed` and `num_draws`, and its `learning_rate` where it is not the row's.
+    A cell has the name of its `row`, `lag`, `seed`, `num_draws`, and `learning_rate`, which is None for the row's rate.
     """
     torch.set_num_threads(1)
     rows = {row.name: row for row in ROWS}

@@ -1,7 +1,7 @@
-"""A world small enough to be enumerated, so that pi* is known exactly.
+"""A world small enough to enumerate, so that the optimal policy pi* is known exactly.
 
-All completions of a small vocabulary are one tree: a node is a prefix, a completion is a path. A small transformer is
-evaluated on all prefixes at once. Rewards and a reference policy define the optimum; KL to it is exact.
+The completions over a small vocabulary form a tree: a node is a prefix, a completion is a path. A small transformer is
+evaluated on all prefixes at once. Rewards and a reference policy define the optimum; the KL to it is exact.
 
 Suffixes: V tokens of the vocabulary, L tokens of a completion, P prompts, N nodes, S completions of a prompt,
 numbered by their tokens as digits. C = N * V choices: a token after a prefix.
@@ -21,7 +21,7 @@ LENGTH = 5
 NUM_PROMPTS = 2
 NUM_SEQUENCES = NUM_TOKENS**LENGTH
 FIRST_OF_DEPTH = [sum(NUM_TOKENS**depth for depth in range(upto)) for upto in range(LENGTH)]
-"""Number of the first node of each depth: nodes are numbered by depth, then by their tokens as digits."""
+"""Index of the first node of each depth; nodes are ordered by depth, then by their tokens as digits."""
 NUM_NODES = FIRST_OF_DEPTH[-1] + NUM_TOKENS ** (LENGTH - 1)
 NUM_CHOICES = NUM_NODES * NUM_TOKENS
 
@@ -32,7 +32,7 @@ def _nodes_SL() -> Tensor:
 
 
 def _ancestors_NL(nodes_SL: Tensor, depth_N: Tensor) -> Tensor:
-    """Read off the path of any completion through each node."""
+    """Return the ancestors of each node, read from the path of any completion through it."""
     through_N = torch.empty(NUM_NODES, dtype=torch.int64)
     through_N[nodes_SL] = torch.arange(NUM_SEQUENCES)[:, None].expand(-1, LENGTH)
     above_NL = (depth_N[:, None] - torch.arange(LENGTH)).clamp_min(0)
@@ -40,19 +40,19 @@ def _ancestors_NL(nodes_SL: Tensor, depth_N: Tensor) -> Tensor:
 
 
 TOKENS_SL = torch.arange(NUM_SEQUENCES)[:, None] // NUM_TOKENS ** torch.arange(LENGTH - 1, -1, -1) % NUM_TOKENS
-"""The tokens of each completion."""
+"""Tokens of each completion."""
 NODES_SL = _nodes_SL()
-"""The prefix before each of them."""
+"""Prefix before each token of each completion."""
 CHOICES_SL = NODES_SL * NUM_TOKENS + TOKENS_SL
-"""The choice that each of them is."""
+"""Choice of each token of each completion."""
 DEPTH_N = torch.arange(LENGTH).repeat_interleave(NUM_TOKENS ** torch.arange(LENGTH))
-"""Tokens of each prefix."""
+"""Number of tokens of each prefix."""
 LAST_TOKEN_N = (torch.arange(NUM_NODES) - torch.tensor(FIRST_OF_DEPTH)[DEPTH_N]) % NUM_TOKENS
-"""Last token of each prefix; without meaning for the empty one."""
+"""Last token of each prefix; meaningless for the empty one."""
 ANCESTORS_NL = _ancestors_NL(NODES_SL, DEPTH_N)
-"""The node itself, its parent, its parent's parent and so on; the empty prefix where there are no more."""
+"""Each node, its parent, its grandparent and so on, filled up with the empty prefix."""
 IS_ANCESTOR_NL = DEPTH_N[:, None] >= torch.arange(LENGTH)
-"""False where there are no more."""
+"""False for the fill values of ANCESTORS_NL."""
 
 
 # --- the policy ----------------------------------------------------------------------------------
@@ -64,7 +64,7 @@ NUM_LAYERS = 2
 
 
 class Block(nn.Module):
-    """Attention of each prefix to the prefixes that it begins with, then a feed-forward layer."""
+    """Attention of each prefix to its own prefixes, then a feed-forward layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,10 +76,10 @@ class Block(nn.Module):
         self.narrow = nn.Linear(2 * WIDTH, WIDTH)
 
     def forward(self, hidden_PNW: Tensor) -> Tensor:
-        """P, N, WIDTH -> P, N, WIDTH."""
+        """Map P, N, WIDTH to P, N, WIDTH."""
         projected_PNW = self.query_key_value(self.attention_norm(hidden_PNW))
         query, key, value = projected_PNW.unflatten(-1, (3, NUM_HEADS, -1)).unbind(2)
-        # every node meets its own few ancestors, which come next after P, N; masking all pairs would cost more
+        # gather only the few ancestors of every node, in the dimension after P, N; masking all pairs would cost more
         score = (query.unsqueeze(2) * key[:, ANCESTORS_NL]).sum(-1) / math.sqrt(WIDTH // NUM_HEADS)
         attention = score.masked_fill(~IS_ANCESTOR_NL.unsqueeze(-1), -math.inf).softmax(2)
         seen = (attention.unsqueeze(-1) * value[:, ANCESTORS_NL]).sum(2)
@@ -89,7 +89,7 @@ class Block(nn.Module):
 
 
 class TreePolicy(nn.Module):
-    """A causal transformer over a prompt token and a completion, with a value head that begins at 0."""
+    """A causal transformer over a prompt token and a completion, with a value head that starts at 0."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class TreePolicy(nn.Module):
         nn.init.zeros_(self.value_head.bias)
 
     def forward(self) -> tuple[Tensor, Tensor]:
-        """Log-probability of each choice and value of each prefix: P, C and P, N."""
+        """Return the log-probability of each choice and the value of each prefix: P, C and P, N."""
         input_PN = LAST_TOKEN_N.repeat(NUM_PROMPTS, 1)
         input_PN[:, 0] = NUM_TOKENS + torch.arange(NUM_PROMPTS)
         hidden_PNW = self.norm(self.blocks(self.embed(input_PN) + self.place(DEPTH_N)))
@@ -114,30 +114,30 @@ class TreePolicy(nn.Module):
 
 
 BETA = 0.5
-"""Of the optimum pi* ~ pi_ref * exp(r / beta)."""
+"""Beta of the optimum pi* ~ pi_ref * exp(r / beta)."""
 
 
 @dataclass(frozen=True)
 class World:
-    """What is to be learned, and how far a policy is from it."""
+    """Rewards, reference policy and optimum, with exact distances of a policy to the optimum."""
 
     rewards_PS: Tensor
-    """Of every completion; mean 0 and standard deviation 1 over the completions of a prompt."""
+    """Reward of every completion; mean 0 and standard deviation 1 over the completions of a prompt."""
     reference: TreePolicy
-    """Every run starts from it."""
+    """Reference policy, from which every run starts."""
     optimum_logprobs_PS: Tensor
     """log pi*, float64."""
 
     @classmethod
     def made_from(cls, seed: int) -> World:
-        """A world of random rewards, with structure: tokens by their place, neighbours, and the first with the last."""
+        """Make a world of random rewards for tokens by position, adjacent tokens, and the first token with the last."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             place_PLV = torch.randn(NUM_PROMPTS, LENGTH, NUM_TOKENS)
             neighbours_PVV = torch.randn(NUM_PROMPTS, NUM_TOKENS, NUM_TOKENS)
             ends_PVV = torch.randn(NUM_PROMPTS, NUM_TOKENS, NUM_TOKENS)
             reference = TreePolicy()
-            # logits with a standard deviation of 1: it has preferences, and excludes nothing
+            # logits with a standard deviation of 1: preferences without excluded tokens
             torch.nn.init.normal_(reference.head.weight, std=WIDTH**-0.5)
         rewards_PS = place_PLV[:, torch.arange(LENGTH), TOKENS_SL].sum(-1)
         rewards_PS = rewards_PS + neighbours_PVV[:, TOKENS_SL[:, :-1], TOKENS_SL[:, 1:]].sum(-1)
@@ -146,7 +146,7 @@ class World:
         return cls(rewards_PS, reference, optimum_logprobs(sequence_logprobs(reference), rewards_PS))
 
     def optimum_PC(self) -> Tensor:
-        """The log pi* of each choice, in the precision of a policy: P, C."""
+        """Return log pi* of each choice, in the precision of a policy: P, C."""
         total_PN = torch.full((NUM_PROMPTS, NUM_NODES), -math.inf, dtype=torch.float64)
         total_PC = torch.full((NUM_PROMPTS, NUM_CHOICES), -math.inf, dtype=torch.float64)
         for t in range(LENGTH):
@@ -156,32 +156,32 @@ class World:
         return (total_PC - total_PN.repeat_interleave(NUM_TOKENS, dim=1)).float()
 
     def kl(self, logprobs_PS: Tensor) -> float:
-        """KL(pi || pi*) in nats, mean over prompts, of a policy given by log pi of every completion."""
+        """Return KL(pi || pi*) in nats, mean over prompts, of a policy given by log pi of every completion."""
         return float((logprobs_PS.exp() * (logprobs_PS - self.optimum_logprobs_PS)).sum(1).mean())
 
     def expected_reward(self, logprobs_PS: Tensor) -> float:
-        """Mean over prompts, of a policy given by log pi of every completion."""
+        """Return the expected reward, mean over prompts, of a policy given by log pi of every completion."""
         return float((logprobs_PS.exp() * self.rewards_PS).sum(1).mean())
 
 
 def _logaddexp_at(total: Tensor, where_S: Tensor, logprobs_PS: Tensor) -> Tensor:
-    """Add up probabilities, all logarithms, by where they belong."""
+    """Add probabilities at their indices; all values are logarithms."""
     top = logprobs_PS.max()
     added = torch.zeros_like(total).index_add(1, where_S, (logprobs_PS - top).exp())
     return torch.logaddexp(total, added.log() + top)
 
 
 def optimum_logprobs(reference_logprobs_PS: Tensor, rewards_PS: Tensor) -> Tensor:
-    """The log pi*, normalised by enumeration: P, S."""
+    """Return log pi*, normalized by enumeration: P, S."""
     return torch.log_softmax(reference_logprobs_PS + rewards_PS.double() / BETA, dim=1)
 
 
 def sequence_logprobs(policy: TreePolicy) -> Tensor:
-    """The log pi of every completion, float64: P, S."""
+    """Return log pi of every completion, float64: P, S."""
     with torch.no_grad():
         return of_sequences(policy()[0])
 
 
 def of_sequences(choices_PC: Tensor) -> Tensor:
-    """From log-probabilities of choices, good to 1e-7, to those of completions, float64: P, C -> P, S."""
+    """Sum log-probabilities of choices, exact to 1e-7, to those of completions, float64: P, C -> P, S."""
     return choices_PC.double()[:, CHOICES_SL].sum(-1)

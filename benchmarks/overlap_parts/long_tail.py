@@ -1,9 +1,10 @@
-"""What the runs train: a checkpoint whose completions end at random, with a long tail of lengths; prompts and config.
+"""Checkpoint, prompts and config of the runs; completions end at random, with a long tail of lengths.
 
-The model is a Llama of ordinary random weights, so that it costs what a model of its size costs, with one path through
-it that decides what it says. Every prompt ends with a letter, its class. A token of class c is followed by one of the
-WORDS tokens of class c or, with probability 1 / mean_length(c), by the end: so a completion of class c has a geometric
-length of that mean. The means of the classes are the quantiles of a log-normal distribution. Nothing is trained.
+The model is a Llama with random weights, so its cost is that of any model of its size, except for one path through it
+that determines its output. Every prompt ends with a letter, its class. A token of class c is followed by one of the
+WORDS tokens of class c or, with probability 1 / mean_length(c), by the end of the sequence. A completion of class c
+therefore has a geometric length of that mean. The means of the classes are the quantiles of a log-normal distribution.
+The model is not trained.
 """
 
 from __future__ import annotations
@@ -16,16 +17,15 @@ from pathlib import Path
 from statistics import NormalDist
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
-
 from examples.demo_model.make_checkpoint import make_tokenizer
+from transformers import LlamaConfig, LlamaForCausalLM
 
 NUM_CLASSES = 16
 MEDIAN_LENGTH = 48.0
 SIGMA = 0.6
-"""Of the logarithm of the mean lengths."""
+"""Standard deviation of the logarithm of the mean lengths."""
 WORDS = 3
-"""Different tokens of a class; the first is its letter."""
+"""Number of tokens of a class, including its letter."""
 DIGITS = "0123456789"
 CLASSES = "abcdefghijklmnop"
 OTHERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ!#$%&*"
@@ -35,9 +35,9 @@ MAX_TOKENS = 256
 
 WIDTH, LAYERS, INTERMEDIATE = 256, 2, 768
 NEVER = -40.0
-"""Logit of what must not be said."""
+"""Logit of tokens that must not be generated."""
 LOUD = 100.0
-"""Length of an embedding: what the layers add to it, of length about 1, changes nothing that is said."""
+"""Norm of an embedding; the layers add vectors of norm about 1, which do not affect the output."""
 SEED = 0
 
 GROUP_SIZE = 4
@@ -47,19 +47,19 @@ PROMPT_TOKENS = 8
 
 
 def mean_length(number: int) -> float:
-    """Mean completion length of class `number`, with the end-of-sequence token."""
+    """Return the mean completion length of class `number`, including the end-of-sequence token."""
     quantile = (number + 0.5) / NUM_CLASSES
     return MEDIAN_LENGTH * math.exp(SIGMA * NormalDist().inv_cdf(quantile))
 
 
 def words(number: int) -> list[int]:
-    """Token ids of a class."""
+    """Return the token ids of a class."""
     others = [VOCABULARY.index(OTHERS[number * (WORDS - 1) + k]) for k in range(WORDS - 1)]
     return [VOCABULARY.index(CLASSES[number]), *others]
 
 
 def make_model(max_tokens: int = MAX_TOKENS) -> LlamaForCausalLM:
-    """The model; its first NUM_CLASSES dimensions hold the class, and the layers write into the others alone."""
+    """Make the model; its first NUM_CLASSES dimensions hold the class, and the layers write only to the others."""
     torch.manual_seed(SEED)
     model = LlamaForCausalLM(
         LlamaConfig(
@@ -83,7 +83,7 @@ def make_model(max_tokens: int = MAX_TOKENS) -> LlamaForCausalLM:
             layer.self_attn.o_proj.weight[:NUM_CLASSES] = 0
             layer.mlp.down_proj.weight[:NUM_CLASSES] = 0
         model.model.embed_tokens.weight[:, :NUM_CLASSES] = 0
-        # after the last norm a token of class c is the unit vector c times sqrt(WIDTH)
+        # after the last norm, a token of class c is the unit vector c times sqrt(WIDTH)
         loudness = math.sqrt(WIDTH)
         model.lm_head.weight.zero_()
         model.lm_head.weight[:, :NUM_CLASSES] = NEVER / loudness
@@ -105,16 +105,16 @@ class Setting:
     num_warmup: int
     """Steps at the beginning that do not count."""
     groups_per_step: int
-    """Prompts of a step, GROUP_SIZE samples each. More of them make training longer, and generation hardly."""
+    """Prompts of a step, GROUP_SIZE samples each; more prompts lengthen training, but hardly generation."""
 
     @property
     def samples_per_step(self) -> int:
-        """Also what the actor keeps in flight: one step's samples at once, as a synchronous system would."""
+        """Samples of a step, all of which the actor keeps in flight at once, as a synchronous system would."""
         return self.groups_per_step * GROUP_SIZE
 
 
 def questions(num_prompts: int) -> list[str]:
-    """So many prompts, each ending with its class."""
+    """Return `num_prompts` prompts, each ending with its class."""
     chance = random.Random(SEED)
     return [f"{number:07d}{chance.choice(CLASSES)}" for number in range(num_prompts)]
 
@@ -126,7 +126,7 @@ def write_checkpoint(folder: Path, max_tokens: int = MAX_TOKENS) -> None:
 
 
 def write_setting(folder: Path, setting: Setting, num_prompts: int = NUM_PROMPTS) -> Path:
-    """Write the model, prompts and config into a folder, which is made; return the config's path."""
+    """Create a folder with the model, prompts and config; return the path of the config."""
     folder.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps({"question": question}) for question in questions(num_prompts)]
     (folder / "prompts.jsonl").write_text("\n".join(lines) + "\n")

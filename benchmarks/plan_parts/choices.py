@@ -1,8 +1,8 @@
-"""What the planner chooses, what the config says, and the best there is: every plan of a small space is run.
+"""The planner's choice, the config and the best plan of a small space, of which every plan is run.
 
-A space is what a few keys may be, the others said on the command line, which no plan changes. Fleets sleep by a law
-(`benchmarks/fleet.py`), and their profile is that law; three spaces are of real runs with vLLM (`predictions`), in
-rounds.
+A space is the set of permitted values of a few keys; the other keys are set on the command line, which a plan does not
+change. Fleets sleep according to a token-time model (`benchmarks/fleet.py`), which is also their profile; three spaces
+are real runs with vLLM (`predictions`), in rounds.
 """
 
 from __future__ import annotations
@@ -21,20 +21,21 @@ from benchmarks.fleet_parts.prompts import FleetPrompts
 from benchmarks.fleet_parts.setting import FleetSetting
 from benchmarks.overlap import figures_of
 from benchmarks.plan_parts.predictions import ROUNDS, WARM_UP, Case, config_in, measured
-from common.hf_folder import model_identity
-from launch.config import Config, load_config, to_toml
-from launch.pools import actor_pools
-from planning.costs import TokenTime
-from planning.lengths import LengthLaw
-from planning.planner import Planner
-from planning.plans import Host, Keys, as_overrides
-from planning.profile import EngineCosts, LearnerCosts, Profile, SampleFacts, WeightCosts
-from planning.profiling import machine_here, settings_of, settings_of_engine, shape_of
-from planning.world import Costs
+
+from leeway.common.hf_folder import model_identity
+from leeway.launch.config import Config, load_config, to_toml
+from leeway.launch.pools import actor_pools
+from leeway.planning.costs import TokenTime
+from leeway.planning.lengths import LengthDistribution
+from leeway.planning.planner import Planner
+from leeway.planning.plans import Host, Keys, as_overrides
+from leeway.planning.profile import EngineCosts, LearnerCosts, Profile, SampleFacts, WeightCosts
+from leeway.planning.profiling import local_machine, settings_of, settings_of_engine, shape_of
+from leeway.planning.world import Costs
 
 STEPS = 18
 FIXED = ("learner.num_stages", "learner.num_replicas", "learner.num_chunks", "learner.schedule", "learner.token_budget")
-"""No law of a fleet says what another shape of the learner would take."""
+"""Keys that plans keep, because the cost model of a fleet does not cover other shapes of the learner."""
 FREE = ("actors.num_actors", "actors.max_running_samples", "weight_sync.max_lag", "weight_sync.publish_every")
 COUNTS = ("count", "num_actors")
 SLOW = TokenTime(2 * LAW.base, 2 * LAW.per_sample)
@@ -44,36 +45,36 @@ Figures = dict[str, Any]
 
 @dataclass(frozen=True)
 class Choice:
-    """A space, and what its plans are worth."""
+    """A space of plans."""
 
     name: str
     free: Mapping[str, Sequence[int]]
-    """Key -> what it may be; the first is what the config says."""
-    said: Mapping[str, object]
-    """The other keys that are not those of every fleet."""
+    """Key -> permitted values, of which the first is that of the config."""
+    fixed: Mapping[str, object]
+    """Further keys of the command line that differ between spaces."""
     setting: FleetSetting | None = None
-    """None: real engines."""
+    """Setting of a fleet; None: real engines."""
     cores: float = 2.0
     prices: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def plans(self) -> list[dict[str, int]]:
-        """All for which there is room beside a stage of the learner; the first is the config as it is."""
+        """All plans that fit on the cores together with a learner stage; the first is that of the config."""
         found = [dict(zip(self.free, values, strict=True)) for values in product(*self.free.values())]
         return [plan for plan in found if sum(n for key, n in plan.items() if key.endswith(COUNTS)) < self.cores]
 
     def overrides(self, plan: Keys) -> list[str]:
-        """Of `leeway train`, for this plan."""
+        """Return the overrides of `leeway train` for a plan."""
         total = sum(value for key, value in plan.items() if key.startswith("pools."))
-        return as_overrides({**({ACTORS: total} if total else {}), **self.said, **plan})
+        return as_overrides({**({ACTORS: total} if total else {}), **self.fixed, **plan})
 
 
-def _fleet(name: str, law: TokenTime, lengths: LengthLaw, step_s: float, free: Mapping[str, Sequence[int]],
-           pause_s: float = 0.05, prices: Mapping[str, float] | None = None, **said: int) -> Choice:  # fmt: skip
-    """Engines of one kind; `said` are of FREE, by their last words."""
-    named = {key: said[key.rpartition(".")[2]] for key in FREE if key.rpartition(".")[2] in said}
-    cores = 1.0 + max(free.get(FREE[0], [said.get("num_actors", 1)]))
-    return Choice(name, free, named, FleetSetting({"actors": law}, lengths, step_s, 1e-4, pause_s), cores, prices or {})
+def _fleet(name: str, law: TokenTime, lengths: LengthDistribution, step_s: float, free: Mapping[str, Sequence[int]],
+           pause_s: float = 0.05, prices: Mapping[str, float] | None = None, **values: int) -> Choice:  # fmt: skip
+    """Return a space of a fleet of identical engines; `values` are those of keys in FREE, without their sections."""
+    fixed = {key: values[key.rpartition(".")[2]] for key in FREE if key.rpartition(".")[2] in values}
+    cores = 1.0 + max(free.get(FREE[0], [values.get("num_actors", 1)]))
+    return Choice(name, free, fixed, FleetSetting({"actors": law}, lengths, step_s, 1e-4, pause_s), cores, prices or {})
 
 
 ACTORS, SLOTS, LAG, EVERY = FREE
@@ -102,16 +103,16 @@ CHOICES = (
 
 
 def chosen(folder: Path, choice: Choice, costs: Costs, profile: Profile | None) -> Figures:
-    """What the planner takes of a space, beside what every plan of it does.
+    """Return the planner's choice in a space, compared with measurements of all of its plans.
 
     Args:
-        folder: for the runs.
-        choice: the space.
-        costs: of fleets, as one was measured.
-        profile: of the real engines, where the space is of such.
+        folder: folder of the runs.
+        choice: space.
+        costs: measured costs of fleets.
+        profile: profile of the real engines, for spaces with real engines.
 
     Raises:
-        MeasurementFailed: a run did not end well.
+        MeasurementFailed: a run failed.
     """
     place = folder / "".join(letter if letter.isalnum() else "-" for letter in choice.name)
     place.mkdir(parents=True, exist_ok=True)
@@ -151,7 +152,7 @@ def chosen(folder: Path, choice: Choice, costs: Costs, profile: Profile | None) 
 
 
 def profile_of_fleet(config: Config, setting: FleetSetting, costs: Costs) -> Profile:
-    """The laws that a fleet sleeps by, as a profile that was taken of it would have them."""
+    """Return the token times of a fleet as a profile."""
     engines = {
         pool.name: EngineCosts(
             terms=(law.base, law.per_sample, law.per_kv_token, law.per_prompt_token),
@@ -166,7 +167,7 @@ def profile_of_fleet(config: Config, setting: FleetSetting, costs: Costs) -> Pro
     }
     return Profile(
         taken_s=time.time(),
-        machine=machine_here(),
+        machine=local_machine(),
         model=model_identity(Path(config.model.path)),
         engines=engines,
         learner=LearnerCosts(
@@ -188,14 +189,14 @@ def profile_of_fleet(config: Config, setting: FleetSetting, costs: Costs) -> Pro
 
 
 def _worth(folder: Path, choice: Choice, plan: Keys, known: Sequence[str]) -> float:
-    """Samples per second of a real run, or per price."""
-    said = choice.overrides(plan)
+    """Run a plan; return its samples per second, divided by the price if there are prices."""
+    overrides = choice.overrides(plan)
     if choice.setting is None:
         number = 200 + len(list(folder.glob("case-*.log")))
-        return figures_of(measured(folder, number, Case(48), said), WARM_UP)["samples_per_s"]
+        return figures_of(measured(folder, number, Case(48), overrides), WARM_UP)["samples_per_s"]
     name = f"{len(list(folder.glob('*.log')))}"
     pools = known[len(BASE) :]
-    rows = run_fleet(folder, Fleet(name, choice.setting, (*pools, *said), STEPS)).updates
+    rows = run_fleet(folder, Fleet(name, choice.setting, (*pools, *overrides), STEPS)).updates
     counted = rows[WARM_UP:]
     rate = sum(row["batch/trajectories"] for row in counted) / (
         counted[-1]["finished_s"] - rows[WARM_UP - 1]["finished_s"]
@@ -207,7 +208,7 @@ def _worth(folder: Path, choice: Choice, plan: Keys, known: Sequence[str]) -> fl
     return rate / (sum(choice.prices[pool] * count for pool, count in counts.items()) + choice.prices["learner"])
 
 
-def _value(config: Config, key: str) -> Any:  # noqa: ANN401 -- as the config has it
+def _value(config: Config, key: str) -> Any:  # noqa: ANN401 -- a value of the config
     found: Any = config
     for name in key.split("."):
         found = found[name] if isinstance(found, dict) else getattr(found, name)

@@ -1,8 +1,8 @@
-"""What a profile of two configs says of eight others, and what these do: real runs with vLLM on two cores.
+"""Predictions for eight configs from a profile of two others, and their measurements: vLLM runs on two cores.
 
-The checkpoint and the cores are those of `benchmarks/overlap.py`: one actor on a core of its own, all else on another.
-All ten are run in turn, `ROUNDS` times, for a machine that others share is now faster and now slower: the profile is of
-all runs of its two, and what a config does is the median of its runs.
+The checkpoint and the cores are those of `benchmarks/overlap.py`: one actor on its own core, everything else on
+another. All ten configs run in turn, `ROUNDS` times, because the speed of a shared machine varies. The profile covers
+all runs of its two configs, and the rate of a config is the median of its runs.
 """
 
 from __future__ import annotations
@@ -17,24 +17,25 @@ from typing import Any, NamedTuple
 from benchmarks.lib.runs import FinishedRun
 from benchmarks.overlap import figures_of, train_on_cores
 from benchmarks.overlap_parts.long_tail import Setting, write_setting
-from launch.config import load_config
-from launch.run_folder import RunFolder
-from planning.plans import Prediction, predict, world_of
-from planning.profile import Profile
-from planning.profiling import profile_of
+
+from leeway.launch.config import load_config
+from leeway.launch.run_folder import RunFolder
+from leeway.planning.plans import Prediction, predict, world_of
+from leeway.planning.profile import Profile
+from leeway.planning.profiling import profile_of
 
 ROUNDS = 3
 GROUPS = 12
 WARM_UP = 5
 SAMPLES = 1_000
-"""Trained of each run, about, after the warm-up."""
+"""Approximate number of samples trained in each run after the warm-up."""
 
 Figures = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Case:
-    """A config: the one of `overlap`, and what is other."""
+    """Changes to the config of `overlap`."""
 
     slots: int
     budget: int = 1024
@@ -44,21 +45,21 @@ class Case:
 
     @property
     def name(self) -> str:
-        """For the page."""
+        """Name of the case on the page."""
         more = "".join(f", {key.rpartition('.')[2]} {value}" for key, value in zip(*[iter(self.more)] * 2, strict=True))
         return f"{self.slots} slots, {self.groups} prompts, lag {self.max_lag}, budget {self.budget}{more}"
 
     @property
     def overrides(self) -> list[str]:
-        """Of `leeway train`."""
-        said = {
+        """Overrides of `leeway train`."""
+        values = {
             "actors.max_running_samples": self.slots,
             "learner.token_budget": self.budget,
             "learner.groups_per_step": self.groups,
             "weight_sync.max_lag": self.max_lag,
             "learner.num_steps": WARM_UP + max(12, SAMPLES // (4 * self.groups)),
         }
-        return [*(word for key, value in said.items() for word in (f"--{key}", str(value))), *self.more]
+        return [*(word for key, value in values.items() for word in (f"--{key}", str(value))), *self.more]
 
 
 PROFILED = (Case(48), Case(12, 2048, GROUPS // 2))
@@ -75,33 +76,33 @@ PREDICTED = (
 
 
 def config_in(folder: Path) -> Path:
-    """The config that all cases change; its folder is made."""
+    """Create the config that all cases change; return its path."""
     return write_setting(folder / "setting", Setting(WARM_UP + 20, WARM_UP, GROUPS))
 
 
 def measured(folder: Path, number: int, case: Case, more: Sequence[str] = ()) -> FinishedRun:
-    """A run of a case, each on its cores.
+    """Run a case on the two cores.
 
     Raises:
-        MeasurementFailed: it did not end well.
+        MeasurementFailed: the run failed.
     """
     return train_on_cores(config_in(folder), folder / f"case-{number}.log", [*case.overrides, *more])
 
 
 class Runs(NamedTuple):
-    """Of all rounds."""
+    """Results of all rounds."""
 
     profile: Profile
-    """What `leeway profile --from` says of those of `PROFILED`."""
+    """Profile of the runs of `PROFILED`, as from `leeway profile --from`."""
     figures: dict[Case, list[Figures]]
-    """Of those of `PREDICTED`; a list for each, by round."""
+    """Figures of each case by round."""
 
 
 def run_all(folder: Path, cases: Sequence[Case]) -> Runs:
-    """Run what is profiled, and these cases, in rounds.
+    """Run the profiled configs and these cases in rounds.
 
     Raises:
-        MeasurementFailed: a run did not end well.
+        MeasurementFailed: a run failed.
     """
     profiled, figures = [], defaultdict(list)
     for each in range(ROUNDS):
@@ -114,28 +115,28 @@ def run_all(folder: Path, cases: Sequence[Case]) -> Runs:
 
 
 def predicted(folder: Path, case: Case, profile: Profile) -> Prediction:
-    """What a profile says of a case."""
+    """Return the prediction of a profile for a case."""
     return predict(world_of(load_config(config_in(folder), case.overrides), profile))
 
 
 def compared(folder: Path, case: Case, runs: Runs) -> Figures:
-    """A case, predicted and measured."""
-    said, rates = predicted(folder, case, runs.profile), [each["samples_per_s"] for each in runs.figures[case]]
+    """Return the predicted and measured figures of a case."""
+    prediction, rates = predicted(folder, case, runs.profile), [each["samples_per_s"] for each in runs.figures[case]]
     rate = median(rates)
     return {
         "case": case.name,
         "measured": rate,
         "least": min(rates),
         "most": max(rates),
-        "predicted": said.samples_per_s,
-        "error": said.samples_per_s / rate - 1.0,
-        "binds": said.binds,
+        "predicted": prediction.samples_per_s,
+        "error": prediction.samples_per_s / rate - 1.0,
+        "binds": prediction.binds,
         "step_s": median(each["step_s"] for each in runs.figures[case]),
-        "predicted_step_s": said.step_s,
+        "predicted_step_s": prediction.step_s,
     }
 
 
 def errors(rows: Sequence[Figures]) -> Figures:
-    """Over all cases."""
+    """Return the median and the largest absolute error of all cases."""
     sizes = [abs(row["error"]) for row in rows]
     return {"error_median": median(sizes), "error_worst": max(sizes)}

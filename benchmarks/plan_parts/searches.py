@@ -1,4 +1,4 @@
-"""Chains against enumeration, on made-up settings whose best plan is known."""
+"""Metropolis chains compared with enumeration, on synthetic settings."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import time
 from typing import Any
 
 from benchmarks.lib.lengths import lognormal
-from common.staleness import StalenessConfig, StalenessContract
-from launch.config import Config
-from launch.pools import actor_pools
-from planning.costs import LearnerShape, LearnerTime, TokenTime
-from planning.search import Plan, Space, bounds_of, metropolis
-from planning.world import Costs, EnginePool, World
+
+from leeway.common.staleness import StalenessConfig, StalenessContract
+from leeway.launch.config import Config
+from leeway.launch.pools import actor_pools
+from leeway.planning.costs import LearnerShape, LearnerTime, TokenTime
+from leeway.planning.search import Plan, Space, bounds_of, metropolis
+from leeway.planning.world import Costs, EnginePool, World
 
 NUM_INSTANCES = 100
 LIMIT_S = 10.0
@@ -24,10 +25,10 @@ EVERY = (1, 2, 4, 8)
 
 
 class Instance:
-    """Two pools of engines and a learner that share GPUs, all of them unlike."""
+    """A random setting: two different pools of engines and a learner that share GPUs."""
 
     def __init__(self, config: Config, seed: int) -> None:
-        """Made of a seed."""
+        """Draw the setting from a seed."""
         chance = random.Random(seed)
         self._group_size, self._groups = config.actors.group_size, chance.choice((64, 128, 256))
         self._gpus = chance.choice((12, 16, 24, 32))
@@ -49,7 +50,7 @@ class Instance:
         self._pools: dict[tuple[object, ...], EnginePool] = {}
 
     def score(self, plan: Plan) -> float:
-        """What the bounds allow."""
+        """Return the rate that the bounds allow for a plan; -inf if it needs too many GPUs."""
         first, first_slots, second, second_slots, stages, replicas, schedule, every = self.space.choices(plan).values()
         if first + second + stages * replicas > self._gpus:  # type: ignore[operator]
             return float("-inf")
@@ -78,7 +79,7 @@ class Instance:
 
 
 def searched(config: Config, num_instances: int = NUM_INSTANCES) -> dict[str, Any]:
-    """The best plan that was enumerated over the best that chains found, and how long these took."""
+    """Return the best enumerated score over the best score that chains found, and the seconds of the chains."""
     ratios, seconds, sizes = [], [], []
     for seed in range(num_instances):
         instance = Instance(config, seed)
@@ -97,5 +98,5 @@ def searched(config: Config, num_instances: int = NUM_INSTANCES) -> dict[str, An
 
 
 def enumerated(instance: Instance) -> float:
-    """The best score of all plans."""
+    """Return the best score of all plans."""
     return max(map(instance.score, instance.space.all()))

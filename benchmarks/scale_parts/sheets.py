@@ -1,15 +1,15 @@
-"""What GPUs and models cost by their data sheets: laws of engines and learners of which none was measured.
+"""Cost models of engines and learners from data sheets of GPUs and models, without measurements.
 
-    H800         as H100 SXM, but for links and double precision: 989 TFLOP/s dense bf16, 3.35 TB/s, 80 GB (NVIDIA H100
-                 data sheet)
+    H800         like the H100 SXM except for links and double precision: 989 TFLOP/s dense bf16, 3.35 TB/s, 80 GB
+                 (NVIDIA H100 data sheet)
     H20          148 TFLOP/s dense bf16, 4.0 TB/s, 96 GB (NVIDIA H20 data sheet)
-    prices       of an hour, relative, 2.85 to 1 (StreamRL, arXiv 2504.15930)
+    prices       relative prices of an hour, 2.85 to 1 (StreamRL, arXiv 2504.15930)
     Qwen2.5      layers, widths and heads of the 7B and the 72B model (arXiv 2412.15115)
 
-An engine's step reads the weights once and the keys and values of all contexts, and computes 2 N FLOP a token; a linear
-law is fitted to that roofline as `leeway profile` fits measurements. A step of trajectory balance is 12 N FLOP a token:
-reference 2, forward 2 for what a group has in common, forward 2, backward 4, and forward again 2, for activations are
-kept at the bounds of layers alone; attention costs as many passes.
+An engine step reads the weights once and the keys and values of all contexts, and computes 2 N FLOP per token; a linear
+model is fitted to that roofline as `leeway profile` fits measurements. A step of trajectory balance is 12 N FLOP per
+token: reference 2, forward 2 for the shared term of a group, forward 2, backward 4, and recomputed forward 2, because
+activations are stored only at layer boundaries; attention takes the same passes.
 """
 
 from __future__ import annotations
@@ -17,61 +17,61 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import product
 
-from planning.costs import LearnerShape, LearnerTime, Moments, TokenTime
-from planning.world import Costs
+from leeway.planning.costs import LearnerShape, LearnerTime, LeastSquares, TokenTime
+from leeway.planning.world import Costs
 
 READS, COMPUTES, TRAINS = 0.8, 0.6, 0.4
-"""Shares of the sheet's bandwidth and FLOP/s that an engine reaches, and of FLOP/s that a learner does: assumed."""
+"""Fractions of the sheet's bandwidth and FLOP/s that an engine reaches, and of FLOP/s for a learner; assumed."""
 LAUNCH_S, REDUCE_S = 3e-3, 1e-5
-"""Of an engine's step: what it takes besides, and each of the two sums of a layer over its GPUs: assumed."""
+"""Fixed seconds of an engine step, and seconds of each of the two all-reduces of a layer over its GPUs; assumed."""
 UPDATE_S, MICRO_BATCH_S = 0.5, 5e-3
-"""Of a learner's step: optimizer and sum of gradients; and of each micro-batch besides its tokens: assumed."""
+"""Seconds of a learner step for optimizer and gradient sum, and fixed seconds of each micro-batch; assumed."""
 LINK, TO_GPU = 50e9, 25e9
-"""Bytes per second of a host's link (400 Gbit/s), and from its memory to a GPU: assumed, and never shared."""
+"""Bytes per second of a host's link (400 Gbit/s), and from its memory to a GPU; assumed, and never shared."""
 PASSES = 6
-"""Of a learner, each as dear as a forward pass."""
+"""Passes of a learner step, each with the cost of a forward pass."""
 FREE = 0.9
-"""Share of a GPU's memory that weights and caches may take."""
+"""Fraction of a GPU's memory available to weights and caches."""
 RANK_BYTES, REST_BYTES = 18, 6e9
-"""Of a learner: bytes a parameter (weights, gradients and two moments in float32, weights in bf16), and the rest."""
+"""Bytes of a learner per parameter (weights, gradients and two moments in float32, weights in bf16), and the rest."""
 BUDGET = 20_480
 """Tokens of a micro-batch, which holds the longest sample."""
 LOADS = ((1, 8, 16, 24, 32, 48, 64, 96), (512, 2048, 8192))
-"""Running samples and tokens of the context of each, at which the roofline is looked up."""
+"""Numbers of running samples and context tokens of each, at which the roofline is evaluated."""
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """A kind, by its data sheet."""
+    """A kind of GPU, from its data sheet."""
 
     name: str
     flops: float
-    """bf16, dense, per second."""
+    """Dense bf16 FLOP per second."""
     bandwidth: float
     """Bytes per second."""
     memory: float
     """Bytes."""
     price: float
-    """Of an hour."""
+    """Relative price per hour."""
 
 
 @dataclass(frozen=True)
 class Model:
-    """A model, and how many GPUs an engine of it takes."""
+    """A model, and the number of GPUs of its engine."""
 
     name: str
     parameters: float
     layers: int
     width: int
     kv_width: int
-    """Of keys, and of values."""
+    """Width of keys, and of values."""
     tensor_parallel: int
     stages: tuple[int, ...]
-    """Of a pipeline, which divide its layers."""
+    """Possible numbers of pipeline stages, which divide its layers."""
 
     @property
     def kv_bytes(self) -> int:
-        """Of a token of context."""
+        """Bytes of keys and values per context token."""
         return 2 * 2 * self.layers * self.kv_width
 
 
@@ -82,11 +82,11 @@ LARGE = Model("Qwen2.5-72B", 72.7e9, 80, 8192, 1024, 8, (20, 40))
 
 
 def engine_law(model: Model, gpu: Gpu) -> TokenTime:
-    """A step of an engine."""
+    """Return the cost of an engine step."""
     num = model.tensor_parallel
     read_s, token_s = 2 * model.parameters / (num * gpu.bandwidth * READS), _token_s(model, gpu)
     fixed_s = LAUNCH_S + (2 * model.layers * REDUCE_S if num > 1 else 0.0)
-    law = Moments(3)
+    law = LeastSquares(3)
     for samples, context in product(*LOADS):
         keys_s = samples * context * model.kv_bytes / (num * gpu.bandwidth * READS)
         law.add((1.0, samples, samples * context), fixed_s + max(read_s, samples * token_s) + keys_s)
@@ -97,19 +97,19 @@ def engine_law(model: Model, gpu: Gpu) -> TokenTime:
 
 
 def kv_tokens(model: Model, gpu: Gpu) -> float:
-    """That the cache of an engine holds."""
+    """Return the number of tokens that the cache of an engine holds."""
     return (FREE * gpu.memory * model.tensor_parallel - 2 * model.parameters) / model.kv_bytes
 
 
 def learner_law(model: Model, gpu: Gpu) -> LearnerTime:
-    """A step of a learner."""
+    """Return the cost of a learner step."""
     rate = gpu.flops * TRAINS
-    attention = 2 * model.layers * model.width  # of a pass, FLOP a squared token, where half of the pairs are masked
+    attention = 2 * model.layers * model.width  # FLOP of a pass per squared token, with half of the pairs masked
     return LearnerTime(UPDATE_S, MICRO_BATCH_S, PASSES * 2 * model.parameters / rate, PASSES * attention / rate)
 
 
 def shapes(model: Model, gpu: Gpu, most_ranks: int) -> list[LearnerShape]:
-    """Of a learner that fits the GPUs' memory."""
+    """Return the shapes of a learner that fit the GPUs' memory."""
     kept = BUDGET * model.width * 2 * model.layers + REST_BYTES
     return [
         LearnerShape(stages, replicas, token_budget=BUDGET)
@@ -120,7 +120,7 @@ def shapes(model: Model, gpu: Gpu, most_ranks: int) -> list[LearnerShape]:
 
 
 def other_costs(model: Model) -> Costs:
-    """Of weights on their way: from the learner's host to all others at once, and from there to the GPUs."""
+    """Return the costs of weight transfers: from the learner's host to all others at once, and then to the GPUs."""
     size = 2 * model.parameters
     return Costs(
         reward_s=0.1,

@@ -1,7 +1,7 @@
-"""Trains a config in one process and one thread, on samples that wait in a queue as they do in the buffer.
+"""Training loop in one process and one thread, with a sample queue in place of the replay buffer.
 
-The lag of the system, without the system: a Sampler stands in the place of the engine. What admits new samples is the
-run's `StalenessContract`, and what controls lag its `LagControl`.
+The loop reproduces the lag of the system without running it: a `Sampler` replaces the engine. The `StalenessContract`
+of the run admits new samples, and its `LagControl` controls the lag.
 """
 
 from __future__ import annotations
@@ -15,44 +15,44 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from benchmarks.lib.machine import ROOT
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
 
-from actors.tasks import load_reward, load_task
-from actors.tasks.task import Problem
-from algorithms.base import LossInputs
-from algorithms.corrections import off_policy_metrics
-from algorithms.registry import loss_for
-from benchmarks.lib.machine import ROOT
-from common.staleness import StalenessContract
-from launch.config import Config, load_config
-from learner.lag_control import LagControl, drift_of, masked, older_lag
-from learner.optimizer import ADAM_BETAS, ADAM_EPS, learning_rate
+from leeway.actors.tasks import load_reward, load_task
+from leeway.actors.tasks.task import Problem
+from leeway.algorithms.base import LossInputs
+from leeway.algorithms.corrections import off_policy_metrics
+from leeway.algorithms.registry import loss_for
+from leeway.common.staleness import StalenessContract
+from leeway.launch.config import Config, load_config
+from leeway.learner.lag_control import LagControl, drift_of, masked, older_lag
+from leeway.learner.optimizer import ADAM_BETAS, ADAM_EPS, learning_rate
 
 CONFIG = ROOT / "examples" / "sums.toml"
 PARTS = 4
-"""Of a step: so finely new samples are admitted."""
+"""Parts per step; the granularity at which new samples are admitted."""
 
 
 @dataclass(frozen=True)
 class Samples:
-    """B completions of one policy or several; T runs over their tokens, in order, also those that end a sequence."""
+    """B completions of one or more policies; T indexes their tokens in order, including end-of-sequence tokens."""
 
     prompts: list[list[int]]
-    """Of each completion."""
+    """Prompt of each completion."""
     completions: list[list[int]]
     logprobs_T: Tensor
     finished_B: Tensor
 
     @property
     def sequence_T(self) -> Tensor:
-        """The completion of each token."""
+        """Return the index of the completion of each token."""
         lengths = torch.tensor([len(completion) for completion in self.completions])
         return torch.arange(len(self.completions)).repeat_interleave(lengths)
 
 
 class Sampler:
-    """Samples from a model as vLLM would: at temperature 1, over the full vocabulary."""
+    """Sampler that draws from a model as vLLM does: at temperature 1, over the full vocabulary."""
 
     def __init__(self, model: PreTrainedModel, pad: int, eos: int, max_new_tokens: int) -> None:
         self._model = model
@@ -62,7 +62,7 @@ class Sampler:
 
     @torch.no_grad()
     def sample(self, prompts: Sequence[list[int]], group_size: int, random: torch.Generator | None = None) -> Samples:
-        """So many completions of each prompt; greedy ones without a generator."""
+        """Return `group_size` completions of each prompt; decode greedily if `random` is None."""
         width = max(map(len, prompts))
         padded = torch.tensor([[self._pad] * (width - len(prompt)) + prompt for prompt in prompts])
         seen = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
@@ -100,7 +100,7 @@ class Sampler:
 
 
 def completion_logprobs(model: PreTrainedModel, samples: Samples, pad: int) -> Tensor:
-    """The log-probability of each token of some completions under a model, differentiable: T."""
+    """Return the differentiable log-probability of each completion token under a model, of shape T."""
     rows = [prompt + completion for prompt, completion in zip(samples.prompts, samples.completions, strict=True)]
     width = max(map(len, rows))
     tokens = torch.tensor([row + [pad] * (width - len(row)) for row in rows])
@@ -111,7 +111,7 @@ def completion_logprobs(model: PreTrainedModel, samples: Samples, pad: int) -> T
         ],
         dtype=torch.bool,
     )
-    # padding stands behind, where a causal model does not look
+    # padding is on the right, which a causal model does not attend to
     logits = model(tokens[:, :-1], use_cache=False).logits
     chosen = is_completion[:, 1:]
     logprobs_T: Tensor = logits[chosen].log_softmax(-1).gather(1, tokens[:, 1:][chosen][:, None])[:, 0]
@@ -120,30 +120,30 @@ def completion_logprobs(model: PreTrainedModel, samples: Samples, pad: int) -> T
 
 @dataclass(frozen=True)
 class Part:
-    """Some groups that wait to be trained."""
+    """Queued groups that are not trained yet."""
 
     version: int
-    """Of the policy that sampled them."""
+    """Version of the policy that sampled them."""
     samples: Samples
     rewards_B: Tensor
 
 
 @dataclass
 class Curve:
-    """What a run came to, an entry for each update."""
+    """Metrics of a run, one entry per update."""
 
     reward: list[float] = field(default_factory=list)
-    """Mean over the samples that it trained."""
+    """Mean over the trained samples."""
     lag: list[float] = field(default_factory=list)
-    """Mean over their tokens."""
+    """Mean over the trained tokens, in versions."""
     allowed: list[int] = field(default_factory=list)
-    """Lag up to which new ones were admitted after it."""
+    """Maximum lag at which new samples were admitted after the update."""
     drift: list[float] = field(default_factory=list)
     lr_scale: list[float] = field(default_factory=list)
     masked: list[float] = field(default_factory=list)
-    """Share of the tokens."""
+    """Share of tokens whose gradient was masked."""
     ess: list[float] = field(default_factory=list)
-    """Effective sample share over sequences, raw weights."""
+    """Effective sample share over sequences, with raw weights."""
     k1: list[float] = field(default_factory=list)
     """Mean of log mu - log pi over tokens."""
     k3: list[float] = field(default_factory=list)
@@ -153,17 +153,17 @@ class Curve:
 
 
 class DelayedRun:
-    """One run; the task, the model and every knob are those of the config, whose steps have one update."""
+    """One run with the task, model and settings of a config; each step of the config has one update."""
 
     def __init__(self, overrides: list[str], seed: int, config: Path = CONFIG, pace: float = 2.0) -> None:
-        """Load everything.
+        """Load the config, task, tokenizer and models.
 
         Args:
-            overrides: of the config, as `leeway train` takes them.
-            seed: of the prompts' order and the samples.
-            config: of a run. Its task has one reward function, which is not asynchronous, and its max_lag is a number.
-            pace: steps' worth of samples that could be generated while one is trained. Above 1 the queue is always as
-                full as admission lets it be, and every token as old as that.
+            overrides: overrides of the config, in the form that `leeway train` accepts.
+            seed: seed of the prompt order and of the samples.
+            config: config of a run; its task has one synchronous reward function, and its max_lag is a number.
+            pace: steps' worth of samples that can be generated while one step trains. Above 1, the queue is always as
+                full as admission permits, and every token has the resulting lag.
         """
         self.config: Config = load_config(config, overrides)
         learner = self.config.learner
@@ -186,7 +186,7 @@ class DelayedRun:
         self._behaviour = copy.deepcopy(self._policy)
         self._sampler = Sampler(self._behaviour, self._pad, self._eos, self.config.actors.max_new_tokens)
         self._past: deque[list[Tensor]] = deque(maxlen=self._contract.actor_lag + 1)
-        """Weights of the newest versions, which actors may still serve."""
+        """Weights of the newest versions, which actors may still serve; the oldest is first."""
         self._prompts: list[Problem] = []
         self._queue: deque[Part] = deque()
         self._adam = torch.optim.AdamW(
@@ -207,7 +207,7 @@ class DelayedRun:
         return int(self._tokenizer.eos_token_id)
 
     def train(self, num_updates: int, eval_every: int = 0) -> Curve:
-        """Take so many updates, and evaluate after the last."""
+        """Run `num_updates` updates; evaluate after the last and, if `eval_every` is set, at that interval."""
         curve = Curve()
         for version in range(num_updates):
             self._past.append([parameter.detach().clone() for parameter in self._policy.parameters()])
@@ -223,7 +223,7 @@ class DelayedRun:
         return curve
 
     def _fill(self, version: int, most: float, held: int) -> None:
-        """Generate up to `most` parts while admission is open; a step holds `held` groups."""
+        """Generate up to `most` parts while admission is open; `held` groups are in the current step."""
         allowed = None if self._control is None else self._control.allowed
         while most > 0 and not self._contract.admit(
             len(self._queue) * self._part_size + held, version=version, published=version, allowed=allowed
@@ -232,7 +232,7 @@ class DelayedRun:
             most -= 1
 
     def _generate(self, version: int) -> None:
-        """Add a part of the oldest policy that an actor may serve."""
+        """Queue a part sampled from the oldest policy that an actor may serve."""
         self._load(self._past[0])
         if len(self._prompts) < self._part_size:
             self._prompts = self._order.sample(self._problems, len(self._problems))
@@ -241,13 +241,13 @@ class DelayedRun:
         self._queue.append(Part(version - (len(self._past) - 1), samples, rewards_B))
 
     def accuracy(self, *, greedy: bool = False) -> float:
-        """Of the present policy on the held-out problems; sampled at temperature 1, or greedy."""
+        """Return the accuracy of the current policy on the held-out problems, at temperature 1 or greedy."""
         self._load([parameter.detach() for parameter in self._policy.parameters()])
         _, rewards_B = self._answers(self._heldout, 1, None if greedy else self._random)
         return float((rewards_B == 1).float().mean())
 
     def _load(self, values: list[Tensor]) -> None:
-        """Give the sampler a policy."""
+        """Copy weights into the policy of the sampler."""
         with torch.no_grad():
             for parameter, value in zip(self._behaviour.parameters(), values, strict=True):
                 parameter.copy_(value)
@@ -255,7 +255,7 @@ class DelayedRun:
     def _answers(
         self, problems: Sequence[Problem], size: int, random: torch.Generator | None
     ) -> tuple[Samples, Tensor]:
-        """Completions of the sampler's policy, and their rewards."""
+        """Sample completions from the policy of the sampler; return them with their rewards."""
         prompts = [self._tokenizer.encode(problem.text, add_special_tokens=False) for problem in problems]
         samples = self._sampler.sample(prompts, size, random)
         texts = self._tokenizer.batch_decode(samples.completions, skip_special_tokens=True)
@@ -263,7 +263,7 @@ class DelayedRun:
         return samples, torch.tensor(self._scorer(asked, texts), dtype=torch.float32)
 
     def _update(self, version: int, drawn: Sequence[Part], curve: Curve) -> None:
-        """One optimizer step, as the learner takes it."""
+        """Apply one optimizer step in the same way as the learner, and record its metrics."""
         learner, size = self.config.learner, self.config.actors.group_size
         samples = Samples(
             prompts=[prompt for part in drawn for prompt in part.samples.prompts],
@@ -299,7 +299,7 @@ class DelayedRun:
         rate, scale, pushed_T, drift = learning_rate(learner, version, self._rate), 1.0, gradient_T, drift_of(inputs)
         if self._control is not None:
             pushed_T = masked(gradient_T, inputs)
-            scale = self._control.take_in(drift, older_lag(lag_T.numpy()), rate)
+            scale = self._control.observe(drift, older_lag(lag_T.numpy()), rate)
         self._rate = rate
         self._adam.zero_grad()
         logprobs_T.backward(pushed_T)

@@ -1,7 +1,7 @@
-"""TRL's GRPOTrainer on the model, task, rewards and sizes of a config of ours, in the environment that has TRL.
+"""TRL's GRPOTrainer on the model, task, rewards and sizes of a Leeway config, in the environment with TRL.
 
-As well as it runs on a CPU: both cores in one process, no KL and so no reference model, a step's samples in one batch,
-nothing saved and nothing reported.
+It uses its fastest settings on a CPU: both cores in one process, no KL and therefore no reference model, a step's
+samples in one batch, no checkpoints and no logging.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from actors.tasks import Problem, load_reward, load_task
-from actors.tasks.task import Call, PromptCodec
-from common.process import keep_freed_memory
-from launch.config import Config, load_config
-from launch.train import EVAL_PROBLEMS
-from learner.optimizer import ADAM_BETAS
+from leeway.actors.tasks import Problem, load_reward, load_task
+from leeway.actors.tasks.task import Call, PromptCodec
+from leeway.common.process import keep_freed_memory
+from leeway.launch.config import Config, load_config
+from leeway.launch.train import EVAL_PROBLEMS
+from leeway.learner.optimizer import ADAM_BETAS
 
 EVALUATED_AT_ONCE = 256
 
@@ -27,18 +27,18 @@ Figures = dict[str, Any]
 
 
 def train(config: str, overrides: Sequence[str], num_threads: int) -> Figures:
-    """Train, and say when each step ended and what was right by then.
+    """Train with TRL; return the time at the end of each step, and the accuracies over time.
 
     Args:
-        config: TOML file of ours; its checkpoint is there.
-        overrides: of its keys.
-        num_threads: for compute.
+        config: TOML file of Leeway, whose checkpoint exists.
+        overrides: overrides of its keys.
+        num_threads: number of compute threads.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, set_seed
     from trl import GRPOConfig, GRPOTrainer
 
     torch.set_num_threads(num_threads)
-    keep_freed_memory()  # as our learner does
+    keep_freed_memory()  # like Leeway's learner
     made = load_config(Path(config), overrides)
     set_seed(made.run.seed)
     task, folder = load_task(made.task), Path(made.model.path)
@@ -50,13 +50,13 @@ def train(config: str, overrides: Sequence[str], num_threads: int) -> Figures:
         return _rewards(functions, [task.train[each] for each in number], completions)
 
     class Clock(TrainerCallback):
-        """Evaluates between steps, and stands still meanwhile."""
+        """Clock that pauses during evaluations between steps."""
 
         def __init__(self) -> None:
             self.paused_s = 0.0
             self.steps_s: list[float] = []
             self.accuracies: list[tuple[float, float]] = []
-            """Seconds of training, and the share of held-out problems that were answered right then."""
+            """Seconds of training, and accuracy on held-out problems at that time."""
 
         def on_train_begin(self, *args: object, **kwargs: object) -> None:
             self.began_s = time.perf_counter()
@@ -84,7 +84,7 @@ def train(config: str, overrides: Sequence[str], num_threads: int) -> Figures:
 
 
 def _arguments(config: Config) -> dict[str, Any]:
-    """What our config says, in TRL's words."""
+    """Return the arguments of TRL that correspond to a Leeway config."""
     actors, learner = config.actors, config.learner
     return {
         "per_device_train_batch_size": learner.groups_per_step * actors.group_size,
@@ -111,7 +111,7 @@ def _arguments(config: Config) -> dict[str, Any]:
     }
 
 
-def _dataset(problems: Sequence[Problem]) -> Any:  # noqa: ANN401 -- a library that only its environment has
+def _dataset(problems: Sequence[Problem]) -> Any:  # noqa: ANN401 -- from a library that only TRL's environment has
     from datasets import Dataset
 
     return Dataset.from_dict({"prompt": [each.text for each in problems], "number": list(range(len(problems)))})
@@ -130,7 +130,7 @@ def _accuracy(
     problems: Sequence[Problem],
     config: Config,
 ) -> float:
-    """Of greedy answers."""
+    """Return the accuracy of greedy answers."""
     right = 0
     for first in range(0, len(problems), EVALUATED_AT_ONCE):
         some = problems[first : first + EVALUATED_AT_ONCE]

@@ -1,7 +1,7 @@
-"""An actor's engine under load: it follows the learner's weights as an actor does, and times what that costs it.
+"""An actor's engine under load that follows the learner's weights like an actor and measures the cost.
 
-The load is a number of requests that run all the time; one of them streams, and the moments of its tokens are those
-of the engine's steps.
+The load is a constant number of running requests. One of them streams, and the times of its tokens are those of the
+engine's steps.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from typing import Any
 
 import numpy as np
 import torch
-
-from actors.config import ActorsConfig
-from actors.engine import Engine
-from actors.weights import WeightFollower
 from benchmarks.weights_parts.handover import RUN_ID
-from common.staleness import PolicyVersion, StalenessContract
-from weight_sync.client import StoreAccess
-from weight_sync.config import WeightSyncConfig
-from weight_sync.puller import open_puller
+
+from leeway.actors.config import ActorsConfig
+from leeway.actors.engine import Engine
+from leeway.actors.weights import WeightFollower
+from leeway.common.staleness import PolicyVersion, StalenessContract
+from leeway.weight_sync.client import StoreAccess
+from leeway.weight_sync.config import WeightSyncConfig
+from leeway.weight_sync.puller import open_puller
 
 PROMPT_TOKENS, NEW_TOKENS = 16, 224
 LOWEST_TOKEN = 1000
-"""Below it are bytes and special tokens."""
+"""Lowest token id of prompts; smaller ids are bytes and special tokens."""
 SETTLE_S = 1.0
-"""Of plain generation between an update and the bare reload that it is compared with."""
+"""Seconds of generation between an update and the bare reload that it is compared with."""
 POLL_S = 0.02
 _ready: dict[str, torch.Tensor] = {}
-"""The served checkpoint in the engine's dtype, read once."""
+"""Tensors of the served checkpoint in the engine's dtype, read once."""
 
 
 class FollowingEngine:
@@ -44,8 +44,8 @@ class FollowingEngine:
     def __init__(
         self, *, name: str, model: str, folder: str, dtype: str, num_running: int, vocab_size: int, seed: int
     ) -> None:
-        """Take orders; `start` starts the engine, `num_running` requests run all the time."""
-        # vLLM's way to have a function run in its process
+        """Initialize an engine with `num_running` constantly running requests; `start` starts it."""
+        # permits vLLM to run a function in its process
         os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         self._name, self._model, self._seed = name, Path(model), seed
@@ -65,7 +65,7 @@ class FollowingEngine:
         self._numbers = itertools.count()
 
     async def start(self) -> None:
-        """Start the engine, put it under load, and have the bare reload ready."""
+        """Start the engine, put it under load, and prepare the bare reload."""
         self._engine = await Engine.start(self._model, self._config, version=PolicyVersion(0, 0), seed=self._seed)
         self._follower = WeightFollower(
             self._name,
@@ -79,23 +79,23 @@ class FollowingEngine:
         await self._bare_reload()
 
     async def follow(self, *, num_updates: int, limit_s: float) -> list[dict[str, Any]]:
-        """Follow so many updates, one bare reload after each.
+        """Follow `num_updates` updates, with one bare reload after each.
 
         Args:
-            num_updates: to wait for.
-            limit_s: for all of them.
+            num_updates: number of updates to wait for.
+            limit_s: timeout for all of them, in seconds.
 
         Returns:
-            Of each round, in seconds: `pause`, `load`, `update` (from the version seen until served), `bare`,
+            For each round, in seconds: `pause`, `load`, `update` (from the version seen until served), `bare`,
             `bare_pause` (the pause around the bare reload), `step` (median time between tokens afterwards), `gap`
-            (the longest time between two tokens during the update), `bare_gap`, `step_before` and `step_during`
-            (median time between tokens while the version is staged and verified). Also the `version`.
+            (longest time between two tokens during the update), `bare_gap`, and `staging_steps` (times between tokens
+            while the version is staged and verified). Also the `version` and `num_running`.
         """
         async with asyncio.timeout(limit_s):
             return [await self._round() for _ in range(num_updates)]
 
     async def close(self) -> None:
-        """End load and engine."""
+        """Stop the load and the engine."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -136,7 +136,7 @@ class FollowingEngine:
             await asyncio.sleep(POLL_S)
 
     async def _bare_reload(self) -> tuple[float, float]:
-        """Seconds of the reload alone, and of the pause around it."""
+        """Return the seconds of the reload alone, and of the pause around it."""
         llm = self._engine._alive()
         start = time.perf_counter()
         async with self._engine._updating:
@@ -160,7 +160,7 @@ class FollowingEngine:
                 self._token_s.append(time.perf_counter())
 
     async def _tokens(self) -> AsyncIterator[None]:
-        """One request, token by token; the engine itself hands out whole completions."""
+        """Stream one request token by token; `Engine.generate` only returns whole completions."""
         from vllm.inputs.engine import tokens_input
         from vllm.sampling_params import RequestOutputKind, SamplingParams
 
@@ -179,12 +179,12 @@ class FollowingEngine:
                 yield
 
     def _gaps(self, from_s: float, to_s: float) -> list[float]:
-        """Times between tokens that lie within a span."""
+        """Return the times between tokens within an interval."""
         inside = [moment for moment in self._token_s if from_s <= moment <= to_s]
         return [after - before for before, after in itertools.pairwise(inside)]
 
     def _longest_gap(self, from_s: float, to_s: float) -> float:
-        """Longest time between two tokens, one of which may lie before the span or after it."""
+        """Return the longest time between two tokens, one of which may be before or after the interval."""
         pairs = itertools.pairwise(self._token_s)
         return max((after - before for before, after in pairs if after >= from_s and before <= to_s), default=0.0)
 
@@ -195,9 +195,9 @@ class FollowingEngine:
 
 
 def bare_reload(worker: Any) -> float:  # noqa: ANN401 -- vLLM's types are unknown here
-    """Seconds of vLLM's own reload of tensors that lie ready: what an update costs if weights come from nowhere.
+    """Return the seconds of vLLM's reload of tensors in memory: the cost of an update without weight transfer.
 
-    Runs in the engine's process (`collective_rpc`). No file is read, nothing is verified, nobody is asked.
+    Runs in the engine's process (`collective_rpc`), without reading files, verification or communication.
     """
     from safetensors.torch import load_file
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload

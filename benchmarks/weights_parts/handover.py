@@ -1,4 +1,4 @@
-"""Who hands weights over, takes them or measures what that costs: light processes, which do not need torch."""
+"""Processes without torch that serve weights, receive them, or measure the cost of copying."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from common.rpc.server import Request
-from common.staleness import PolicyVersion
-from weight_sync import delta, host_folder, manifest, store
-from weight_sync.client import StoreAccess, WeightClient
-from weight_sync.config import WeightSyncConfig
-from weight_sync.protocol import ReadRequest
-from weight_sync.puller import open_puller
-from weight_sync.service import Answer, WeightService
+from leeway.common.rpc.server import Request
+from leeway.common.staleness import PolicyVersion
+from leeway.weight_sync import delta, host_folder, manifest, store
+from leeway.weight_sync.client import StoreAccess, WeightClient
+from leeway.weight_sync.config import WeightSyncConfig
+from leeway.weight_sync.protocol import ReadRequest
+from leeway.weight_sync.puller import open_puller
+from leeway.weight_sync.service import Answer, WeightService
 
 RUN_ID = "benchmark"
 END_WITHIN_S = 10.0
@@ -29,10 +29,10 @@ NUM_COPIED_BYTES = 256 * 2**20
 
 
 class CountingService(WeightService):
-    """Counts the bytes that it sends of each version."""
+    """Weight service that counts the sent bytes of each version."""
 
     def __init__(self, run_id: str, folder: Path) -> None:
-        """Nothing is sent yet."""
+        """Initialize the service with zero counts."""
         super().__init__(run_id, folder)
         self.sent_bytes: Counter[str] = Counter()
 
@@ -44,10 +44,10 @@ class CountingService(WeightService):
 
 
 class Service:
-    """The weight service of a folder, in a process of its own as in a run; it serves until told to end."""
+    """The weight service of a folder; it serves until closed."""
 
     def __init__(self, *, folder: str) -> None:
-        """Bind a free port of loopback and serve a weight store."""
+        """Bind a free loopback port and serve a weight store."""
         self._service = CountingService(RUN_ID, Path(folder))
         self._address = self._service.bind()
         self._stop = threading.Event()
@@ -55,11 +55,11 @@ class Service:
         self._thread.start()
 
     def address(self) -> str:
-        """For clients."""
+        """Return the address for clients."""
         return self._address
 
     def sent_bytes(self) -> dict[str, int]:
-        """Of the files of each version."""
+        """Return the sent bytes of each version's files."""
         return dict(self._service.sent_bytes)
 
     def close(self) -> None:
@@ -69,35 +69,35 @@ class Service:
 
 
 class Receiver:
-    """One actor's side of the hand-over, without an engine: takes weights through a Puller, or with torch.load."""
+    """An actor's side of weight transfer, without an engine: receives weights through a Puller or with torch.load."""
 
     def __init__(self, *, name: str, transport: str, folder: str, address: str, staging: str, dtype: str) -> None:
-        """Open a puller. The transport "folder" reads the store; "network" asks the service, and stages what comes."""
+        """Open a puller: transport "folder" reads the store, "network" fetches from the service and stages files."""
         self._read_bytes = 0
-        self._count_what_is_verified()
+        self._count_verified_bytes()
         knobs = WeightSyncConfig.model_validate({"transport": transport})
         if staging:
             host_folder._SHM = Path(staging)
         self._dtype = dtype
         self._is_checked = transport == "network"
-        """What comes over the network is checked on its way; in a folder that is seen each engine checks it."""
+        """Whether the transport verifies files: "network" does; with "folder", each engine verifies them."""
         self._puller = open_puller(StoreAccess(knobs, Path(folder), address, RUN_ID), name, dtype)
 
     def pull(self, *, version: int) -> dict[str, Any]:
-        """Wait for a version, and stage it.
+        """Wait for a version and stage it.
 
         Returns:
-            `seen` and `staged`: moments of the clock that all processes share; `verified_bytes`: what this process
-            read against a checksum of the manifest meanwhile.
+            `seen` and `staged`: times of the clock that all processes share; `verified_bytes`: bytes that this process
+            verified against a checksum of the manifest meanwhile.
         """
-        wanted = PolicyVersion(0, version)
+        desired = PolicyVersion(0, version)
         deadline = time.monotonic() + WAIT_S
-        while (newest := self._puller.newest()) is None or newest < wanted:
+        while (newest := self._puller.newest()) is None or newest < desired:
             if time.monotonic() > deadline:
-                raise TimeoutError(f"version {wanted} did not come within {WAIT_S:g} s; the newest is {newest}")
+                raise TimeoutError(f"timed out after {WAIT_S:g} s waiting for version {desired}; newest is {newest}")
             time.sleep(POLL_S)
         seen, before = time.perf_counter(), self._read_bytes
-        with self._puller.fetch(wanted) as version_here:
+        with self._puller.fetch(desired) as version_here:
             if not self._is_checked:
                 for _ in store.WeightStore(version_here.folder).tensors(version_here.manifest, self._dtype):
                     pass
@@ -105,7 +105,7 @@ class Receiver:
         return {"seen": seen, "staged": staged, "verified_bytes": self._read_bytes - before}
 
     def load(self, *, path: str) -> float:
-        """torch.load of a file, onto the heap as it does unless told otherwise; returns seconds."""
+        """Load a file onto the heap with the defaults of torch.load; return the seconds."""
         import torch
 
         torch.set_num_threads(1)
@@ -114,41 +114,41 @@ class Receiver:
         return time.perf_counter() - began
 
     def ready(self) -> None:
-        """Returns once this process has taken its role."""
+        """Do nothing; a call returns once this process has been initialized."""
 
     def close(self) -> None:
-        """Let go of the folder or the service."""
+        """Close the puller."""
         self._puller.close()
 
-    def _count_what_is_verified(self) -> None:
+    def _count_verified_bytes(self) -> None:
         original = manifest.checksum_of
 
         def counted(data: bytes | memoryview) -> str:
             self._read_bytes += len(data)
             return original(data)
 
-        for module in (store, delta):  # both look the name up when they use it
+        for module in (store, delta):  # both look the name up at each use
             module.checksum_of = counted  # type: ignore[attr-defined]
 
 
 class Clients:
-    """Light clients of the service, a thread each: each fetches whole versions over a connection of its own."""
+    """Clients of the service without engines, one thread and connection each, that fetch whole versions."""
 
     def __init__(self, *, address: str, num_clients: int) -> None:
-        """Connect all of them."""
+        """Connect all clients."""
         self._clients = [WeightClient(address, RUN_ID, f"light-{i}", role="actor") for i in range(num_clients)]
         self._pool = ThreadPoolExecutor(num_clients)
         list(self._pool.map(lambda client: client.store(), self._clients))
 
     def fetch(self, *, version: int, start: float) -> list[float]:
-        """All fetch a version at once; the seconds of each from `start`, a moment of the clock that processes share."""
+        """Fetch a version with all clients at once; return the seconds of each from `start`, on the shared clock."""
         return list(self._pool.map(lambda client: _fetch(client, PolicyVersion(0, version), start), self._clients))
 
     def ready(self) -> None:
-        """Returns once this process has taken its role."""
+        """Do nothing; a call returns once this process has been initialized."""
 
     def close(self) -> None:
-        """End the connections."""
+        """Close the connections."""
         self._pool.shutdown()
         for client in self._clients:
             client.close()
@@ -171,15 +171,15 @@ def _fetch(client: WeightClient, version: PolicyVersion, start: float) -> float:
 
 
 class Copying:
-    """What a core can move: one buffer copied into another, both larger than every cache."""
+    """Copy bandwidth of a core, between two buffers that are larger than every cache."""
 
     def __init__(self) -> None:
-        """Touch both buffers, so that no page has to be made later."""
+        """Touch both buffers, so that their pages exist before the measurement."""
         self._source = np.ones(NUM_COPIED_BYTES, np.uint8)
         self._target = np.zeros(NUM_COPIED_BYTES, np.uint8)
 
     def rates(self, *, num_rounds: int) -> dict[str, list[float]]:
-        """GB/s of every round: `copy` counts a byte once that is read and written; `checksum` is xxh3-64."""
+        """Return GB/s of every round: `copy` counts each copied byte once; `checksum` is xxh3-64."""
         found: dict[str, list[float]] = {"copy": [], "checksum": []}
         for _ in range(num_rounds):
             start = time.perf_counter()
@@ -191,4 +191,4 @@ class Copying:
         return found
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing; there are no open resources."""

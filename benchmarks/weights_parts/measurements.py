@@ -1,4 +1,4 @@
-"""Who is told what, and when: the update of two engines, deltas, hand-overs, many pullers and many clients."""
+"""Measurements of weight transfer: updates of two engines, deltas, sync, many pullers and many clients."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from benchmarks.weights_parts.page import (
     pause_figures,
     sync_figures,
 )
-from benchmarks.weights_parts.peers import Figures, Peer, call_all, say
-from common.hf_folder import check_model_folder
-from common.serving_model import prepare_serving_model
+from benchmarks.weights_parts.peers import Figures, Peer, call_all, log
+
+from leeway.common.hf_folder import check_model_folder
+from leeway.common.serving_model import prepare_serving_model
 
 SAMPLING_LIMIT_S = 240.0
 TRAINING_LIMIT_S = 900.0
@@ -31,44 +32,44 @@ SMALL_RATE, LARGE_RATE = 1e-6, 1e-5
 
 @dataclass(frozen=True)
 class Setting:
-    """Of one run of the benchmark."""
+    """Setting of one run of the benchmark."""
 
     scratch: Path
-    """On disk, beside where runs lie; removed afterwards."""
+    """Temporary folder on the disk of runs."""
     memory: Path
-    """The same in memory."""
+    """Temporary folder in memory."""
     quick: bool
 
     @property
     def num_groups(self) -> int:
-        """Prompts with samples: so many over `groups_per_step` are the steps before they come again."""
+        """Number of sampled groups; they repeat after `num_groups / groups_per_step` steps."""
         return 4 if self.quick else 20
 
     @property
     def groups_per_step(self) -> int:
-        """Prompts of an optimizer step."""
+        """Number of groups of an optimizer step."""
         return 1 if self.quick else 4
 
     def samples(self) -> Path:
-        """What the learner trains on; sampled once."""
+        """Return the path of the learner's training samples; generate them if missing."""
         path = self.scratch / "samples.npz"
         if not path.exists():
-            say("sampling what the learner trains on")
+            log("generating training samples")
             with Peer("samples", model=smollm2()) as peer:
                 peer.call("make", path=path, num_groups=self.num_groups, limit_s=SAMPLING_LIMIT_S)
         return path
 
     def snapshots(self) -> list[Path]:
-        """Weights of two versions, one optimizer step apart: what is handed over. Trained once."""
+        """Return the paths of two versions of the weights, one optimizer step apart; train them if missing."""
         paths = [self.scratch / f"{name}.safetensors" for name in ("before", "after")]
         if not all(path.exists() for path in paths):
-            say("training two versions to hand over")
+            log("training two versions to transfer")
             with self.trainer(SMALL_RATE, snapshots=self.scratch) as peer:
                 peer.call("steps", num_steps=3, limit_s=TRAINING_LIMIT_S)
         return paths
 
     def trainer(self, learning_rate: float, *, snapshots: Path | None = None, spread: bool = False) -> Peer:
-        """A peer that trains, and takes the differences."""
+        """Return a peer that trains and encodes deltas."""
         return Peer(
             "delta",
             model=smollm2(),
@@ -81,12 +82,12 @@ class Setting:
         )
 
     def new_folder(self, name: str, *, in_memory: bool = False) -> Path:
-        """An empty folder that no other measurement uses."""
+        """Create an empty folder that no other measurement uses."""
         folder = (self.memory if in_memory else self.scratch) / name
         try:
             folder.mkdir()
         except FileExistsError as error:
-            raise MeasurementFailed(f"{folder} exists: two measurements have one name") from error
+            raise MeasurementFailed(f"{folder} exists: two measurements have the same name") from error
         return folder
 
 
@@ -97,12 +98,12 @@ STEP_LIMIT_S = 360.0
 
 
 def update(setting: Setting) -> Figures:
-    """Two actors generate, the learner trains and publishes every step: what an update costs them.
+    """Measure the cost of an update while two actors generate and the learner trains and publishes every step.
 
-    Updates of both engines, the first of which warms up; and the learner's steps. Both sides of `pause_over_step` come
-    from the same engine in the same run under the same load: after every update, and a second of plain generation,
-    vLLM's bare reload of tensors that lie ready in memory is timed, then the time between tokens until the next version
-    comes. The other engine and the learner do meanwhile what they always do.
+    Figures cover the updates of both engines, of which the first warms up, and the learner's steps. Both sides of
+    `pause_over_step` come from the same engine in the same run under the same load: after every update and a second of
+    generation, vLLM's bare reload of tensors in memory is timed, and then the time between tokens until the next
+    version arrives. The other engine and the learner continue meanwhile.
     """
     num_rounds = 3 if setting.quick else 9
     model = smollm2()
@@ -137,7 +138,7 @@ def update(setting: Setting) -> Figures:
             )
             for i in range(NUM_ACTORS)
         ]
-        say("update: starting two engines")
+        log("update: starting two engines")
         for engine in engines:
             engine.begin("start")
         for engine in engines:
@@ -153,23 +154,23 @@ def update(setting: Setting) -> Figures:
 
 
 def _train_until_all_have_followed(learner: Peer, engines: list[Peer], num_rounds: int) -> list[dict[str, Any]]:
-    """The learner's steps. Engines skip what is published while they are busy, as actors do."""
+    """Train until all engines have finished; return the learner's steps. Busy engines skip versions, like actors."""
     limit_s = STEP_LIMIT_S * (num_rounds + 2)
     for engine in engines:
         engine.begin("follow", num_updates=num_rounds, limit_s=limit_s)
     num_steps = 0
-    while not all(engine.has_answered() for engine in engines):
+    while not all(engine.has_result() for engine in engines):
         learner.call("train", num_steps=1, limit_s=STEP_LIMIT_S)
         num_steps += 1
-        say(f"update: step {num_steps}")
+        log(f"update: step {num_steps}")
         if num_steps > 4 * num_rounds:
-            break  # the engines' own limit says why
+            break  # the engines' timeout reports the reason
     steps: list[dict[str, Any]] = learner.call("finish")
     return steps
 
 
 def deltas(setting: Setting) -> Figures:
-    """Steps at both rates, from the same weights and on the same batches; then again from weights that are spread."""
+    """Measure steps at both rates from the same weights on the same batches, and again from spread weights."""
     num_steps = 3 if setting.quick else 6
     rates = {"1e-6": SMALL_RATE, "1e-5": LARGE_RATE}
     found: dict[str, list[dict[str, float]]] = {}
@@ -186,7 +187,7 @@ def deltas(setting: Setting) -> Figures:
             ]
             if not spread:
                 boundary_share = peers[0].call("boundary_share", limit_s=TRAINING_LIMIT_S)
-            say(f"deltas: training at two learning rates{', from spread weights' if spread else ''}")
+            log(f"deltas: training at two learning rates{', from spread weights' if spread else ''}")
             steps = call_all(peers, "steps", num_steps=num_steps, limit_s=TRAINING_LIMIT_S)
         names = [f"{name}, spread" if spread else name for name in rates]
         found |= dict(zip(names, steps, strict=True))
@@ -195,20 +196,20 @@ def deltas(setting: Setting) -> Figures:
 
 PLACES = ("disk", "memory")
 KEPT_FILES = 3
-"""Files of torch.save that stay, as versions of the store do."""
+"""Number of torch.save files that are retained, like versions of the store."""
 WARM_UP_ROUNDS = KEPT_FILES + 2
-"""Rounds that do not count: until what is removed gives its pages to what is written. A page that the machine has never
-touched costs ten times as much, which either side may meet first."""
+"""Rounds that do not count, until pages of removed files are reused for new ones. A page that the machine has never
+touched costs ten times as much, on whichever side uses it first."""
 
 
 def sync(setting: Setting) -> Figures:
-    """From `publish` called to verified and staged in another process, beside torch.save and torch.load.
+    """Measure the time from `publish` to staged in another process, compared with torch.save and torch.load.
 
-    The folder's transport in bfloat16 and float32, on disk and in memory; and the network's, whole and as deltas. The
-    same tensors in memory on both sides, two processes, the same folder, files that are new each time; the sides take
-    turns. Nobody calls fsync. torch.load has read all of the file when it returns, and a staged version has been read
-    once against its checksums and stays mapped, so both are in the page cache. The receiver notices a version by
-    asking every millisecond; the other side is not charged for being told.
+    Covers the folder transport in bfloat16 and float32, on disk and in memory, and the network transport, full and as
+    deltas. Both sides have the same tensors in memory, two processes, the same folder, and new files each time; they
+    take turns. Neither side calls fsync. torch.load has read the whole file when it returns, and a staged version has
+    been read once for verification and stays mapped, so both are in the page cache. The receiver polls for a version
+    every millisecond; the notification of the other side is not timed.
     """
     snapshots = setting.snapshots()
     with Peer("copying") as peer:
@@ -228,16 +229,16 @@ def _against_torch(setting: Setting, snapshots: list[Path], dtype: str, place: s
     rounds: list[dict[str, float]] = []
     with (
         Peer("sender", snapshots=snapshots, dtype=dtype, folder=weights) as sender,
-        receiver("folder", weights, dtype) as taker,
+        receiver("folder", weights, dtype) as target,
     ):
         num_bytes = sender.call("num_bytes")
         for number in range(1, 1 + WARM_UP_ROUNDS + (2 if setting.quick else 7)):
-            turns = [lambda n=number: _hand_over(sender, taker, n), lambda n=number: _torch(sender, taker, files, n)]
+            turns = [lambda n=number: _transfer(sender, target, n), lambda n=number: _torch(sender, target, files, n)]
             found: dict[str, float] = {}
             for turn in turns if number % 2 else reversed(turns):
                 found |= turn()
             rounds.append(found)
-    say(f"sync, {dtype}, {place}: {rounds[-1]}")
+    log(f"sync, {dtype}, {place}: {rounds[-1]}")
     return {"num_bytes": num_bytes, "rounds": rounds[WARM_UP_ROUNDS:]}
 
 
@@ -249,32 +250,32 @@ def _over_network(setting: Setting, snapshots: list[Path], kind: str) -> Figures
     with (
         Peer("service", folder=weights) as service,
         Peer("sender", snapshots=snapshots, dtype=DTYPE, folder=weights, full_every=full_every) as sender,
-        receiver("network", weights, DTYPE, address=service.call("address"), staging=staging) as taker,
+        receiver("network", weights, DTYPE, address=service.call("address"), staging=staging) as target,
     ):
         num_bytes = sender.call("num_bytes")
         rounds = [
-            _hand_over(sender, taker, number) | {"sent_bytes": sent_bytes(service, number)}
+            _transfer(sender, target, number) | {"sent_bytes": sent_bytes(service, number)}
             for number in range(1, 1 + WARM_UP_ROUNDS + (2 if setting.quick else 5))
         ]
-    say(f"sync, network, {kind}: {rounds[-1]}")
+    log(f"sync, network, {kind}: {rounds[-1]}")
     return {"num_bytes": num_bytes, "rounds": rounds[WARM_UP_ROUNDS:]}
 
 
-def _hand_over(sender: Peer, taker: Peer, version: int) -> dict[str, float]:
-    taker.begin("pull", version=version)
+def _transfer(sender: Peer, target: Peer, version: int) -> dict[str, float]:
+    target.begin("pull", version=version)
     sent = sender.call("publish", version=version)
-    got = taker.result("pull")
+    received = target.result("pull")
     return {
-        "sync": got["staged"] - sent["began"],
+        "sync": received["staged"] - sent["began"],
         "call": sent["call"],
-        "until_seen": got["seen"] - sent["began"],
-        "fetch": got["staged"] - got["seen"],
+        "until_seen": received["seen"] - sent["began"],
+        "fetch": received["staged"] - received["seen"],
     }
 
 
-def _torch(sender: Peer, taker: Peer, files: Path, number: int) -> dict[str, float]:
+def _torch(sender: Peer, target: Peer, files: Path, number: int) -> dict[str, float]:
     path = files / f"{number}.pt"
-    found = {"save": sender.call("save", path=path), "load": taker.call("load", path=path)}
+    found = {"save": sender.call("save", path=path), "load": target.call("load", path=path)}
     (files / f"{number - KEPT_FILES}.pt").unlink(missing_ok=True)
     return found
 
@@ -282,7 +283,7 @@ def _torch(sender: Peer, taker: Peer, files: Path, number: int) -> dict[str, flo
 def receiver(
     transport: str, folder: Path, dtype: str, *, address: str = "", staging: Path | None = None, name: str = "actor-0"
 ) -> Peer:
-    """A peer that takes weights."""
+    """Return a peer that receives weights."""
     return Peer(
         "receiver",
         name=name,
@@ -295,7 +296,7 @@ def receiver(
 
 
 def sent_bytes(service: Peer, version: int) -> int:
-    """What the service has sent of a version's files so far."""
+    """Return the bytes of a version's files that the service has sent so far."""
     return service.call("sent_bytes").get(f"0.{version}", 0)
 
 
@@ -304,9 +305,9 @@ PULL_LIMIT_S = 120.0
 
 
 def hosts(setting: Setting) -> Figures:
-    """Many actors of one machine pull a version at the same time: how often is it sent, and how often verified?
+    """Measure how often a version is sent and verified if many actors of one machine pull it at once.
 
-    Pullers of both transports, each a process of its own, and a version of SmolLM2 in bfloat16 for each.
+    Covers pullers of both transports, each in a separate process, with a version of SmolLM2 in bfloat16 for each.
     """
     num_pullers = 4 if setting.quick else NUM_PULLERS
     snapshots = setting.snapshots()
@@ -335,7 +336,7 @@ def _pull_at_once(
     address: str = "",
     staging: Path | None = None,
 ) -> list[dict[str, float]]:
-    """Of each puller: `sync` seconds from `publish` called, and `verified_bytes`."""
+    """Return `sync`, seconds from the call of `publish`, and `verified_bytes` of each puller."""
     with contextlib.ExitStack() as stack:
         pullers = [
             stack.enter_context(
@@ -350,18 +351,18 @@ def _pull_at_once(
         began = sender.call("publish", version=version)["began"]
         found = [puller.result("pull", limit_s=PULL_LIMIT_S) for puller in pullers]
     took = [{"sync": each["staged"] - began, "verified_bytes": each["verified_bytes"]} for each in found]
-    say(f"hosts, {transport}: the last of {num_pullers} had it after {max(each['sync'] for each in took):.2f} s")
+    log(f"hosts, {transport}: the last of {num_pullers} finished after {max(each['sync'] for each in took):.2f} s")
     return took
 
 
 NUM_PROCESSES, CLIENTS_EACH = 8, 8
 NUM_VALUES = 4 * 2**20
-"""Of the version, so that the machine can hold and send that of all clients: 8 MiB."""
+"""Values of a version, 8 MiB, so that the machine can hold and send those of all clients."""
 HEAD_START_S = 0.5
 
 
 def fairness(setting: Setting) -> Figures:
-    """Many light clients fetch a version from one service at the same time: does the slowest take much longer?"""
+    """Measure the slowest over the median of many clients that fetch a version from one service at once."""
     num_each = 2 if setting.quick else CLIENTS_EACH
     snapshots = setting.snapshots()
     weights = setting.new_folder("fairness") / "weights"
@@ -382,5 +383,5 @@ def fairness(setting: Setting) -> Figures:
             start = time.perf_counter() + HEAD_START_S
             found = call_all(processes, "fetch", version=1, start=start)
             rounds.append([seconds for each in found for seconds in each])
-            say(f"fairness, round {number}: slowest {max(rounds[-1]):.2f} s")
+            log(f"fairness, round {number}: slowest {max(rounds[-1]):.2f} s")
     return fairness_figures(num_bytes, rounds[1:])

@@ -1,4 +1,4 @@
-"""From raw numbers to figures, and from figures to the page. Ratios are medians of the ratios of rounds."""
+"""Figures computed from raw measurements, and the results page. Ratios are medians of the ratios of rounds."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ BARS = {
     "host_reads": 1.0,
     "fairness": 2.0,
 }
-"""Figure -> at most this is wanted."""
+"""Figure -> maximum target."""
 
 
 def pause_figures(engines: Sequence[Rounds]) -> Figures:
-    """What an update costs an engine.
+    """Return the cost of an update for an engine.
 
     Args:
-        engines: of each its rounds, as `FollowingEngine.follow` returns them.
+        engines: rounds of each engine, as `FollowingEngine.follow` returns them.
     """
     rounds = [each for engine in engines for each in engine]
     pause, bare_pause, gap = (
@@ -50,10 +50,10 @@ def pause_figures(engines: Sequence[Rounds]) -> Figures:
 
 
 def learner_figures(steps: Rounds) -> Figures:
-    """What publishing costs the learner.
+    """Return the cost of publishing for the learner.
 
     Args:
-        steps: as `PublishingLearner.finish` returns them.
+        steps: steps as `PublishingLearner.finish` returns them.
     """
     return {
         "publish_stall_frac": statistics.median(each["publish"] / each["step"] for each in steps),
@@ -66,7 +66,7 @@ def learner_figures(steps: Rounds) -> Figures:
 
 
 def delta_figures(rates: Mapping[str, Rounds]) -> Figures:
-    """Deltas by learning rate.
+    """Return the figures of deltas by learning rate.
 
     Args:
         rates: name of the learning rate -> its steps, as `DeltaLearner.steps` returns them.
@@ -86,7 +86,7 @@ def delta_figures(rates: Mapping[str, Rounds]) -> Figures:
 
 
 def copying_figures(rates: Mapping[str, Sequence[float]]) -> Figures:
-    """GB/s of one core: as `Copying.rates` returns them."""
+    """Return GB/s of one core from the result of `Copying.rates`."""
     return {
         "memcpy_gb_per_s": statistics.median(rates["copy"]),
         "checksum_gb_per_s": statistics.median(rates["checksum"]),
@@ -94,7 +94,7 @@ def copying_figures(rates: Mapping[str, Sequence[float]]) -> Figures:
 
 
 def sync_figures(places: Mapping[str, Figures], network: Mapping[str, Figures]) -> Figures:
-    """Publish to staged, beside torch.save plus torch.load.
+    """Return the time from publish to staged, compared with torch.save plus torch.load.
 
     Args:
         places: 'DTYPE_PLACE' -> `num_bytes` and `rounds` with sync, save and load.
@@ -120,7 +120,7 @@ def sync_figures(places: Mapping[str, Figures], network: Mapping[str, Figures]) 
 
 
 def summed_up(result: Figures) -> Figures:
-    """Figures that need more than one measurement; only those for which all is there."""
+    """Return the figures that need several measurements, if these are present."""
     found: Figures = {}
     sync = result.get("sync", {}).get("bfloat16_disk")
     if sync is not None:
@@ -135,12 +135,12 @@ def summed_up(result: Figures) -> Figures:
 
 
 def hosts_figures(num_bytes: int, sent_share: float, pullers: Mapping[str, Rounds]) -> Figures:
-    """How often a version was sent to one machine, and verified there.
+    """Return how often a version was sent to one machine and verified on it.
 
     Args:
-        num_bytes: of the version's tensors.
+        num_bytes: bytes of the version's tensors.
         sent_share: bytes sent by the service to all pullers of the network, over those of the version's files.
-        pullers: transport -> of each puller `sync` and `verified_bytes`.
+        pullers: transport -> `sync` and `verified_bytes` of each puller.
     """
     return {
         "host_reads": sent_share,
@@ -154,11 +154,11 @@ def hosts_figures(num_bytes: int, sent_share: float, pullers: Mapping[str, Round
 
 
 def fairness_figures(num_bytes: int, rounds: Sequence[Sequence[float]]) -> Figures:
-    """Clients at once.
+    """Return the figures of simultaneous clients.
 
     Args:
-        num_bytes: of the version that each fetched.
-        rounds: of each the seconds that every client took from the common start.
+        num_bytes: bytes of the fetched version.
+        rounds: seconds of every client from the common start, for each round.
     """
     medians = [statistics.median(each) for each in rounds]
     return {
@@ -183,22 +183,22 @@ def _median_ratio(rounds: Rounds, above: str, below: str) -> float:
 
 
 def page(result: Figures) -> list[str]:
-    """The paragraphs of the page."""
+    """Return the paragraphs of the page."""
     return [
-        "# Weights on their way, measured",
+        "# Weight transfer",
         _head(result),
         bars_table(result["wanted"], "at most"),
-        "## The pause of an update",
+        "## Pause of an update",
         _update(result),
-        "## The learner's side",
+        "## Cost for the learner",
         _learner(result),
         "## Deltas",
         _deltas(result),
-        "## Beside torch.save and torch.load",
+        "## Comparison with torch.save and torch.load",
         _sync(result),
-        "## Bytes and time against memory bandwidth",
+        "## Comparison with memory bandwidth",
         _bandwidth(result),
-        "## Many at once",
+        "## Many pullers and clients",
         _many(result),
     ]
 
@@ -206,56 +206,57 @@ def page(result: Figures) -> list[str]:
 def _head(r: Figures) -> str:
     return (
         f"{origin('python benchmarks/weights.py', r['machine'])} "
-        "The model is SmolLM2-135M; its head is tied and is published beside the embedding, so a version in bfloat16 "
-        f"is {r['delta_full_mb']:.0f} MB. Sides that are compared take turns within one run, and ratios are medians of "
-        "the rounds' ratios. Absolute figures depend on the machine and its load; compare within this page only."
+        "The model is SmolLM2-135M; its head is tied and is published in addition to the embedding, so a version in "
+        f"bfloat16 is {r['delta_full_mb']:.0f} MB. The compared sides take turns within one run; ratios are medians "
+        "of the rounds' ratios. Absolute figures depend on the machine and its load; compare within this page only."
     )
 
 
 def _update(r: Figures) -> str:
     text = (
         f"{r['update_num_actors']} engines ({r['update_num_running']} running requests each, bfloat16, one thread "
-        f"each) and a learner (one thread) share the {r['machine']['cores']} cores; the learner publishes every step, "
-        'the engines follow it through the weights\' folder as actors do, with `kv_cache = "keep"`. '
-        "`pause_over_step` is the pause of an update, from the request to pause until generation went on, over one "
-        "engine step plus the *bare reload*: vLLM's own reload of tensors that lie ready in the engine's memory "
+        f"each) and a learner (one thread) share the {r['machine']['cores']} cores. The learner publishes every step, "
+        'and the engines read the weights from the folder like actors, with `kv_cache = "keep"`. '
+        "`pause_over_step` is the pause of an update, from the request to pause until generation resumes, over one "
+        "engine step plus the *bare reload*: vLLM's reload of tensors that are already in the engine's memory "
         "(`initialize_layerwise_reload`, `load_weights`, `finalize_layerwise_reload`). Both are measured in the same "
-        "engine, the bare reload a second after each update and the engine step until the next version comes, while "
-        "learner and other engine go on. The pause holds: the rest of the engine step that runs when it is asked for "
-        "(half of one on average), loading from the mapped files, vLLM's repacking of the weights, and the "
-        "messages between the actor's process and its engine's. It does not hold fetching and verifying, "
-        "which are done while requests run."
+        "engine while the learner and the other engine continue: the bare reload a second after each update, and the "
+        "engine step until the next version arrives. The pause includes the rest of the engine step that is running at "
+        "the request (half of one on average), loading from the mapped files, vLLM's repacking of the weights, and the "
+        "messages between the actor's process and that of its engine. It does not include fetching and verification, "
+        "which run during generation."
     )
     rows = [
         ["engine step (median time between tokens)", ms(r["engine_step_s"])],
         ["bare reload", ms(r["bare_reload_s"])],
         ["pause of an update", ms(r["pause_s"])],
-        ["of it, loading", ms(r["load_s"])],
+        ["loading, part of the pause", ms(r["load_s"])],
         ["pause around a bare reload", ms(r["bare_pause_s"])],
-        ["longest time between two tokens, at an update", ms(r["gap_s"])],
-        ["the same, at a bare reload", ms(r["bare_gap_s"])],
-        ["a version seen until it is served", ms(r["update_s"])],
+        ["longest time between two tokens during an update", ms(r["gap_s"])],
+        ["longest time between two tokens during a bare reload", ms(r["bare_gap_s"])],
+        ["from a version seen to served", ms(r["update_s"])],
     ]
     slower = r["staging_step_over_step"]
     rest = (
-        f"Over one engine step plus the bare reload: the pause {r['pause_over_step']:.2f} (worst of "
+        f"Relative to one engine step plus the bare reload: the pause {r['pause_over_step']:.2f} (worst of "
         f"{r['num_updates']} updates {r['pause_over_step_worst']:.2f}), the pause around a bare reload "
         f"{r['bare_pause_over_step']:.2f}, the longest time between two tokens {r['gap_over_step']:.2f}."
     )
     if slower is not None:
-        rest += f" While a version is staged and verified an engine step takes {slower:.2f} times as long."
+        rest += f" While a version is staged and verified, an engine step takes {slower:.2f} times as long."
     return f"{text}\n\n{table(['median of the updates', 'ms'], rows)}\n\n{rest}"
 
 
 def _learner(r: Figures) -> str:
     return (
-        f"In the same run: {r['num_learner_steps']} optimizer steps (float32 weights, bf16 autocast, AdamW, one stage) "
-        f"on samples of the model's own, each published. A step takes {r['learner_step_s']:.1f} s, the call of "
-        f"`Publisher.publish` {ms(r['publish_call_s'])} ms: the copy to host memory, which rounds to bfloat16. "
+        f"The same run has {r['num_learner_steps']} optimizer steps (float32 weights, bf16 autocast, AdamW, one stage) "
+        f"on samples of the model itself, each followed by publishing. A step takes {r['learner_step_s']:.1f} s, the "
+        f"call of `Publisher.publish` {ms(r['publish_call_s'])} ms for the copy to host memory with rounding to "
+        "bfloat16. "
         f"`publish_stall_frac` is the second over the first, {r['publish_stall_frac']:.4f} (worst step "
-        f"{r['publish_stall_frac_worst']:.4f}). A thread of the learner does the rest: the version could be pulled "
-        f"{ms(r['publish_committed_s'])} ms after the call began. Where all cores are busy, as here, its time is "
-        "taken from learner and engines alike, and is part of the steps above."
+        f"{r['publish_stall_frac_worst']:.4f}). A thread of the learner does the rest: the version was available "
+        f"{ms(r['publish_committed_s'])} ms after the start of the call. If all cores are busy, as here, the thread "
+        "takes time from learner and engines, which is part of the steps above."
     )
 
 
@@ -271,19 +272,19 @@ def _deltas(r: Figures) -> str:
         for name in r["delta_over_full"]
     ]
     text = (
-        "Real optimizer steps as above, learner alone: bytes of the delta over bytes of the whole version in "
-        "bfloat16, and the share of values that a step leaves as they are. Every delta was decoded and compared. The "
-        "first step of AdamW moves every weight by the learning rate and so changes most. This checkpoint was "
-        f"made from four bits: {r['boundary_share']:.1%} of its weights lie exactly between two values of bfloat16 and "
-        "may round anew however small a step is. *Spread* begins from the same weights at random places among those "
-        "that round to the same value, as training leaves them."
+        "Real optimizer steps as above, with the learner alone: bytes of the delta over bytes of the full version in "
+        "bfloat16, and the fraction of values that a step does not change. Every delta was decoded and compared. The "
+        "first step of AdamW moves every weight by the learning rate and therefore changes most values. This "
+        f"checkpoint was made from four-bit weights: {r['boundary_share']:.1%} of its weights are exactly halfway "
+        "between two values of bfloat16, so even a tiny step may round them differently. *Spread* starts from the same "
+        "weights moved to random values that round to the same bfloat16, as they are after training."
     )
     rest = (
-        f"Encoding takes a core {r['delta_full_mb'] / r['delta_encode_mb_per_s']:.2f} s for the whole version "
+        f"Encoding takes one core {r['delta_full_mb'] / r['delta_encode_mb_per_s']:.2f} s for the full version "
         f"({r['delta_encode_mb_per_s']:.0f} MB/s of weights), decoding "
         f"{r['delta_full_mb'] / r['delta_decode_mb_per_s']:.2f} s ({r['delta_decode_mb_per_s']:.0f} MB/s)."
     )
-    head = ["learning rate", "unchanged, median", "`delta_over_full`, median", "times smaller", "step by step"]
+    head = ["learning rate", "unchanged, median", "`delta_over_full`, median", "times smaller", "each step"]
     return f"{text}\n\n{table(head, rows)}\n\n{rest}"
 
 
@@ -304,23 +305,23 @@ def _sync(r: Figures) -> str:
         for name, each in r["sync"].items()
     ]
     text = (
-        "From `Publisher.publish` called to `Puller.fetch` returned in another process, so verified and staged, "
-        "through the folder; beside `torch.save` in the one and `torch.load` in the other, of the same tensors and in "
-        "the same folder. Files are new each time and in the page cache afterwards, neither side calls fsync, and the "
-        "two take turns. The first five rounds do not count: until removed files give their pages to new ones, a write "
-        "meets memory that the machine has never touched, at ten times the cost, on either side. "
-        "`sync_over_torch_save_load` is the first row's. Ours writes checksums, reads them back and maps the files; "
-        "`torch.load` copies them to the heap."
+        "Time from the call of `Publisher.publish` to the return of `Puller.fetch` in another process, with the "
+        "version verified and staged, through the folder transport; compared with `torch.save` in the first process "
+        "and `torch.load` in the second, for the same tensors and the same folder. Files are new each time and are in "
+        "the page cache afterwards, neither side calls fsync, and the two take turns. The first five rounds do not "
+        "count: until pages of removed files are reused, writes use memory that the machine has never touched, at ten "
+        "times the cost, on both sides. `sync_over_torch_save_load` is the ratio of the first row. Leeway writes "
+        "checksums, verifies them and maps the files; `torch.load` copies the files to the heap."
     )
     head = ["tensors, folder", "MB", "until seen, ms", "fetch, ms", "sync, ms", "save, ms", "load, ms", "ratio"]
     whole, delta = r["sync_network"]["whole"], r["sync_network"]["delta"]
     rest = (
-        f"With the bare reload of {ms(r['bare_reload_s'])} ms on both sides the first row's ratio is "
-        f"{r['sync_over_torch_save_load_with_reload']:.2f}. Through the network transport on loopback, bfloat16 from a "
-        f"store on disk into a staging folder in /dev/shm: {ms(whole['sync_s'])} ms whole (fetch "
-        f"{ms(whole['fetch_s'])} ms), {ms(delta['sync_s'])} ms as deltas of an optimizer step (fetch "
-        f"{ms(delta['fetch_s'])} ms, {delta['sent_share']:.2%} of the bytes). Where that "
-        "takes longer than the whole, it still saves bytes: a delta is for links slower than its encoder."
+        f"With the bare reload of {ms(r['bare_reload_s'])} ms added to both sides, the ratio of the first row is "
+        f"{r['sync_over_torch_save_load_with_reload']:.2f}. With the network transport on loopback, for bfloat16 from "
+        f"a store on disk to a staging folder in /dev/shm, a full version takes {ms(whole['sync_s'])} ms (fetch "
+        f"{ms(whole['fetch_s'])} ms), and the delta of an optimizer step {ms(delta['sync_s'])} ms (fetch "
+        f"{ms(delta['fetch_s'])} ms, {delta['sent_share']:.2%} of the bytes). Deltas save bytes even if they take "
+        "longer: they are meant for links that are slower than the encoder."
     )
     return f"{text}\n\n{table(head, rows)}\n\n{rest}"
 
@@ -331,23 +332,23 @@ def _bandwidth(r: Figures) -> str:
         f"One core copies {r['memcpy_gb_per_s']:.1f} GB/s in memory and checksums {r['checksum_gb_per_s']:.1f} GB/s "
         f"(xxh3-64). A sync in bfloat16 through the folder moves {disk['gb_per_s']:.2f} GB/s on disk and "
         f"{memory['gb_per_s']:.2f} GB/s in /dev/shm: {r['sync_over_memcpy']:.3f} and "
-        f"{memory['gb_per_s'] / r['memcpy_gb_per_s']:.3f} of the copy. The bytes are copied twice (to host memory, and "
-        "into the page cache) and read twice (checksum before writing, verification after), so "
-        f"{2 / r['memcpy_gb_per_s'] + 2 / r['checksum_gb_per_s']:.2f} s per GB would do; what is left is the kernel's "
-        "work for new pages of a file, which `torch.save` has as well. Loading copies them once more."
+        f"{memory['gb_per_s'] / r['memcpy_gb_per_s']:.3f} of the copy rate. The bytes are copied twice (to host "
+        "memory, and into the page cache) and read twice (checksum before writing, verification after), which takes "
+        f"{2 / r['memcpy_gb_per_s'] + 2 / r['checksum_gb_per_s']:.2f} s per GB; the rest is the kernel's work for new "
+        "pages of a file, which `torch.save` needs too. Loading copies the bytes once more."
     )
 
 
 def _many(r: Figures) -> str:
     verified, last = r["host_verified"], r["host_last_s"]
     return (
-        f"{r['host_num_pullers']} pullers of one machine, a process each, wait for a version of {r['host_mb']:.0f} MB "
-        f"and fetch it at once. Over the network the service sent {r['host_reads']:.2f} times the bytes of the "
-        f"version (`host_reads`), the pullers verified it {verified['network']:.2f} times, and the last had it "
-        f"{last['network']:.2f} s after `publish` was called. Through the folder each verified it for itself, "
-        f"as its engine does ({verified['folder']:.2f} times in all), and the last had done so after "
-        f"{last['folder']:.2f} s.\n\n"
-        f"{r['fairness_num_clients']} light clients fetch a version of {r['fairness_mb']:.1f} MB from one service at "
-        f"once, in processes of eight clients: slowest over median {r['fairness']:.2f} (worst round "
-        f"{r['fairness_worst']:.2f}), median {r['fairness_median_s']:.2f} s, {r['fairness_gb_per_s']:.2f} GB/s in all."
+        f"{r['host_num_pullers']} pullers on one machine, one process each, wait for a version of {r['host_mb']:.0f} "
+        "MB and fetch it at once. Over the network, the service sent "
+        f"{r['host_reads']:.2f} times the bytes of the version (`host_reads`), the pullers verified it "
+        f"{verified['network']:.2f} times, and the last finished {last['network']:.2f} s after the call of `publish`. "
+        "Through the folder, each puller verified it separately, like its engine "
+        f"({verified['folder']:.2f} times in total), and the last finished after {last['folder']:.2f} s.\n\n"
+        f"{r['fairness_num_clients']} clients without engines fetch a version of {r['fairness_mb']:.1f} MB from one "
+        f"service at once, eight clients per process: slowest over median {r['fairness']:.2f} (worst round "
+        f"{r['fairness_worst']:.2f}), median {r['fairness_median_s']:.2f} s, total {r['fairness_gb_per_s']:.2f} GB/s."
     )

@@ -1,7 +1,7 @@
-"""Processes that do what they are told: the sides of a measurement, each with memory and threads of its own.
+"""Worker processes of a measurement, called over a pipe.
 
-`python -m benchmarks.weights_parts.peers ROLE OPTIONS` is one of them: its calls come on standard input, one JSON to a
-line. It ends when the pipe to it closes, so also with a parent that is killed.
+`python -m benchmarks.weights_parts.peers ROLE OPTIONS` runs one of them: it reads calls from standard input, one JSON
+object per line. It exits when the pipe closes, and thus also if its parent is killed.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ END_WITHIN_S = 15.0
 
 
 class Peer:
-    """A process of its own in one role: an object of the role's class, made of the options."""
+    """A subprocess with an object of its role's class, created from the options."""
 
     def __init__(self, role: str, **options: object) -> None:
-        """Start it; the role is taken in the background, and the first call waits for that.
+        """Start the process; it initializes in the background, and the first call waits for that.
 
         Args:
-            role: which.
-            options: JSON values and paths, for the role.
+            role: key of ROLES.
+            options: arguments of the role's class, as JSON values and paths.
         """
         self.role = role
         self._process = subprocess.Popen(
@@ -60,57 +60,57 @@ class Peer:
             env=environment(HF_HUB_OFFLINE="1", PYTHONFAULTHANDLER="1"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            bufsize=0,  # or a pipe that broke would be written to again when it is closed
+            bufsize=0,  # otherwise closing a broken pipe would write to it again
         )
         self._rest = b""
 
     @property
     def pid(self) -> int:
-        """Of the process."""
+        """Process id."""
         return self._process.pid
 
     def call(self, method: str, *, limit_s: float = CALL_LIMIT_S, **arguments: object) -> Any:  # noqa: ANN401 -- JSON
-        """Call a method of the role and wait for what it returns.
+        """Call a method of the role, wait, and return its result.
 
         Raises:
-            MeasurementFailed: it raised, took longer than `limit_s`, or the process is gone.
+            MeasurementFailed: the method raised, took longer than `limit_s`, or the process exited.
         """
         self.begin(method, **arguments)
         return self.result(method, limit_s=limit_s)
 
     def begin(self, method: str, **arguments: object) -> None:
-        """Begin a call; `result` waits for its end."""
+        """Start a call; `result` waits for its end."""
         assert self._process.stdin is not None
         call = json.dumps({"method": method, "arguments": arguments}, default=str)
         try:
             self._process.stdin.write(call.encode() + b"\n")
         except BrokenPipeError as error:
-            raise MeasurementFailed(f"the process of the {self.role} is gone before '{method}'") from error
+            raise MeasurementFailed(f"the process of the {self.role} exited before '{method}'") from error
 
     def result(self, what: str, *, limit_s: float = CALL_LIMIT_S) -> Any:  # noqa: ANN401 -- JSON
-        """What a call that was begun returns; as `call`."""
+        """Wait for a call started by `begin` and return its result; raises as `call`."""
         answer = json.loads(self._line(what, limit_s))
         if "error" in answer:
             raise MeasurementFailed(f"{self.role}, '{what}': {answer['error']}")
         return answer["result"]
 
-    def has_answered(self) -> bool:
-        """Would `result` return at once?"""
+    def has_result(self) -> bool:
+        """Return whether `result` would return immediately."""
         assert self._process.stdout is not None
         return b"\n" in self._rest or bool(select.select([self._process.stdout.fileno()], [], [], 0)[0])
 
-    def hang_up(self) -> None:
-        """Close the pipe to it, as the end of this process would."""
+    def disconnect(self) -> None:
+        """Close the pipe to the process, as the exit of this process would."""
         assert self._process.stdin is not None
         self._process.stdin.close()
 
     def kill(self) -> None:
-        """End it without asking, where it has not ended. May be called twice."""
+        """Kill the process if it is running. Idempotent."""
         self._process.kill()
         self.end()
 
     def end(self) -> None:
-        """Ask the process to end, and kill it where it does not. May be called twice."""
+        """Request the process to exit, and kill it after END_WITHIN_S. Idempotent."""
         process = self._process
         assert process.stdin is not None
         try:
@@ -146,7 +146,7 @@ class Peer:
             if not data:
                 status = self._process.wait(END_WITHIN_S)
                 raise MeasurementFailed(
-                    f"the process of the {self.role} ended during '{what}' with status {status}; it said why above"
+                    f"the process of the {self.role} exited during '{what}' with status {status}; see its output above"
                 )
             self._rest += data
         line, _, self._rest = self._rest.partition(b"\n")
@@ -154,15 +154,15 @@ class Peer:
 
 
 def call_all(peers: Iterable[Peer], method: str, *, limit_s: float = CALL_LIMIT_S, **arguments: object) -> list[Any]:
-    """The same call to several peers at once; what each returns."""
+    """Make the same call to several peers at once; return the result of each."""
     peers = list(peers)
     for peer in peers:
         peer.begin(method, **arguments)
     return [peer.result(method, limit_s=limit_s) for peer in peers]
 
 
-def say(text: str) -> None:
-    """Progress, for whoever watches."""
+def log(text: str) -> None:
+    """Print progress to stderr."""
     print(text, file=sys.stderr, flush=True)
 
 
@@ -170,26 +170,26 @@ def say(text: str) -> None:
 
 
 def lines_of(loop: asyncio.AbstractEventLoop) -> asyncio.Queue[bytes]:
-    """What comes on standard input. Its end is the end of this process: whoever gave orders is gone."""
+    """Return a queue of the lines of standard input; exit this process at its end, because the parent is gone."""
     queue: asyncio.Queue[bytes] = asyncio.Queue()
 
     def watch() -> None:
         rest = b""
-        while data := os.read(0, 65536):  # no buffered reader: its lock would be held when the interpreter ends
+        while data := os.read(0, 65536):  # not a buffered reader, whose lock would be held at interpreter exit
             *lines, rest = (rest + data).split(b"\n")
             for line in lines:
                 loop.call_soon_threadsafe(queue.put_nowait, line)
         os._exit(1)
 
-    threading.Thread(target=watch, name="orders", daemon=True).start()
+    threading.Thread(target=watch, name="calls", daemon=True).start()
     return queue
 
 
 async def main() -> None:
-    """Take the role, then answer every call in turn."""
+    """Create the object of the role, then run calls in order and print their results."""
     name, options = sys.argv[1:]
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what libraries print is no answer
+    os.dup2(2, 1)  # keeps output of libraries out of the results
     lines = lines_of(asyncio.get_running_loop())
     module, _, kind = ROLES[name].partition(":")
     role = getattr(importlib.import_module(f"benchmarks.weights_parts.{module}"), kind)(**json.loads(options))

@@ -1,7 +1,7 @@
-"""SmolLM2-135M trained by the learner's own step, on samples of its own; and what is done with the weights of a step.
+"""Training of SmolLM2-135M by the learner's step on samples of the model itself, and uses of the resulting weights.
 
-AdamW, float32 weights, bf16 autocast, one stage of one thread. The samples are made once, by Transformers, and kept in
-a file: gradients have the size and the noise of real ones, and every measurement trains the same.
+AdamW, float32 weights, bf16 autocast, one stage of one thread. The samples are generated once with Transformers and
+stored in a file, so that gradients have realistic size and noise, and every measurement trains the same samples.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from benchmarks.lib.learner import GROUP_SIZE, Learner, sample
+from benchmarks.weights_parts.handover import RUN_ID
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.lib.learner import GROUP_SIZE, Learner, sample
-from benchmarks.weights_parts.handover import RUN_ID
-from buffer.schema import Trajectory
-from common.staleness import PolicyVersion
-from learner.batch import StepBatch
-from learner.config import LearnerConfig
-from learner.mesh import Mesh, MeshPlace
-from weight_sync.client import StoreAccess
-from weight_sync.config import WeightSyncConfig
-from weight_sync.delta import decode_delta, encode_delta
-from weight_sync.publisher import Publisher
-from weight_sync.store import KEPT_VERSIONS
-from weight_sync.tensors import host_bytes
+from leeway.buffer.schema import Trajectory
+from leeway.common.staleness import PolicyVersion
+from leeway.learner.batch import StepBatch
+from leeway.learner.config import LearnerConfig
+from leeway.learner.mesh import Mesh, MeshPlace
+from leeway.weight_sync.client import StoreAccess
+from leeway.weight_sync.config import WeightSyncConfig
+from leeway.weight_sync.delta import decode_delta, encode_delta
+from leeway.weight_sync.publisher import Publisher
+from leeway.weight_sync.store import KEPT_VERSIONS
+from leeway.weight_sync.tensors import host_bytes
 
 NEW_TOKENS = 24
 TEMPLATE = "3 + 4 = 7\n{} + {} ="
@@ -45,7 +45,7 @@ LEARNER_FLUSH_S, SENDER_FLUSH_S = 120.0, 60.0
 
 
 class Sampling:
-    """Makes what the learner trains on, as one step after another would get it."""
+    """Generator of the learner's training samples."""
 
     def __init__(self, *, model: str) -> None:
         """Load the model of a checkpoint folder."""
@@ -59,7 +59,7 @@ class Sampling:
         sums = random.integers(10, 90, (num_groups, 2))
         prompts = [self._tokenizer(TEMPLATE.format(a, b))["input_ids"] for a, b in sums]
         length = max(len(prompt) for prompt in prompts)
-        # of one length: a longer example instead of padding, so that nothing has to be masked
+        # prompts of equal length: a longer example instead of padding avoids masks
         prompts = [[*prompt[: length - len(prompt)], *prompt] for prompt in prompts]
         tokens = torch.tensor(prompts).repeat_interleave(GROUP_SIZE, 0)
         logprobs = []
@@ -82,18 +82,18 @@ class Sampling:
         )
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing; there are no open resources."""
 
 
 def trajectories(path: Path) -> list[Trajectory]:
-    """What `make` wrote, group by group."""
+    """Return the samples written by `make`, group by group."""
     with np.load(path) as saved:
         tokens, logprobs, rewards = saved["tokens"], saved["logprobs"], saved["rewards"]
     return [sample(i, tokens[i], logprobs[i], float(rewards[i]), "length") for i in range(len(tokens))]
 
 
 def closeness(text: str, right: int) -> float:
-    """1 for the right number first, up to 0.5 for a near one, 0 where there is none."""
+    """Return 1 if the first number is correct, up to 0.5 if it is close, 0 if there is none."""
     found = _NUMBER.search(text)
     if found is None:
         return 0.0
@@ -102,15 +102,15 @@ def closeness(text: str, right: int) -> float:
 
 
 class Trainer:
-    """Trains on samples that were made before, a few groups a step, and over again when they are through."""
+    """Trains on stored samples, a few groups per step, in repeated passes."""
 
     def __init__(self, *, model: str, samples: str, scratch: str, learning_rate: float, groups_per_step: int) -> None:
-        """Load the model; `scratch` is a folder of this process, the learning rate is constant."""
+        """Load the model; `scratch` is a folder for temporary files, the learning rate is constant."""
         torch.set_num_threads(1)
         torch.manual_seed(0)
-        meeting = Path(scratch) / f"group-{os.getpid()}"
+        rendezvous = Path(scratch) / f"group-{os.getpid()}"
         dist.init_process_group(
-            "gloo", init_method=f"file://{meeting}", rank=0, world_size=1, timeout=timedelta(seconds=60)
+            "gloo", init_method=f"file://{rendezvous}", rank=0, world_size=1, timeout=timedelta(seconds=60)
         )
         config = LearnerConfig(
             num_stages=1, learning_rate=learning_rate, token_budget=TOKEN_BUDGET, precision="bfloat16"
@@ -120,25 +120,25 @@ class Trainer:
         self.version = 0
 
     def step(self) -> float:
-        """One optimizer step. Returns the gradient norm before clipping."""
+        """Take one optimizer step; return the gradient norm before clipping."""
         norm = self._learner.step(next(self._batches), self.version)
         self.version += 1
         return norm
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """What a stage publishes: by checkpoint name, the live weights themselves."""
+        """Return the tensors that a stage publishes, by checkpoint name; these are the live weights."""
         return self._learner.policy.published_tensors()
 
     def boundary_share(self) -> float:
-        """Share of the weights that lie exactly between two values of bfloat16, and so round anew at any change."""
+        """Return the fraction of weights halfway between two bfloat16 values, whose rounding any change can affect."""
         bits = [tensor.view(torch.int32) & 0xFFFF for tensor in self.tensors().values()]
         return sum(int((each == 0x8000).sum()) for each in bits) / sum(each.numel() for each in bits)
 
     @torch.no_grad()
     def spread(self) -> None:
-        """Move every weight to a random place among those that round to its value of bfloat16.
+        """Move every weight to a random value that rounds to the same bfloat16.
 
-        There training leaves them; this checkpoint, made from four bits, has them on few of these places.
+        Trained weights are distributed like this; this checkpoint, made from four bits, has only few distinct values.
         """
         generator = torch.Generator().manual_seed(1)
         for _, parameter in self._learner.policy.named_weights():
@@ -150,7 +150,7 @@ class Trainer:
             optimizer.round()
 
     def close(self) -> None:
-        """Leave the process group."""
+        """Destroy the process group."""
         dist.destroy_process_group()
 
     def _in_turn(self, samples: Path, groups_per_step: int) -> Iterator[StepBatch]:
@@ -161,15 +161,15 @@ class Trainer:
 
 
 class DeltaLearner:
-    """Trains, and takes the differences: what a step changes, as a delta in bfloat16."""
+    """Trains and encodes the changes of each step as a delta in bfloat16."""
 
     def __init__(self, *, snapshots: str, spread: bool, **training: Any) -> None:  # noqa: ANN401 -- JSON
         """Load the model.
 
         Args:
             snapshots: folder for the weights of the last two versions, which other measurements send; "": none.
-            spread: begin as `Trainer.spread` says.
-            training: for the Trainer.
+            spread: whether to call `Trainer.spread` first.
+            training: arguments of the Trainer.
         """
         self._trainer = Trainer(**training)
         self._snapshots = snapshots
@@ -177,15 +177,15 @@ class DeltaLearner:
             self._trainer.spread()
 
     def boundary_share(self) -> float:
-        """As of the trainer."""
+        """Return `Trainer.boundary_share`."""
         return self._trainer.boundary_share()
 
     def steps(self, *, num_steps: int) -> list[dict[str, float]]:
-        """Steps, and what each changed.
+        """Take steps and measure the delta of each.
 
         Returns:
-            Of each step: `unchanged` (share of the values that are the same in bfloat16), `delta_bytes`,
-            `full_bytes`, `encode_s`, `decode_s`, `step_s` and `norm` of the gradient.
+            For each step: `unchanged` (fraction of values that are the same in bfloat16), `delta_bytes`, `full_bytes`,
+            `encode_s`, `decode_s`, `step_s` and `norm` of the gradient.
         """
         old = self._rounded()
         rounds: list[dict[str, float]] = []
@@ -203,24 +203,24 @@ class DeltaLearner:
         return rounds
 
     def close(self) -> None:
-        """End the process group."""
+        """Destroy the process group."""
         self._trainer.close()
 
     def _rounded(self) -> dict[str, torch.Tensor]:
         return {name: tensor.to(torch.bfloat16) for name, tensor in self._trainer.tensors().items()}
 
     def _save(self, name: str) -> None:
-        """As float32: what a sender wants in bfloat16 it rounds itself."""
+        """Save the weights as float32; a sender rounds them to its own dtype."""
         tensors = {key: tensor.clone() for key, tensor in self._trainer.tensors().items()}
         save_file(tensors, Path(self._snapshots) / f"{name}.safetensors")
 
 
 def differences(new: dict[str, torch.Tensor], old: dict[str, torch.Tensor]) -> dict[str, float]:
-    """The delta of all tensors, tried: it has to give the new bytes back.
+    """Measure the delta of all tensors, and check that decoding restores the new bytes.
 
     Args:
-        new: of the version, bfloat16.
-        old: of its parent.
+        new: tensors of the version, bfloat16.
+        old: tensors of its parent.
     """
     found = dict.fromkeys(("delta_bytes", "full_bytes", "encode_s", "decode_s"), 0.0)
     num_same = num_values = 0
@@ -237,20 +237,20 @@ def differences(new: dict[str, torch.Tensor], old: dict[str, torch.Tensor]) -> d
         found["delta_bytes"] += len(blob)
         found["full_bytes"] += len(ours)
         if bytes(back) != bytes(ours):
-            raise RuntimeError(f"the delta of {name} does not give its bytes back")
+            raise RuntimeError(f"decoding the delta of {name} does not restore its bytes")
     return {**found, "unchanged": num_same / num_values}
 
 
 class PublishingLearner:
-    """Takes real optimizer steps, and publishes every one of them."""
+    """Takes real optimizer steps and publishes each of them."""
 
     def __init__(self, *, folder: str, dtypes: list[str], **training: Any) -> None:  # noqa: ANN401 -- JSON
         """Load the model.
 
         Args:
-            folder: of the weight store.
-            dtypes: to publish in.
-            training: for the Trainer.
+            folder: folder of the weight store.
+            dtypes: dtypes to publish.
+            training: arguments of the Trainer.
         """
         self._trainer = Trainer(**training)
         knobs = WeightSyncConfig(transport="folder")
@@ -259,7 +259,7 @@ class PublishingLearner:
         self._rounds: list[dict[str, float]] = []
 
     def train(self, *, num_steps: int) -> None:
-        """Steps, each followed by its publishing; the last may still be on its way when this returns."""
+        """Take steps and publish each; the last version may still be in flight on return."""
         for _ in range(num_steps):
             start = time.perf_counter()
             norm = self._trainer.step()
@@ -271,17 +271,17 @@ class PublishingLearner:
             found["publish"] = time.perf_counter() - stepped
 
     def finish(self) -> list[dict[str, float]]:
-        """Wait until all is published.
+        """Wait until all versions are published.
 
         Returns:
-            Of each step, in seconds: `step` without publishing, `publish` the call alone, `committed` from the call
-            until the version could be pulled; and the gradient norm, as `norm`.
+            For each step, in seconds: `step` without publishing, `publish` for the call alone, `committed` from the
+            call until the version is available; and the gradient norm as `norm`.
         """
         self._publisher.flush(LEARNER_FLUSH_S)
         return self._rounds
 
     def close(self) -> None:
-        """End publisher and process group."""
+        """Close the publisher and destroy the process group."""
         self._publisher.close()
         self._trainer.close()
 
@@ -291,22 +291,22 @@ def _note_commit(found: dict[str, float], began_s: float, version: PolicyVersion
 
 
 class Sender:
-    """Holds two versions of the weights, one optimizer step apart, and hands them over in turn.
+    """Holds two versions of the weights, one optimizer step apart, and sends them alternately.
 
-    Through a Publisher, or with torch.save; both from the same tensors in memory.
+    It sends through a Publisher or with torch.save, from the same tensors in memory.
     """
 
     def __init__(
         self, *, snapshots: list[str], dtype: str, folder: str, full_every: int = 1, num_values: int | None = None
     ) -> None:
-        """Have the tensors ready in memory, in the dtype that is handed over.
+        """Load the tensors into memory, in the dtype to send.
 
         Args:
             snapshots: safetensors files of the versions.
-            dtype: to hand over in.
-            folder: of the weight store.
-            full_every: 1 for no deltas.
-            num_values: take only so many tensors' worth of values, for small versions; None: all.
+            dtype: dtype to send.
+            folder: folder of the weight store.
+            full_every: interval of full versions; 1 for no deltas.
+            num_values: maximum number of values of a version, which then has only some tensors; None: all.
         """
         torch.set_num_threads(1)
         self._versions = [
@@ -321,14 +321,14 @@ class Sender:
         self._publisher = Publisher(sink, 0, 1, [dtype], keep_versions=KEPT_VERSIONS, full_every=full_every)
 
     def num_bytes(self) -> int:
-        """Of a whole version."""
+        """Return the bytes of a full version."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self._versions[0].values())
 
     def publish(self, *, version: int) -> dict[str, float]:
-        """Publish the next version and wait until all of it is done.
+        """Publish the next version and wait until it is complete.
 
         Returns:
-            `began`: a moment of the clock that all processes share; `call`: seconds that the caller was held up.
+            `began`: a time of the clock that all processes share; `call`: seconds that the call blocked.
         """
         tensors = self._next()
         began = time.perf_counter()
@@ -338,14 +338,14 @@ class Sender:
         return {"began": began, "call": call_s}
 
     def save(self, *, path: str) -> float:
-        """torch.save of the next version; returns seconds."""
+        """Save the next version with torch.save; return the seconds."""
         tensors = self._next()
         began = time.perf_counter()
         torch.save(tensors, path)
         return time.perf_counter() - began
 
     def close(self) -> None:
-        """End the publisher."""
+        """Close the publisher."""
         self._publisher.close()
 
     def _next(self) -> dict[str, torch.Tensor]:
@@ -354,7 +354,7 @@ class Sender:
 
 
 def _first(tensors: dict[str, torch.Tensor], num_values: int) -> dict[str, torch.Tensor]:
-    """The first tensors by name that hold so many values together."""
+    """Return tensors in the order of their names, as many as fit into `num_values` values together."""
     chosen: dict[str, torch.Tensor] = {}
     for name, tensor in sorted(tensors.items()):
         if tensor.numel() <= num_values:

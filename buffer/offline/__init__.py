@@ -1,5 +1,5 @@
-"""Tools that read a store beside its service, or fill a new one.
+"""Tools that read a store during or after its run, or load samples into a new one.
 
 inspect     Inspection: groups and their samples; export and verify
-recorded    the samples of a store or a file, which fill the buffer of another run
+recorded    samples of a store or a file, and loading them into the buffer of another run
 """

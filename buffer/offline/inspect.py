@@ -1,10 +1,10 @@
-"""Read a store beside its service.
+"""Read-only access to a store, during or after its run.
 
-Inspection  groups and their samples. Transactions last a fraction of a second and resume by key, so that a live service
-            can reuse its pages; each group is seen as it was when its turn came
-export      a Parquet file of a row per stored trajectory: the columns of `schema.SCHEMA`, then `STATE`. Rows come in
-            the order of their groups, in row groups of some megabytes, so that memory stays bounded
-verify      every checksum, the tables against each other, and the ledger against the tables
+Inspection  groups and their samples. Transactions last a fraction of a second and resume by key, so that a running
+            service can reuse pages; each group is read in its state at that moment
+export      writes a Parquet file with one row per stored trajectory: the columns of `schema.SCHEMA`, then `STATE`, in
+            the order of the groups, in row groups of a few megabytes, so that memory stays bounded
+verify      checks every checksum, the tables against each other, and the ledger against the tables
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from buffer import rows
-from buffer.errors import CorruptRecord, StoreError
-from buffer.ledger import COMMITTED_STATES, COUNTS
-from buffer.rows import group_of, list_bounds, records_in
-from buffer.schema import SCHEMA, join_rows
-from buffer.store import RESTORE, Store, buffer_folder
-from buffer.tables import NO_RECORD, DrawRecord, Group, StoreState, Tries
-from buffer.transaction import Transaction
-from common.files import sync
-from common.staleness import PolicyVersion, effective_version
+from leeway.buffer import rows
+from leeway.buffer.errors import CorruptRecord, StoreError
+from leeway.buffer.ledger import COMMITTED_STATES, COUNTS
+from leeway.buffer.rows import group_of, list_bounds, records_in
+from leeway.buffer.schema import SCHEMA, join_rows
+from leeway.buffer.store import RESTORE, Store, buffer_folder
+from leeway.buffer.tables import NO_RECORD, DrawRecord, Group, StoreState, Tries
+from leeway.buffer.transaction import Transaction
+from leeway.common.files import sync
+from leeway.common.staleness import PolicyVersion, effective_version
 
 T = TypeVar("T")
 
 MAX_NAMED = 4
 READ_S = 0.1
 READ_BYTES = 16 * 2**20
-"""Bounds of one transaction's reads, up to one group more."""
+"""Limits of the reads of one transaction, exceeded by at most one group."""
 STATE = pa.schema(
     [
         pa.field("record_id", pa.int64(), nullable=False),
@@ -56,7 +56,7 @@ STATE = pa.schema(
         pa.field("lag", pa.int64()),
     ]
 )
-"""What the store knows of a trajectory; see docs/buffer.md."""
+"""Columns of a trajectory's state in the store; see docs/buffer.md."""
 
 ROW_GROUP_BYTES = 16 * 2**20
 ROW_GROUP_ROWS = 65536
@@ -66,20 +66,20 @@ class Sample(NamedTuple):
     sample_index: int
     record_id: int
     record: bytes
-    """A block of it alone; `joined` reads it."""
+    """A block with only this record; `joined` decodes it."""
     scores: bytes | None
     """float32 reference log-probabilities."""
 
 
 @dataclass(frozen=True)
 class GroupView:
-    """A group as it was when it was read."""
+    """A group in its state when it was read."""
 
     row: Group
     oldest_version: int | None
     """Effective version of its oldest committed token."""
     tries: Tries | None = None
-    """What is known of its prompt's success."""
+    """Success counts of its prompt."""
     samples: Sequence[Sample] = ()
 
     @property
@@ -89,16 +89,16 @@ class GroupView:
 
 @dataclass
 class Inspection:
-    """The store of a buffer folder, open for reading."""
+    """The store of a buffer folder, opened read-only."""
 
     store: Store
     damaged: list[str] = field(default_factory=list)
-    """One sentence for each value that does not match its checksum; may repeat."""
+    """One message for each value that does not match its checksum; may contain duplicates."""
 
     @classmethod
     @contextmanager
     def open(cls, path: Path) -> Iterator[Inspection]:
-        """Open the buffer of a run folder, or of a buffer folder; StoreError if there is none, or it is damaged."""
+        """Open the buffer of a run folder or buffer folder; StoreError if there is none, or it is damaged."""
         folder = buffer_folder(path)
         with _naming(folder):
             store = Store(folder, None)
@@ -112,29 +112,29 @@ class Inspection:
         return self.store.folder
 
     def state(self) -> StoreState:
-        return look_at(self.store, lambda tx: tx.state)
+        return read_store(self.store, lambda tx: tx.state)
 
     def num_groups(self) -> int:
-        return look_at(self.store, lambda tx: tx.groups.count)
+        return read_store(self.store, lambda tx: tx.groups.count)
 
     def groups(
         self, *, prompt_id: int | None = None, phase: str | None = None, with_samples: bool = False
     ) -> Iterator[GroupView]:
-        """Yield the groups by their ids: those of a prompt, those in a phase, and their stored samples if asked for."""
+        """Yield the groups in order of ids, filtered by prompt and phase, with their stored samples if requested."""
         position: int | None = 0
         while position is not None:
-            found, position = look_at(self.store, partial(self._some, first=position, with_samples=with_samples))
+            found, position = read_store(self.store, partial(self._some, first=position, with_samples=with_samples))
             yield from (
                 each for each in found if prompt_id in (None, each.row.prompt_id) and phase in (None, each.row.phase)
             )
 
     def group(self, group_id: int) -> GroupView | None:
-        return look_at(self.store, lambda tx: self._view(tx, group_id, with_samples=True))
+        return read_store(self.store, lambda tx: self._view(tx, group_id, with_samples=True))
 
     # --- parts ------------------------------------------------------------------------------------
 
     def _some(self, tx: Transaction, first: int, with_samples: bool) -> tuple[list[GroupView], int | None]:
-        """Return what one transaction reads, and the id where the next one resumes; None: at the end."""
+        """Return the groups read by one transaction, and the id at which the next one resumes; None at the end."""
         deadline = time.monotonic() + READ_S
         found: list[GroupView] = []
         size = 0
@@ -151,7 +151,7 @@ class Inspection:
         if group is None:
             return None
         prompt_id, oldest = group.prompt_id, None if group.oldest is None else tx.state.effective(group.oldest)
-        tries = self._whole(f"the success of prompt {prompt_id}", lambda: tx.tries.get(prompt_id))
+        tries = self._whole(f"the success counts of prompt {prompt_id}", lambda: tx.tries.get(prompt_id))
         return GroupView(group, oldest, tries, self._samples(tx, group) if with_samples else ())
 
     def _samples(self, tx: Transaction, group: Group) -> list[Sample]:
@@ -171,7 +171,7 @@ class Inspection:
         return samples
 
     def _whole(self, what: str, read: Callable[[], T | None]) -> T | None:
-        """Return what is read; None if it is damaged, which is noted."""
+        """Return the value of `read()`; if it is damaged, record that in `damaged` and return None."""
         try:
             return read()
         except CorruptRecord as error:
@@ -179,10 +179,10 @@ class Inspection:
             return None
 
 
-def look_at(store: Store, look: Callable[[Transaction], T]) -> T:
-    """As `Store.read`; its CorruptRecord says where the damage is and what helps."""
+def read_store(store: Store, query: Callable[[Transaction], T]) -> T:
+    """Run `Store.read`; the message of a CorruptRecord has the folder and the fix."""
     with _naming(store.folder):
-        return store.read(look)
+        return store.read(query)
 
 
 def joined(samples: Sequence[Sample]) -> pa.RecordBatch:
@@ -192,7 +192,7 @@ def joined(samples: Sequence[Sample]) -> pa.RecordBatch:
 
 @contextmanager
 def _naming(folder: Path) -> Iterator[None]:
-    """Have errors of damage say where it is, and what to do."""
+    """Add the folder and the fix to the message of a CorruptRecord."""
     try:
         yield
     except CorruptRecord as error:
@@ -200,7 +200,7 @@ def _naming(folder: Path) -> Iterator[None]:
             raise
         raise CorruptRecord(
             f"the buffer in {folder} is damaged: {error}. {RESTORE.capitalize()}; `leeway buffer verify {folder}` "
-            "names all that is damaged"
+            "lists all damage"
         ) from error
 
 
@@ -208,20 +208,20 @@ def _naming(folder: Path) -> Iterator[None]:
 
 
 class ParquetExport(NamedTuple):
-    """What an export wrote."""
+    """Result of an export."""
 
     num_groups: int
     num_rows: int
     size_bytes: int
     damaged: list[str]
-    """A sentence for each value that was left out because it does not match its checksum."""
+    """A message for each value that was skipped because it does not match its checksum."""
 
 
 def export(inspection: Inspection, path: Path) -> ParquetExport:
-    """Write the stored trajectories as a Parquet file, in the place of one of that name; StoreError if it fails."""
+    """Write the stored trajectories to a Parquet file, replacing an existing one; StoreError if it fails."""
     if not path.name or path.is_dir():
-        raise StoreError(f"{path} is a folder: give the export the name of a file, as in samples.parquet")
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")  # another process may write to the same name
+        raise StoreError(f"{path} is a folder: pass the name of a file for the export, such as samples.parquet")
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")  # another process may export to the same name
     state, facts = inspection.state(), inspection.store.facts
     metadata = {**(SCHEMA.metadata or {}), b"run_id": facts.run_id, b"facts": facts.model_dump_json()}
     schema = pa.schema([*SCHEMA, *STATE], metadata=metadata)
@@ -239,15 +239,24 @@ def export(inspection: Inspection, path: Path) -> ParquetExport:
     except OSError as error:
         if isinstance(error, StoreError):
             raise
-        raise StoreError(f"{path} cannot be written ({error}). Check the folder, its rights and free space") from error
+        raise StoreError(f"{path} cannot be written ({error}). Check the folder, permissions and free space") from error
     finally:
-        with suppress(OSError):  # it is not there, or nothing can be done about it that the error does not say
+        with suppress(OSError):  # it does not exist, or cannot be deleted; the first error is the one to report
             partial.unlink()
     return ParquetExport(num_groups, num_rows, path.stat().st_size, list(dict.fromkeys(inspection.damaged)))
 
 
+def samples(inspection: Inspection, columns: Sequence[str] | None = None) -> pa.Table:
+    """Return the stored trajectories as a table of these columns, or of all; KeyError if one does not exist."""
+    schema = pa.schema([*SCHEMA, *STATE])
+    names, state = schema.names if columns is None else list(columns), inspection.state()
+    batches = batches_of(inspection.groups(with_samples=True))
+    tables = [_table(groups, state, schema).select(names) for groups in batches]
+    return pa.concat_tables([schema.empty_table().select(names), *tables])
+
+
 def version_bounds(spans: pa.Array, starts: Sequence[dict[int, int]]) -> tuple[list[int], list[int]]:
-    """Versions that the first and the last token of each row count with, by the `starts` of the incarnations for it."""
+    """Return the effective versions of the first and last token of each row; `starts` has the `resumed_at` per row."""
     values, bounds = spans.flatten(), list_bounds(spans)
     incarnations = values.field("incarnation").to_numpy()
     versions = values.field("version").to_numpy()
@@ -291,7 +300,7 @@ def _state_columns(rows: Sequence[tuple[GroupView, Sample]], spans: pa.Array, st
 
     @cache
     def started(last: float) -> dict[int, int]:
-        """From which version each incarnation started; later ones than the one that trained do not change a lag."""
+        """Return the start version of incarnations up to `last`; those after the training one do not affect the lag."""
         return {number: version for number, version in state.resumed_at.items() if number <= last}
 
     starts = [started(inf if use is None else use.incarnation) for use in uses]
@@ -314,10 +323,10 @@ def _state_columns(rows: Sequence[tuple[GroupView, Sample]], spans: pa.Array, st
 
 
 def verify(tx: Transaction) -> dict[str, Any]:
-    """Report what is in the store and every fault found.
+    """Check the contents of the store and report every fault.
 
     Returns:
-        'ledger' (the counters), 'recount' (the same from the tables), 'num_records', and 'faults': a sentence for each.
+        'ledger' (counters), 'recount' (the same from the tables), 'num_records', and 'faults', with one message each.
     """
     faults = list(tx.damaged())
     ledger = tx.state.ledger
@@ -325,7 +334,7 @@ def verify(tx: Transaction) -> dict[str, Any]:
     try:
         counted = recount(tx)
         faults += [
-            f"the ledger says {name} = {getattr(ledger, name)}, the tables say {count}"
+            f"the ledger has {name} = {getattr(ledger, name)}, but the tables have {count}"
             for name, count in counted.items()
             if getattr(ledger, name) != count
         ]
@@ -334,26 +343,26 @@ def verify(tx: Transaction) -> dict[str, Any]:
         faults += [*_lease_faults(tx), *_partial_faults(tx), *_window_faults(tx), *_seen_faults(tx), *_draw_faults(tx)]
         faults += _unclaimed(tx)
     except CorruptRecord as error:
-        # A damaged row is named already; what lacks a row that another table names is not.
+        # A damaged row is reported already; a missing row that another table references is not.
         if str(error) not in faults:
             faults.append(str(error))
     return {"ledger": ledger.counts(), "recount": counted, "num_records": tx.state.num_records, "faults": faults}
 
 
 def check_store(store: Store) -> dict[str, Any]:
-    """Return the report of `verify`, with the faults in the structure of the file.
+    """Return the report of `verify`, with the structural faults of the file.
 
-    'has_checked_pages' is False if a service writes the file, so that its structure could not be checked.
+    'has_checked_pages' is False if a service is writing the file, which prevents checking its structure.
     """
     structure = store.structure_faults()
-    report = look_at(store, verify)
+    report = read_store(store, verify)
     report["faults"] += structure or []
     report["has_checked_pages"] = structure is not None
     return report
 
 
 def recount(tx: Transaction) -> dict[str, int]:
-    """Count the two lines of the ledger from the tables: every group, and what left them."""
+    """Return the counts of both ledger identities, from all groups and the retired counts."""
     found: Counter[str] = Counter(tx.state.retired)
     for (group_id,) in tx.groups.all_keys():
         group = tx.groups.require(group_id)
@@ -370,7 +379,7 @@ def _unclaimed(tx: Transaction) -> list[str]:
     for (first,), block in tx.records.all_items():
         inside = list(records_in(block))
         if inside != sorted(inside) or inside[0] != first or not stored.isdisjoint(inside):
-            faults.append(f"the block at record {first} holds {inside[:MAX_NAMED]}, which are not its own")
+            faults.append(f"the block at record {first} has records {inside[:MAX_NAMED]}, which do not belong to it")
         stored.update(inside)
     for (group_id,), group in tx.groups.all_items():
         for record in group.records:
@@ -380,14 +389,14 @@ def _unclaimed(tx: Transaction) -> list[str]:
                 faults.append(f"record {record} of group {group_id} is missing or shared")
             owned.add(record)
     if tx.state.num_records != len(stored):
-        faults.append(f"the state says {tx.state.num_records} records are stored, there are {len(stored)}")
+        faults.append(f"the state counts {tx.state.num_records} records, but {len(stored)} are stored")
     faults += [f"record {record} belongs to no group" for record in sorted(stored - owned)]
-    faults += [f"scores of record {r} are stored without it" for (r,) in tx.scores.all_keys() if r not in stored]
+    faults += [f"record {r} has scores but is missing" for (r,) in tx.scores.all_keys() if r not in stored]
     return faults
 
 
 def _lease_faults(tx: Transaction) -> Iterator[str]:
-    """Yield leases that are closed, or of two groups."""
+    """Yield leases of groups that are not open, or that belong to two groups."""
     groups: dict[int, int] = {}
     for (group_id,), group in tx.groups.all_items():
         if not group.lease_id:
@@ -405,25 +414,25 @@ def _partial_faults(tx: Transaction) -> Iterator[str]:
             yield f"group {group_id} has tokens of samples {sorted(stray)[:MAX_NAMED]}, which are not missing"
     stored = {key: group_of(block) for key, block in tx.partials.all_items()}
     for key in sorted(named ^ {key for key, group_id in stored.items() if key[0] == group_id}):
-        yield f"the first tokens of sample {key[-1]} of group {key[0]} are missing, or no group names them"
+        yield f"the partial rollout of sample {key[-1]} of group {key[0]} is missing, or no group references it"
 
 
 def _window_faults(tx: Transaction) -> Iterator[str]:
     for (order,), waiting in tx.window.all_items():
         if waiting.order != order or order >= tx.state.cursor:
             yield (
-                f"prompt {waiting.prompt_id} waits as number {waiting.order} of the data's order, under key {order}; "
-                f"{tx.state.cursor} were taken"
+                f"prompt {waiting.prompt_id} waits at position {waiting.order} of the prompt order, under key {order}; "
+                f"{tx.state.cursor} prompts were chosen"
             )
 
 
 def _seen_faults(tx: Transaction) -> Iterator[str]:
-    """Yield actors whose row does not count their sequence numbers that arrived out of order."""
+    """Yield actors whose row has a wrong count of sequence numbers that arrived out of order."""
     found, names = tx.seen.count_texts(), tx.actors.count_texts()
     for name in sorted(names | found):
         counted = tx.actors.require(name).num_seen_above if name in names else 0
         if counted != found[name]:
-            yield f"'{name}' counts {counted} sequence numbers that came out of order, there are {found[name]}"
+            yield f"'{name}' counts {counted} sequence numbers received out of order, but {found[name]} are stored"
 
 
 def _draw_faults(tx: Transaction) -> Iterator[str]:
@@ -435,19 +444,19 @@ def _draw_faults(tx: Transaction) -> Iterator[str]:
         if step in tx.state.pending_draws:
             pending.update(set(draw.group_ids))
             if tx.state.pending_draws[step] != len(set(draw.group_ids)):
-                yield f"step {step} holds {len(set(draw.group_ids))} groups, the state says otherwise"
+                yield f"step {step} holds {len(set(draw.group_ids))} groups, but the state has another number"
     for (group_id,), group in tx.groups.all_items():
         if (group.held, group.pending) != (held[group_id], pending[group_id]):
             yield (
                 f"group {group_id} counts {group.held} recorded and {group.pending} unfinished draws, "
-                f"there are {held[group_id]} and {pending[group_id]}"
+                f"but {held[group_id]} and {pending[group_id]} are stored"
             )
         if (group.phase == "drawn") != (pending[group_id] > 0):
-            yield f"group {group_id} is {group.phase}, and {pending[group_id]} unfinished draws name it"
+            yield f"group {group_id} is {group.phase}, but {pending[group_id]} unfinished draws reference it"
 
 
 def _sample_faults(tx: Transaction, draw: DrawRecord) -> Iterator[str]:
     held = {record for group_id in set(draw.group_ids) for record in tx.groups.require(group_id).records}
     stray = [record for record in draw.record_ids if record == NO_RECORD or record not in held]
     if stray:
-        yield f"step {draw.step} names {len(stray)} records that its groups do not have, such as {stray[:MAX_NAMED]}"
+        yield f"step {draw.step} references {len(stray)} records that its groups lack, such as {stray[:MAX_NAMED]}"

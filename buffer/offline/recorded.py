@@ -1,12 +1,12 @@
-"""Recorded samples: what a run has stored, or a file holds, group by group, and how they fill another run's buffer.
+"""Recorded samples: read from a store or a file, group by group, and loaded into the buffer of another run.
 
-    Recorded    one source, open for reading: a store, an export, or JSON Lines with a `FileRow` per line. A file is
-                read as a whole, for the rows of a group may lie anywhere
-    survey      looks at every sample: what there is, and what cannot be trained on
-    fill        enters all of it into a new store, as if each group had been leased and pushed there
+    Recorded      one source, opened for reading: a store, an export, or JSON Lines with a `FileRow` per line. A file is
+                  read as a whole, because the rows of a group may be anywhere in it
+    survey        checks every sample, and counts samples, groups and those that cannot be trained on
+    load_samples  adds all samples to a new store, as if each group had been leased and pushed there
 
-A recorded token's version is one of another run, so all of them count with `RECORDED_VERSION`, which is before the
-run's own first version: their lag is at least 1.
+Versions of recorded tokens belong to another run, so all of them count as `RECORDED_VERSION`, which is before the run's
+own first version: their lag is at least 1.
 """
 
 from __future__ import annotations
@@ -25,32 +25,32 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from buffer.config import MAX_GROUP_SIZE, BufferConfig
-from buffer.core import BufferCore
-from buffer.errors import StoreError
-from buffer.ingest import PushedRow, faults, rows_of
-from buffer.offline.inspect import Inspection, batches_of, joined
-from buffer.rows import RowBytes, flat_values, list_array
-from buffer.schema import SCHEMA, Trajectory, VersionSpan, to_batch
-from buffer.store import Store, is_served
-from buffer.tables import Group, Incarnation
-from buffer.transaction import Transaction
-from common.run import RunFacts
-from common.staleness import PolicyVersion, StalenessConfig
-from common.user_input import did_you_mean
+from leeway.buffer.config import MAX_GROUP_SIZE, BufferConfig
+from leeway.buffer.core import BufferCore
+from leeway.buffer.errors import StoreError
+from leeway.buffer.ingest import PushedRow, faults, rows_of
+from leeway.buffer.offline.inspect import Inspection, batches_of, joined
+from leeway.buffer.rows import RowBytes, flat_values, list_array
+from leeway.buffer.schema import SCHEMA, Trajectory, VersionSpan, to_batch
+from leeway.buffer.store import Store, is_served
+from leeway.buffer.tables import Group, Incarnation
+from leeway.buffer.transaction import Transaction
+from leeway.common.run import RunFacts
+from leeway.common.staleness import PolicyVersion, StalenessConfig
+from leeway.common.user_input import did_you_mean
 
 RECORDED_VERSION = -1
 MAX_INCARNATIONS = 1024
 MAX_TOKEN_ID = 2**31 - 1
 MAX_PROMPTS = 2**24
-"""Larger ids and indices are invalid: the rules keep something for each below them."""
+"""Upper bound of prompt ids; the buffer's rules allocate memory for every id below the largest."""
 PART_ROWS = 4096
-"""Samples of a file that are entered in one transaction, with the rest of the last one's group."""
+"""Minimum number of a file's samples per transaction, which also gets the rest of the last sample's group."""
 
 
 SUFFIXES = (".jsonl", ".parquet")
 MAX_NAMED = 20
-"""Wrong rows that are named; the others are counted."""
+"""Maximum number of invalid rows listed in an error; the others are counted."""
 FROM_FILE = "file"
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
@@ -58,9 +58,9 @@ TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
 class RecordedGroups(NamedTuple):
     batch: pa.RecordBatch
-    """Of `schema.SCHEMA`, by groups. An unknown log-probability is NaN."""
+    """Record batch of `schema.SCHEMA`, in the order of groups. Unknown log-probabilities are NaN."""
     rows: npt.NDArray[np.int64] | None
-    """The line or row of each sample in its file, from 1; None: in a store."""
+    """Line or row number of each sample in its file, from 1; None for a store."""
 
     def name_of(self, row: int) -> str:
         if self.rows is not None:
@@ -73,37 +73,37 @@ class RecordedGroups(NamedTuple):
 class Recorded:
     path: Path
     is_recorded: bool
-    """A run of Leeway made the samples, and counted what its groups lack."""
+    """The samples are from a run of Leeway, which also counted the samples missing from its groups."""
     _file: RecordedGroups | None = None
     _inspection: Inspection | None = None
     damaged: list[str] = field(default_factory=list)
-    """A sentence for each value that was left out because it does not match its checksum."""
+    """A message for each value that was skipped because it does not match its checksum."""
 
     @classmethod
     @contextmanager
     def open(cls, path: Path) -> Iterator[Recorded]:
-        """Open the buffer of a run folder or a buffer folder, a .jsonl file or an export.
+        """Open the buffer of a run folder or buffer folder, a .jsonl file, or an export.
 
-        StoreError if it is none of them, cannot be read, or is being written.
+        StoreError if `path` is none of these, cannot be read, or is being written.
         """
         if path.is_dir():
             with Inspection.open(path) as inspection:
                 if is_served(inspection.folder):
                     raise StoreError(
-                        f"the buffer in {inspection.folder} is being written by a run that lives: wait for its end, or "
-                        "train on an export of it, as leeway buffer export writes one"
+                        f"the buffer in {inspection.folder} is being written by a live run: wait until it ends, or "
+                        "train on an export of it, written by `leeway buffer export`"
                     )
                 yield cls(path, True, None, inspection, inspection.damaged)
             return
         if path.suffix not in SUFFIXES or not path.exists():
             raise StoreError(
-                f"there are no recorded samples at {path}: give the folder of a run, or a file that is there and whose "
-                f"name ends in {' or '.join(SUFFIXES)}"
+                f"no recorded samples found at {path}: pass the folder of a run, or an existing file with a name that "
+                f"ends in {' or '.join(SUFFIXES)}"
             )
         yield cls(path, path.suffix == ".parquet", read_samples(path))
 
     def parts(self) -> Iterator[RecordedGroups]:
-        """All samples; groups are whole, and in the order of their ids within a store."""
+        """Yield all samples in parts of whole groups; for a store in the order of group ids."""
         if self._file is not None:
             firsts, _ = _groups(self._file.batch)
             start, num_rows = 0, self._file.batch.num_rows
@@ -123,28 +123,29 @@ class Survey(NamedTuple):
     num_rewarded: int
     num_groups: int
     num_usable: int
-    """Groups with enough rewards: two, or one if no group has more than one sample."""
+    """Number of groups with at least two rewards, or one if no group has more than one sample."""
     num_uninformative: int
-    """Usable groups of two or more whose rewards are all equal."""
+    """Number of usable groups of two or more samples whose rewards are all equal."""
     single: str
-    """The name of a sample that is alone in its group; '' if there is none."""
+    """Name of a sample that is alone in its group; '' if there is none."""
     num_unknown: int
+    """Number of samples without log-probabilities."""
     num_prompts: int
     group_size: int
-    """The samples of the largest group, by their indices."""
+    """Size of the largest group, by sample indices."""
     longest: int
     """Tokens of the longest sample, prompt included."""
     largest_token: int
     newest: Mapping[int, int]
-    """The newest version of every incarnation."""
+    """Incarnation -> its newest version."""
 
 
 def survey(recorded: Recorded, *, vocab_size: int = MAX_TOKEN_ID, max_tokens: int = MAX_TOKEN_ID) -> Survey:
-    """Look at every sample, by the vocabulary and the longest sample that can be trained.
+    """Check every sample against the vocabulary and the maximum length.
 
     Raises:
-        BadRows: some cannot be trained on.
-        StoreError: there is none, or some are damaged.
+        BadRows: some samples cannot be trained on.
+        StoreError: there are no samples, or some are damaged.
     """
     bad: dict[str, str] = {}
     newest: dict[int, int] = {}
@@ -156,14 +157,14 @@ def survey(recorded: Recorded, *, vocab_size: int = MAX_TOKEN_ID, max_tokens: in
         batch = part.batch
         run_id = run_id or batch.column("run_id")[0].as_py()
         facts, known, unknown = _limits(batch, run_id, vocab_size, max_tokens), _newest(batch), unknown_logprobs(batch)
-        said = faults(_with_zeros(batch, unknown), facts, known) | _group_faults(batch)
-        bad |= {part.name_of(row): f"{why}{limits.get(why, '')}" for row, why in sorted(said.items())}
+        reasons = faults(_with_zeros(batch, unknown), facts, known) | _group_faults(batch)
+        bad |= {part.name_of(row): f"{why}{limits.get(why, '')}" for row, why in sorted(reasons.items())}
         newest |= {number: max(version, newest.get(number, 0)) for number, version in known.items()}
         tokens, bounds = flat_values(batch.column("token_ids"))
         first, group_of = _groups(batch)
         alone = first[np.bincount(group_of) == 1]
         single = single or (part.name_of(int(alone[0])) if len(alone) else "")
-        rewards = batch.column("reward").to_numpy(zero_copy_only=False)  # NaN where there is none
+        rewards = batch.column("reward").to_numpy(zero_copy_only=False)  # a missing reward is NaN
         rewarded.append(np.bincount(group_of, weights=~np.isnan(rewards)).astype(np.int64))
         is_equal = np.fmin.reduceat(rewards, first) == np.fmax.reduceat(rewards, first)
         num_equal += int((is_equal & (rewarded[-1] > 1)).sum())
@@ -173,9 +174,9 @@ def survey(recorded: Recorded, *, vocab_size: int = MAX_TOKEN_ID, max_tokens: in
     if bad:
         raise BadRows(recorded.path, num_samples, bad)
     if recorded.damaged:
-        raise StoreError(f"{recorded.path}: {recorded.damaged[0]}; leeway buffer export writes what is whole")
+        raise StoreError(f"{recorded.path}: {recorded.damaged[0]}; `leeway buffer export` writes all intact samples")
     if not num_samples:
-        raise StoreError(f"{recorded.path} holds no sample: give another source")
+        raise StoreError(f"{recorded.path} has no samples: choose another source")
     with_reward = np.concatenate(rewarded)
     return Survey(
         num_samples,
@@ -193,14 +194,13 @@ def survey(recorded: Recorded, *, vocab_size: int = MAX_TOKEN_ID, max_tokens: in
     )
 
 
-def fill(folder: Path, facts: RunFacts, config: BufferConfig, recorded: Recorded, newest: Mapping[int, int]) -> int:
-    """Make a new store, enter every sample, and return how many there are; `newest` is what `survey` found.
-
-    StoreError if the store cannot be made or written.
-    """
+def load_samples(
+    folder: Path, facts: RunFacts, config: BufferConfig, recorded: Recorded, newest: Mapping[int, int]
+) -> int:
+    """Create a store, add all samples, and return their number; `newest` is that of `survey`. StoreError on failure."""
     core = BufferCore(config, facts, clock=lambda: 0.0)
     num_samples = 0
-    store = Store(folder, facts, durability="os")  # synced when it is closed: until then nobody counts on it
+    store = Store(folder, facts, durability="os")  # close() syncs the store, and no process uses it before
     try:
         store.write(lambda tx: _begin(tx, newest))
         for part in recorded.parts():
@@ -212,15 +212,15 @@ def fill(folder: Path, facts: RunFacts, config: BufferConfig, recorded: Recorded
 
 
 def _begin(tx: Transaction, newest: Mapping[int, int]) -> None:
-    """The incarnations that sampled it are over: each learner of this run abandons them, and none goes on from them."""
-    over = [Incarnation("recorded", 0, 0, newest=newest.get(n, 0)) for n in range(max(newest) + 1)]
-    tx.state.incarnations = [*over, Incarnation("recorded", RECORDED_VERSION, 0)]
+    """Record the incarnations of the samples as ended; the learners of this run abandon them all."""
+    ended = [Incarnation("recorded", 0, 0, newest=newest.get(n, 0)) for n in range(max(newest) + 1)]
+    tx.state.incarnations = [*ended, Incarnation("recorded", RECORDED_VERSION, 0)]
 
 
 def _enter(core: BufferCore, batch: pa.RecordBatch, tx: Transaction) -> None:
     core.groups.prepare(tx)
     scores = SCHEMA.get_field_index("reference_logprobs")
-    # they are of the reference of another run; this one scores with its own
+    # Drop scores of the other run's reference model; this run scores with its own.
     batch = batch.set_column(scores, SCHEMA.field(scores), pa.nulls(batch.num_rows, SCHEMA.field(scores).type))
     rows, as_bytes, state = list(rows_of(batch)), RowBytes(batch), tx.state
     first, _ = _groups(batch)
@@ -232,10 +232,10 @@ def _enter(core: BufferCore, batch: pa.RecordBatch, tx: Transaction) -> None:
 
 
 def _group_of(rows: Sequence[PushedRow], prompt_id: int) -> Group:
-    """A group under the id that it had, before its samples are committed; what it has not was never issued here."""
-    there = {row.sample_index for row in rows}
-    group = Group.new(rows[0].group_id, prompt_id, max(there) + 1)
-    group.sample_states = [state if i in there else "failed" for i, state in enumerate(group.sample_states)]
+    """Return the group with its original id before the commit; absent samples are failed and count as not issued."""
+    present = {row.sample_index for row in rows}
+    group = Group.new(rows[0].group_id, prompt_id, max(present) + 1)
+    group.sample_states = [state if i in present else "failed" for i, state in enumerate(group.sample_states)]
     group.attempt, group.issued = 1, len(rows)
     return group
 
@@ -252,26 +252,26 @@ class FileRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     logprobs: list[float] | None = None
     """log mu of each completion token under the policy that sampled it."""
     group: int | str | None = None
-    """Rows of one value are one group; so are rows of one prompt without a value."""
+    """Rows with equal values form a group; without a value, rows with equal prompts do."""
     finished: bool = True
-    """It ended with an end-of-sequence token, and was not cut."""
+    """The completion ended with an end-of-sequence token instead of at the token limit."""
     columns: dict[str, Any] = {}
-    """Anything else to keep."""
+    """Further values to store with the sample."""
 
 
 class BadRows(StoreError):
-    """Rows of a file, or samples of a run, that cannot be trained on; names each with its reason."""
+    """Rows of a file, or samples of a run, that cannot be trained on; the message lists them with their reasons."""
 
     def __init__(self, path: Path, num_rows: int, reasons: Mapping[str, str]) -> None:
         named = "; ".join(f"{name}: {why}" for name, why in list(reasons.items())[:MAX_NAMED])
         others = f"; and {len(reasons) - MAX_NAMED} others" if len(reasons) > MAX_NAMED else ""
         super().__init__(
-            f"{path}: {len(reasons)} of {num_rows} samples cannot be trained on, so none is taken: {named}{others}"
+            f"{path}: {len(reasons)} of {num_rows} samples cannot be trained on, so none is loaded: {named}{others}"
         )
 
 
 def read_samples(path: Path) -> RecordedGroups:
-    """Read a file; StoreError if it cannot be read, or has other columns, BadRows if rows have no sample."""
+    """Read a file; StoreError if it cannot be read or has other columns, BadRows if rows are not valid samples."""
     try:
         if path.suffix == ".jsonl":
             return _of_rows(path, _json_rows(path))
@@ -301,7 +301,7 @@ def _reason(error: Exception) -> str:
 
 
 def _of_rows(path: Path, rows: Iterator[tuple[int, FileRow | str]]) -> RecordedGroups:
-    """Number prompts and groups by their first appearance, and put the samples of each group together."""
+    """Assign numbers to prompts and groups in order of appearance; sort the samples by group."""
     prompts: dict[tuple[int, ...], int] = {}
     groups: dict[object, tuple[int, int]] = {}
     sizes: dict[int, int] = {}
@@ -315,10 +315,10 @@ def _of_rows(path: Path, rows: Iterator[tuple[int, FileRow | str]]) -> RecordedG
             bad[f"row {number}"] = why
             continue
         prompt_id = prompts.setdefault(tuple(row.prompt_ids), len(prompts))
-        # a group that is named, and one of a prompt, never have the same key
+        # The key of a group with a value never equals the key of a group by prompt.
         key = ("prompt", prompt_id) if row.group is None else (type(row.group), row.group)
-        group_id, of_prompt = groups.setdefault(key, (len(groups) + 1, prompt_id))
-        if of_prompt != prompt_id:
+        group_id, group_prompt = groups.setdefault(key, (len(groups) + 1, prompt_id))
+        if group_prompt != prompt_id:
             bad[f"row {number}"] = f"group {row.group!r} has another prompt in an earlier row"
             continue
         sizes[group_id] = sizes.get(group_id, 0) + 1
@@ -337,7 +337,7 @@ def _fault(row: FileRow) -> str:
 
 
 def _trajectory(row: FileRow, group_id: int, index: int, prompt_id: int, number: int, written_s: float) -> Trajectory:
-    """Return a row as a sample of an unknown version, which counts as older than any of the run."""
+    """Return a row as a trajectory of an unknown version, which counts as older than all versions of the run."""
     num_tokens = len(row.completion_ids)
     unknown = np.full(num_tokens, np.nan, np.float32)
     return Trajectory(
@@ -361,11 +361,11 @@ def _trajectory(row: FileRow, group_id: int, index: int, prompt_id: int, number:
 
 
 def _of_export(path: Path, table: pa.Table) -> RecordedGroups:
-    """The columns of the schema as they are; what the store knew beside them is left out."""
+    """Return the columns of the schema, without the export's columns of `inspect.STATE`."""
     if missing := sorted(set(SCHEMA.names) - set(table.column_names)):
         raise StoreError(
-            f"{path} lacks the columns {', '.join(missing)} of an export: give what leeway buffer export wrote, or a "
-            ".jsonl file of your own samples"
+            f"{path} lacks the columns {', '.join(missing)} of an export: pass a file written by `leeway buffer "
+            "export`, or a .jsonl file of your own samples"
         )
     nulls = {
         f"row {place + 1}": f"{field.name} is null"
@@ -381,8 +381,8 @@ def _of_export(path: Path, table: pa.Table) -> RecordedGroups:
         batch = pa.concat_batches(chosen.take(order).to_batches()) if len(order) else to_batch([], "")
     except (pa.ArrowException, ValueError) as error:
         raise StoreError(
-            f"{path} has the names of an export's columns, and not their types, or is larger than 2**31 tokens "
-            f"({error}): export the run again, or a part of it"
+            f"{path} has columns with other types than an export, or more than 2**31 tokens ({error}): export the run "
+            "again, or a part of it"
         ) from error
     return RecordedGroups(batch, order.astype(np.int64) + 1)
 
@@ -391,7 +391,7 @@ def _of_export(path: Path, table: pa.Table) -> RecordedGroups:
 
 
 def unknown_logprobs(batch: pa.RecordBatch) -> npt.NDArray[np.bool_]:
-    """The samples of which nobody knows what the policy that sampled them thought of them."""
+    """Return which samples have no log-probabilities of the policy that sampled them."""
     values, bounds = flat_values(batch.column("logprobs"))
     num_nan = np.concatenate([[0], np.cumsum(np.isnan(values))])
     lengths = np.diff(bounds)
@@ -399,7 +399,7 @@ def unknown_logprobs(batch: pa.RecordBatch) -> npt.NDArray[np.bool_]:
 
 
 def _with_zeros(batch: pa.RecordBatch, unknown: npt.NDArray[np.bool_]) -> pa.RecordBatch:
-    """With what no check objects to in place of unknown log-probabilities."""
+    """Replace unknown log-probabilities with zeros, which pass validation."""
     if not unknown.any():
         return batch
     place, (values, bounds) = SCHEMA.get_field_index("logprobs"), flat_values(batch.column("logprobs"))
@@ -409,7 +409,7 @@ def _with_zeros(batch: pa.RecordBatch, unknown: npt.NDArray[np.bool_]) -> pa.Rec
 
 
 def _limits(batch: pa.RecordBatch, run_id: str, vocab_size: int, max_tokens: int) -> RunFacts:
-    """The facts of a run whose samples these could be."""
+    """Return facts of a run that could have produced these samples."""
 
     def end_of(name: str, most: int) -> int:
         return min(max(1, int(batch.column(name).to_numpy().max()) + 1), most)
@@ -440,7 +440,7 @@ def _groups(batch: pa.RecordBatch) -> tuple[npt.NDArray[np.int64], npt.NDArray[n
 
 
 def _group_faults(batch: pa.RecordBatch) -> dict[int, str]:
-    """Rows that are of another prompt than the first of their group, or a sample that it has already."""
+    """Return rows with another prompt than the first of their group, or with a duplicate sample index."""
     first, group_of = _groups(batch)
     prompts, indices = (batch.column(name).to_numpy() for name in ("prompt_id", "sample_index"))
     found = dict.fromkeys(np.flatnonzero(prompts != prompts[first][group_of]).tolist(), "its group has another prompt")

@@ -1,7 +1,7 @@
-"""Sealed requests and replies over ZeroMQ between the services of a run and their clients.
+"""Checksummed requests and replies over ZeroMQ between the services of a run and their clients.
 
-messages   what the requests of every service share: Envelope, Refused, Done, and the seal
-client     RpcClient: one thread that sends, resends and pairs; every request is idempotent
-server     RpcServer: the socket of a service, and an address that a restarted service keeps
-auth       the keys of a run, and the Doorkeeper that lets only their holders in
+messages   types shared by all services: Envelope, Refused, Done, and the checksum that seals a header
+client     RpcClient: one thread that sends, resends and matches replies; every request is idempotent
+server     RpcServer: the socket of a service, and its address, which a restarted service keeps
+auth       the keys of a run, and CurveAuthenticator, which admits only their holders
 """

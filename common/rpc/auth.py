@@ -1,7 +1,7 @@
-"""CURVE keys for the sockets of a run, and the doorkeeper of a service that lets only their holders in.
+"""CURVE keys for the sockets of a run, and the authenticator of a service, which admits only their holders.
 
-A run has one key pair for its services and one for its clients. Holders of the second may talk to all services of the
-run; any other connection is refused in the handshake, before a byte of a message is read.
+A run has one key pair for its services and one for its clients. Holders of the client keys can connect to all services
+of the run; any other connection is refused in the handshake, before a byte of a message is read.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from zmq.utils import z85
 
 log = logging.getLogger(__name__)
 
-COMPLAIN_EVERY_S = 60.0
-"""Least seconds between two lines about refused keys."""
+WARN_EVERY_S = 60.0
+"""Minimum seconds between two warnings about refused keys."""
 BURST_S = 1.0
-"""Seconds from the first key of a burst to the line that counts it."""
+"""Seconds from the first refused key of a burst to the warning that counts the burst."""
 HANDSHAKE_S = 2.0
 """Handshake timeout; limits idle unauthenticated connections."""
 LOOPBACK = "127.0.0.1"
@@ -33,18 +33,18 @@ _DESCRIPTORS = 2**16
 _NUM_KEY_CHARACTERS = 40
 _ZAP_DOMAIN = b"leeway"
 _NUM_ZAP_FRAMES = 7
-"""Version, request, domain, address, identity, mechanism, and of CURVE the client's public key."""
+"""Version, request, domain, address, identity, mechanism, and the client's public key if the mechanism is CURVE."""
 
 
 class Key:
-    """A key that nothing prints by accident: its characters are had from `reveal` alone."""
+    """A key that is not printed by accident: only `reveal` returns its characters."""
 
     __slots__ = ("_characters",)
 
     def __init__(self, characters: bytes) -> None:
-        """Take 40 characters of Z85, as zmq does; ValueError, which does not show them, if they are no key."""
+        """Wrap 40 characters of Z85, as used by zmq; ValueError, without the characters, if the length is wrong."""
         if len(characters) != _NUM_KEY_CHARACTERS:
-            raise ValueError(f"a CURVE key has {_NUM_KEY_CHARACTERS} characters, and this one {len(characters)}")
+            raise ValueError(f"a CURVE key has {_NUM_KEY_CHARACTERS} characters, got {len(characters)}")
         self._characters = characters
 
     def reveal(self) -> bytes:
@@ -57,19 +57,19 @@ class Key:
         return "Key(hidden)"
 
     def __reduce__(self) -> tuple[type[Key], tuple[bytes]]:
-        return Key, (self._characters,)  # Ray carries it to the processes of the run
+        return Key, (self._characters,)  # Ray sends it to the processes of the run
 
 
 @dataclass(frozen=True, slots=True)
 class ClientKeys:
-    """What a client of the run's services has."""
+    """Keys of a client of the run's services."""
 
     server: Key
     public: Key
     secret: Key
 
     def lock(self, client: zmq.Socket[bytes]) -> None:
-        """Let this socket talk to the run's services alone; before it connects."""
+        """Restrict a socket to the services of the run; call before it connects."""
         client.curve_serverkey = self.server.reveal()
         client.curve_publickey = self.public.reveal()
         client.curve_secretkey = self.secret.reveal()
@@ -77,7 +77,7 @@ class ClientKeys:
 
 @dataclass(frozen=True, slots=True)
 class ServiceKeys:
-    """What a service of the run has."""
+    """Keys of a service of the run."""
 
     secret: Key
     client: Key
@@ -86,14 +86,14 @@ class ServiceKeys:
 
 @dataclass(frozen=True, slots=True)
 class RunKeys:
-    """The keys of one run. Every start of a run makes its own; they are never written down."""
+    """The keys of one run. Generated at every start of a run; never written to disk."""
 
     services: ServiceKeys
     clients: ClientKeys
 
     @classmethod
     def make(cls) -> RunKeys:
-        """Make new ones; RuntimeError if the installed libzmq has no CURVE."""
+        """Generate new keys; RuntimeError if the installed libzmq lacks CURVE."""
         if not zmq.has("curve"):
             raise RuntimeError("the installed pyzmq was built without CURVE; install its wheel from the package index")
         (server, server_secret), (client, client_secret) = zmq.curve_keypair(), zmq.curve_keypair()
@@ -108,71 +108,72 @@ def is_loopback(host: str) -> bool:
     return host == "localhost"
 
 
-class Doorkeeper(ThreadAuthenticator):
-    """Lets the holders of the run's client key in, and counts and logs keys that are not of the run.
+class CurveAuthenticator(ThreadAuthenticator):
+    """Admits holders of the run's client key; counts and logs all other keys.
 
-    libzmq asks about each key (ZAP, https://rfc.zeromq.org/spec/27/). Connections without one fail in the handshake.
+    libzmq queries it for each key (ZAP, https://rfc.zeromq.org/spec/27/). Connections without a key fail in the
+    handshake.
     """
 
-    def __init__(self, service: zmq.Socket[bytes], keys: ServiceKeys, who: str) -> None:
-        """Start before the socket binds, in a context without another ZAP handler; the log calls the service `who`.
+    def __init__(self, service: zmq.Socket[bytes], keys: ServiceKeys, name: str) -> None:
+        """Start the handler; `name` is the service in log lines. Create it before the socket binds, one per context.
 
         Call `stop` once the service's socket is closed.
         """
         super().__init__(service.context)
         self._keys = keys
-        self._who = who
+        self._name = name
         self._num_unlogged = 0
         self._last_address = ""
-        self._complain_at = -math.inf
+        self._warn_at = -math.inf
         self.num_refused = 0
         _raise_descriptor_limit()
         service.curve_server = True
         service.curve_secretkey = keys.secret.reveal()
         service.zap_domain = _ZAP_DOMAIN
-        service.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without a handler nobody comes in, instead of everybody
+        service.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without a handler, refuse all connections
         service.setsockopt(zmq.HANDSHAKE_IVL, int(HANDSHAKE_S * 1000))
         self.start()
 
     async def handle_zap_message(self, msg: list[bytes]) -> None:
-        """Answer whether the holder of a key may connect."""
+        """Reply whether the holder of a key may connect."""
         is_ours = len(msg) == _NUM_ZAP_FRAMES and msg[5] == b"CURVE" and self._keys.client.is_same(msg[6])
         status = (b"200", b"OK") if is_ours else (b"400", b"not of this run")
-        # before anything that could fail: a question without its answer would be the last one
+        # reply before anything that can fail: libzmq sends no further query until this one is answered
         self.zap_socket.send_multipart([msg[0], msg[1], *status, b"", b""])
         if not is_ours:
-            self._refused(msg[3].decode(errors="replace") if len(msg) > 3 else "")
+            self._count_refusal(msg[3].decode(errors="replace") if len(msg) > 3 else "")
 
-    def _refused(self, address: str) -> None:
+    def _count_refusal(self, address: str) -> None:
         self.num_refused += 1
         self._num_unlogged += 1
         self._last_address = address or "an unknown address"
         if self._num_unlogged == 1:
-            delay_s = max(BURST_S, self._complain_at - time.monotonic())
+            delay_s = max(BURST_S, self._warn_at - time.monotonic())
             asyncio.get_running_loop().call_later(delay_s, self._log_burst)
 
     def _log_burst(self) -> None:
         log.warning(
-            "%s refused strangers: %d with a key that is not of this run, the last one from %s. Logged at most once in "
+            "%s refused %d connections whose key is not of this run, the last one from %s. Logged at most once per "
             "%g s",
-            self._who,
+            self._name,
             self._num_unlogged,
             self._last_address,
-            COMPLAIN_EVERY_S,
+            WARN_EVERY_S,
         )
         self._num_unlogged = 0
-        self._complain_at = time.monotonic() + COMPLAIN_EVERY_S
+        self._warn_at = time.monotonic() + WARN_EVERY_S
 
     def stop(self) -> None:
-        """End the thread, and log what is left of a burst."""
+        """Stop the thread, and log the rest of a burst."""
         super().stop()
         if self._num_unlogged:
             self._log_burst()
 
 
 def _raise_descriptor_limit() -> None:
-    """Strangers hold a descriptor each until they are cut off; the usual 1,024 of a process would be few."""
+    """Raise the limit of 1,024: each unauthenticated connection holds a descriptor until its handshake times out."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(_DESCRIPTORS, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    desired = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(_DESCRIPTORS, hard)
+    if soft != resource.RLIM_INFINITY and soft < desired:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (desired, hard))

@@ -1,7 +1,7 @@
-"""RpcClient: one thread that owns a socket, sends requests, pairs replies with them, and sends again what was lost.
+"""RpcClient: one thread that owns a socket, sends requests, matches replies, and resends lost requests.
 
-A request is sent again with its number if it is not answered in time, if the connection was made anew, and if it or its
-answer came damaged. Requests are idempotent, so the service may be killed and restarted at any time.
+A request is resent under the same number on a timeout, after a reconnect, and if it or its reply arrived damaged.
+Requests are idempotent, so the service may be killed and restarted at any time.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from common.rpc.auth import ClientKeys
-from common.rpc.messages import DAMAGED, RETRY, Asker, Message, Protocol, Refused, Working, checksum
+from leeway.common.rpc.auth import ClientKeys
+from leeway.common.rpc.messages import DAMAGED, RETRY, ClientIdentity, Message, Protocol, Refused, Working, checksum
 
 log = logging.getLogger(__name__)
 
 _RETRY_S = 0.1
 _MAX_RETRY_S = 1.0
 _BUSY_FACTOR = 3
-_TICK_S, _STILL_S = 0.5, 1.0
+_TICK_S, _STALL_S = 0.5, 1.0
 _MAX_WORK_S = 600.0
-"""Longest time for which a service may say that it works on a request."""
+"""Maximum seconds for which `Working` replies extend the timeout of a request."""
 _MAX_DAMAGED = 8
-"""A request that came damaged so often fails: something on the way changes every message."""
-_MAX_PATIENCE_FACTOR = 64
+"""Number of damaged transfers after which a request fails."""
+_MAX_RESEND_FACTOR = 64
 _END_S = 10.0
 
 R = TypeVar("R")
@@ -55,25 +55,25 @@ class Answer(NamedTuple):
 
 
 class RpcErrors(NamedTuple):
-    """What the futures of a client fail with."""
+    """Exceptions that the futures of a client raise."""
 
     refused: Callable[[Refused, str], Exception]
-    """Called with a refusal and the sentence about it."""
+    """Called with a refusal and its message."""
     unavailable: Callable[[str], Exception]
-    """Called on a timeout, or if the client is closed."""
+    """Called with a message on a timeout, or if the client is closed."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Patience:
-    """How long a client waits before it does what."""
+class Timeouts:
+    """Timeouts of a client, in seconds."""
 
     resend_s: float
-    """Without an answer a request is sent again; without any sign of the service over a new connection, after twice as
-    long each time: a slow link must not be cut again and again."""
-    give_up_s: float
+    """Time without a reply after which a request is resent. If the service sent nothing at all, the client also
+    reconnects and doubles this time, so that a slow link is not cut repeatedly."""
+    request_s: float
     """Timeout of a request."""
     heartbeat_s: float
-    """Seconds without a heartbeat after which the client reconnects."""
+    """Time without a heartbeat after which the client reconnects."""
 
 
 @dataclass(eq=False)
@@ -83,13 +83,13 @@ class _Call:
     frames: list[bytes | memoryview]
     future: Future[Answer]
     wait_s: float
-    asked_at: float
-    gives_up_at: float
+    submitted_at: float
+    deadline: float
     sent_at: float | None = None
-    """None while it waits to be sent."""
+    """None while the request is queued."""
     not_before: float = 0.0
     num_refused: int = 0
-    """How often the service said to try again."""
+    """Number of RETRY replies."""
     num_damaged: int = 0
 
     @property
@@ -98,7 +98,7 @@ class _Call:
 
 
 class RpcClient:
-    """Requests in, futures out. For any thread."""
+    """Sends requests and returns futures. Thread-safe."""
 
     def __init__(
         self,
@@ -106,41 +106,41 @@ class RpcClient:
         address: str,
         run_id: str,
         *,
-        asker: Asker,
-        patience: Patience,
+        identity: ClientIdentity,
+        timeouts: Timeouts,
         errors: RpcErrors,
         keys: ClientKeys | None = None,
         pump: Callable[[], float | None] = lambda: None,
         ended: Callable[[Exception], None] = lambda _: None,
     ) -> None:
-        """Start the IO thread of a client of the service at an address of `RpcServer.bind`.
+        """Start the IO thread of a client; `address` is the return value of `RpcServer.bind`.
 
-        The thread calls `pump` in every round, which may submit, and returns the seconds until it is to be called again
-        (None: when woken). At its end it calls `ended`.
+        The thread calls `pump` in every iteration. `pump` may submit requests, and returns the seconds until its next
+        call (None: on `wake`). The thread calls `ended` when it exits.
         """
         self.address = address
         self._protocol = protocol
         self._run_id = run_id
-        self._asker = asker
-        self._patience = patience
+        self._identity = identity
+        self._timeouts = timeouts
         self._errors = errors
         self._keys = keys
         self._pump = pump
         self._ended = ended
         self._lock = threading.Lock()
         self._submitted: deque[_Call] = deque()
-        """Under the lock; the IO thread moves them to `_calls`."""
+        """Guarded by the lock; the IO thread moves them to `_calls`."""
         self._closing_at: float | None = None
         self._calls: dict[int, _Call] = {}
-        # not from 1: an answer to an earlier process with this connection must fit no question of this one
+        # random start, so that a reply to an earlier process cannot match a request of this one
         self._numbers = itertools.count(secrets.randbits(48))
         self._wake = _Wake()
         self._context = zmq.Context()
-        self._looked_at = self._heard_at = self._answered_at = time.monotonic()
-        self._patience_factor = 1
-        self._who = f"the {protocol.service} at {address}"
-        self.put_off_because = ""
-        """Why the service last asked to try again later; '' if it has answered since."""
+        self._checked_at = self._last_seen_s = self._answered_at = time.monotonic()
+        self._resend_factor = 1
+        self._service = f"the {protocol.service} at {address}"
+        self.retry_reason = ""
+        """Reason of the last RETRY reply; '' if a request has completed since."""
         self.has_ended = False
         try:
             self._open()
@@ -148,11 +148,11 @@ class RpcClient:
             self._context.destroy()
             self._wake.close()
             raise
-        self._thread = threading.Thread(target=self._run, name=f"{asker.name} to {protocol.service}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"{identity.name} to {protocol.service}", daemon=True)
         self._thread.start()
 
     @property
-    def heard_at(self) -> float:
+    def last_seen_s(self) -> float:
         return self._answered_at
 
     def submit(
@@ -164,43 +164,43 @@ class RpcClient:
         num_before: int = 0,
         closing: bool = False,
     ) -> Future[Answer]:
-        """Send a request; the future fails as `errors` say, and a cancelled one is not sent again.
+        """Send a request. Its future raises the exceptions of `errors`; a cancelled request is not resent.
 
         Args:
             message: the request.
-            body: bytes, or nothing; must not change until the answer is there.
+            body: bytes of the body; must not change until the reply has arrived.
             wait_s: added to the timeout.
-            num_before: requests whose answers have to come first; each adds a timeout.
-            closing: allow it while the client closes: for what `pump` still has to send.
+            num_before: number of requests in flight that are answered first; each adds a timeout.
+            closing: accept the request while the client closes, for requests of `pump`.
         """
         future: Future[Answer] = Future()
         now = time.monotonic()
         with self._lock:
             if self.has_ended or (self._closing_at is not None and not closing):
-                raise self._errors.unavailable(f"the client of {self._who} is closed")
+                raise self._errors.unavailable(f"the client of {self._service} is closed")
             number = next(self._numbers)
-            header = self._protocol.encode(number, message, body, run_id=self._run_id, asker=self._asker)
+            header = self._protocol.encode(number, message, body, run_id=self._run_id, client=self._identity)
             frames = [header, *([body] if len(body) else [])]
-            gives_up_at = now + self._patience.give_up_s * (1 + num_before) + wait_s
-            self._submitted.append(_Call(number, message, frames, future, wait_s, now, gives_up_at))
+            deadline = now + self._timeouts.request_s * (1 + num_before) + wait_s
+            self._submitted.append(_Call(number, message, frames, future, wait_s, now, deadline))
         self.wake()
         return future
 
     def ask(self, message: Message, body: bytes | memoryview = b"") -> Answer:
-        return self.submit(message, body).result(_MAX_WORK_S + self._patience.give_up_s + _END_S)
+        return self.submit(message, body).result(_MAX_WORK_S + self._timeouts.request_s + _END_S)
 
     def stream(self, asks: Iterable[Ask], *, window: int) -> Iterator[tuple[Ask, Answer]]:
-        """Ask many things, of which `window` may be unanswered; the answers come in the order of the questions."""
+        """Send many requests, up to `window` in flight; yield the replies in the order of the requests."""
         sent: deque[tuple[Ask, Future[Answer]]] = deque()
-        questions = iter(asks)
+        requests = iter(asks)
         try:
             while True:
-                for ask in itertools.islice(questions, window - len(sent)):
+                for ask in itertools.islice(requests, window - len(sent)):
                     sent.append((ask, self.submit(ask.message, ask.body, num_before=len(sent))))
                 if not sent:
                     return
                 ask, future = sent[0]
-                answer = future.result(_MAX_WORK_S + (1 + window) * self._patience.give_up_s + _END_S)
+                answer = future.result(_MAX_WORK_S + (1 + window) * self._timeouts.request_s + _END_S)
                 sent.popleft()
                 yield ask, answer
         finally:
@@ -211,7 +211,7 @@ class RpcClient:
         self._wake.set()
 
     def close(self, timeout_s: float) -> None:
-        """Wait at most `timeout_s` for what is outstanding, fail the rest, and end the thread. May be called twice."""
+        """Wait up to `timeout_s` for requests in flight, fail the rest, and stop the thread. Idempotent."""
         with self._lock:
             if self.has_ended:
                 return
@@ -220,7 +220,7 @@ class RpcClient:
         self._thread.join(timeout_s + _END_S)
         if self._thread.is_alive():
             raise self._errors.unavailable(
-                f"the IO thread of the client of {self._who} did not end in {timeout_s + _END_S} s"
+                f"the IO thread of the client of {self._service} did not exit within {timeout_s + _END_S} s"
             )
 
     # --- the IO thread ----------------------------------------------------------------------------
@@ -230,9 +230,9 @@ class RpcClient:
             while True:
                 closing_at = self._closing_at
                 wake_in_s = self._pump()
-                self._take()
+                self._accept_submitted()
                 now = time.monotonic()
-                self._pass_over_standstill(now)
+                self._extend_after_stall(now)
                 if closing_at is not None and (not self._calls or now >= closing_at):
                     return
                 if self._expire(now):
@@ -251,74 +251,74 @@ class RpcClient:
             (zmq.IMMEDIATE, 1),
             (zmq.IPV6, "[" in self.address),
             (zmq.SNDHWM, 4),
-            (zmq.SNDBUF, 256 * 2**10),  # a heartbeat waits behind what the system holds
+            (zmq.SNDBUF, 256 * 2**10),  # a heartbeat queues behind this buffer
             (zmq.RECONNECT_IVL, 50),
             (zmq.RECONNECT_IVL_MAX, 400),
             (zmq.CONNECT_TIMEOUT, 500),
             (zmq.HANDSHAKE_IVL, 1000),
-            (zmq.HEARTBEAT_IVL, int(self._patience.heartbeat_s * 250)),
-            (zmq.HEARTBEAT_TIMEOUT, int(self._patience.heartbeat_s * 1000)),
+            (zmq.HEARTBEAT_IVL, int(self._timeouts.heartbeat_s * 250)),
+            (zmq.HEARTBEAT_TIMEOUT, int(self._timeouts.heartbeat_s * 1000)),
         ):
             self._socket.setsockopt(option, value)
         if self._keys is not None:
             self._keys.lock(self._socket)
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
         self._socket.connect(self.address)
-        self._heard_at = time.monotonic()
+        self._last_seen_s = time.monotonic()
 
-    def _take(self) -> None:
+    def _accept_submitted(self) -> None:
         with self._lock:
             self._calls |= {call.request_id: call for call in self._submitted}
             self._submitted.clear()
 
-    def _pass_over_standstill(self, now: float) -> None:
-        """Time in which this process was stopped, or had no core, is no silence of the service: nothing was read."""
-        stood_still_s, self._looked_at = now - self._looked_at - _TICK_S, now
-        if stood_still_s < _STILL_S:
+    def _extend_after_stall(self, now: float) -> None:
+        """Exclude time in which this process was stopped or starved of CPU from timeouts: it received nothing."""
+        stalled_s, self._checked_at = now - self._checked_at - _TICK_S, now
+        if stalled_s < _STALL_S:
             return
         for call in self._calls.values():
-            lost_s = min(stood_still_s, now - call.asked_at)
-            call.gives_up_at = max(call.gives_up_at, min(call.gives_up_at + lost_s, call.asked_at + _MAX_WORK_S))
+            lost_s = min(stalled_s, now - call.submitted_at)
+            call.deadline = max(call.deadline, min(call.deadline + lost_s, call.submitted_at + _MAX_WORK_S))
             if call.sent_at is not None:
-                call.sent_at += stood_still_s
-        self._heard_at = min(now, self._heard_at + stood_still_s)
+                call.sent_at += stalled_s
+        self._last_seen_s = min(now, self._last_seen_s + stalled_s)
 
     def _expire(self, now: float) -> bool:
-        """Fail what waited too long, mark what is to be sent again; True where the connection seems dead."""
+        """Fail expired requests and mark requests to resend; return whether the connection seems dead."""
         dead = False
         for call in list(self._calls.values()):
             if call.future.cancelled():
                 del self._calls[call.request_id]
-            elif now >= call.gives_up_at:
-                self._fail(call, f"did not answer {call.name} for {round(call.gives_up_at - call.asked_at, 1):g} s")
-            elif call.sent_at is not None and now - call.sent_at > self._patience_s(call):
-                dead = dead or self._heard_at < call.sent_at
+            elif now >= call.deadline:
+                self._fail(call, f"did not reply to {call.name} for {round(call.deadline - call.submitted_at, 1):g} s")
+            elif call.sent_at is not None and now - call.sent_at > self._resend_after_s(call):
+                dead = dead or self._last_seen_s < call.sent_at
                 call.sent_at = None
         if dead:
-            log.info("no word from %s; connecting anew", self._who)
-            self._patience_factor = min(2 * self._patience_factor, _MAX_PATIENCE_FACTOR)
-            self._send_all_again()
+            log.info("lost the connection to %s; reconnecting", self._service)
+            self._resend_factor = min(2 * self._resend_factor, _MAX_RESEND_FACTOR)
+            self._resend_all()
         return dead
 
-    def _send_all_again(self) -> None:
+    def _resend_all(self) -> None:
         for call in self._calls.values():
             call.sent_at = None
 
-    def _patience_s(self, call: _Call) -> float:
-        is_alive = call.sent_at is not None and self._heard_at > call.sent_at
-        return self._patience.resend_s * max(self._patience_factor, _BUSY_FACTOR if is_alive else 1) + call.wait_s
+    def _resend_after_s(self, call: _Call) -> float:
+        is_alive = call.sent_at is not None and self._last_seen_s > call.sent_at
+        return self._timeouts.resend_s * max(self._resend_factor, _BUSY_FACTOR if is_alive else 1) + call.wait_s
 
     def _send_due(self, now: float) -> bool:
-        """Send what waits, bulk last; True: the socket would not take all of it.
+        """Send queued requests, bulk last; return whether the socket could not take all of them.
 
-        It takes a few messages only, so that a short request does not wait behind all bulk on a slow link.
+        The socket queues only a few messages, so that a short request does not wait behind all bulk on a slow link.
         """
         due = []
         held_back = False
         for call in self._calls.values():
             is_bulk = call.message.is_bulk
             if call.sent_at is None and call.not_before > now:
-                # Asked to wait: what was said after it must not overtake it. Bulk has no order.
+                # A request to be retried later blocks those after it, to keep their order. Bulk has no order.
                 held_back = held_back or not is_bulk
             elif call.sent_at is None and (is_bulk or not held_back):
                 due.append(call)
@@ -337,20 +337,20 @@ class RpcClient:
         poller.register(self._wake.fd, zmq.POLLIN)
         if any(call.not_before > time.monotonic() for call in self._calls.values()):
             wait_s = min(wait_s, _RETRY_S)
-        ready = dict(poller.poll(max(0, int(min(wait_s, self._patience.resend_s / 2) * 1000))))
+        ready = dict(poller.poll(max(0, int(min(wait_s, self._timeouts.resend_s / 2) * 1000))))
         if self._wake.fd in ready:
             self._wake.clear()
         if self._monitor in ready:
             if recv_monitor_message(self._monitor)["event"] == zmq.EVENT_DISCONNECTED:
-                log.warning("no word from %s; connecting anew", self._who)
+                log.warning("lost the connection to %s; reconnecting", self._service)
             else:
-                self._send_all_again()
+                self._resend_all()
         while True:
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
-            self._heard_at = self._answered_at = time.monotonic()
+            self._last_seen_s = self._answered_at = time.monotonic()
             self._receive([frame.buffer for frame in frames])
 
     def _receive(self, frames: list[memoryview]) -> None:
@@ -358,69 +358,69 @@ class RpcClient:
         try:
             envelope = self._protocol.decode(frames[0])
         except msgspec.DecodeError as error:
-            log.warning("an unreadable reply from %s: %s", self._who, error)
+            log.warning("unreadable reply from %s: %s", self._service, error)
             sent = [call for call in self._calls.values() if call.sent_at is not None]
-            if sent:  # most likely it was meant for the one that waits longest; to ask again harms nobody
-                self._send_again(min(sent, key=lambda call: call.sent_at or 0.0), f"the header of its answer: {error}")
+            if sent:  # it most likely belongs to the oldest request, and resending is harmless
+                self._resend(min(sent, key=lambda call: call.sent_at or 0.0), f"the header of its reply: {error}")
             return
         call = self._calls.get(envelope.request_id)
         if call is None:
-            return  # The answer to a request that was sent twice, or that nobody waits for any more.
+            return  # The reply to a request that was resent, failed or cancelled.
         reply = envelope.message
         if not isinstance(reply, self._protocol.replies) or envelope.body_checksum != checksum(body):
-            self._send_again(call, f"its answer of {len(body)} bytes does not match its checksum")
+            self._resend(call, f"its reply of {len(body)} bytes does not match its checksum")
         elif isinstance(reply, Working):
-            call.gives_up_at = min(time.monotonic() + self._patience.give_up_s, call.asked_at + _MAX_WORK_S)
+            call.deadline = min(time.monotonic() + self._timeouts.request_s, call.submitted_at + _MAX_WORK_S)
         elif isinstance(reply, Refused) and reply.kind == DAMAGED:
-            self._send_again(call, reply.reason)
+            self._resend(call, reply.reason)
         elif isinstance(reply, Refused) and reply.kind == RETRY:
             self._try_later(call, reply.reason)
         else:
-            self._settle(call, reply, body)
+            self._resolve(call, reply, body)
 
-    def _settle(self, call: _Call, reply: Any, body: memoryview) -> None:  # noqa: ANN401 -- one of the protocol's
+    def _resolve(self, call: _Call, reply: Any, body: memoryview) -> None:  # noqa: ANN401 -- one of the protocol's
         del self._calls[call.request_id]
-        self.put_off_because = ""
-        if call.sent_at is not None and time.monotonic() - call.sent_at < self._patience.resend_s:
-            self._patience_factor = 1  # the link is fast again
+        self.retry_reason = ""
+        if call.sent_at is not None and time.monotonic() - call.sent_at < self._timeouts.resend_s:
+            self._resend_factor = 1  # the link is fast again
         if isinstance(reply, Refused):
-            text = f"{self._who} refused {call.name}: {reply.reason}"
-            settle(call.future, self._errors.refused(reply, text))
+            text = f"{self._service} refused {call.name}: {reply.reason}"
+            resolve(call.future, self._errors.refused(reply, text))
         else:
-            settle(call.future, Answer(reply, body))
+            resolve(call.future, Answer(reply, body))
 
-    def _send_again(self, call: _Call, what: str) -> None:
+    def _resend(self, call: _Call, what: str) -> None:
         call.num_damaged += 1
-        log.warning("%s: %s was damaged on its way (%s); asking again", self._who, call.name, what)
+        log.warning("%s: %s was damaged in transit (%s); resending", self._service, call.name, what)
         if call.num_damaged < _MAX_DAMAGED:
             call.sent_at = None
             return
         del self._calls[call.request_id]
-        text = f"{self._who}: {call.name} was damaged on its way {call.num_damaged} times ({what}). "
-        text += "Something between the machines changes bytes"
-        settle(call.future, self._errors.refused(Refused(what, DAMAGED), text))
+        text = f"{self._service}: {call.name} was damaged in transit {call.num_damaged} times ({what}). "
+        text += "Check the network between the machines: it changes bytes"
+        resolve(call.future, self._errors.refused(Refused(what, DAMAGED), text))
 
     def _try_later(self, call: _Call, reason: str) -> None:
-        """The service lives, but cannot serve the request now: wait a little longer each time."""
+        """Retry a request that the service cannot serve now, with exponential backoff."""
         if call.num_refused in (1, 60):
-            log.warning("%s lets %s wait: %s", self._who, call.name, reason)
-        self.put_off_because, now = reason, time.monotonic()
+            log.warning("%s cannot serve %s yet; retrying: %s", self._service, call.name, reason)
+        self.retry_reason, now = reason, time.monotonic()
         call.sent_at, call.not_before = None, now + min(_RETRY_S * 2 ** min(call.num_refused, 8), _MAX_RETRY_S)
         call.num_refused += 1
-        call.gives_up_at = max(call.gives_up_at, now + self._patience.give_up_s)
+        call.deadline = max(call.deadline, now + self._timeouts.request_s)
 
     def _fail(self, call: _Call, why: str) -> None:
         self._calls.pop(call.request_id, None)
-        text = f"{self._who} {why}. Is its process alive? Its log is in the run folder"
-        settle(call.future, self._errors.unavailable(text))
+        text = f"{self._service} {why}. Check that its process is running; its log is in the run folder"
+        resolve(call.future, self._errors.unavailable(text))
 
     def _end(self) -> None:
         with self._lock:
             self.has_ended = True
-        self._take()
+        self._accept_submitted()
         for call in list(self._calls.values()):
-            self._fail(call, f"had not answered {call.name} when the client was closed")
-        self._ended(self._errors.unavailable(f"the client of {self._who} was closed"))
+            self._fail(call, f"had not replied to {call.name} when the client was closed")
+        self._ended(self._errors.unavailable(f"the client of {self._service} was closed"))
         self._monitor.close()
         self._socket.close()
         self._context.term()
@@ -428,7 +428,7 @@ class RpcClient:
 
 
 class _Wake:
-    """Something to poll beside sockets. `set` is for any thread, the rest for the one that polls `fd`."""
+    """Event that can be polled beside sockets. `set` is thread-safe; the rest is for the thread that polls `fd`."""
 
     def __init__(self) -> None:
         self.fd = os.eventfd(0, os.EFD_NONBLOCK)
@@ -436,7 +436,7 @@ class _Wake:
         self._is_closed = False
 
     def set(self) -> None:
-        with self._lock:  # after `close` the number may be that of another file
+        with self._lock:  # after `close` the descriptor may belong to another file
             if not self._is_closed:
                 os.eventfd_write(self.fd, 1)
 
@@ -450,7 +450,7 @@ class _Wake:
             os.close(self.fd)
 
 
-def settle(future: Future[R], outcome: R | BaseException) -> None:
+def resolve(future: Future[R], outcome: R | BaseException) -> None:
     with contextlib.suppress(InvalidStateError):
         if isinstance(outcome, BaseException):
             future.set_exception(outcome)

@@ -1,10 +1,10 @@
-"""What the requests and replies of every service share.
+"""Types shared by the requests and replies of all services.
 
-A message is [header, body]: an `Envelope` as msgpack, and bytes, if any. Nothing is ever unpickled. Both are compared
-with an xxh3 checksum first: the header's leads it, the body's is in it.
+A message is [header, body]: an `Envelope` as msgpack, and optional bytes. Nothing is ever unpickled. Both are verified
+with an xxh3 checksum before use: that of the header precedes it, that of the body is in the header.
 
-A request names its client (`Asker`), and its `Protocol` which role may ask it. It is answered by one reply; if that
-takes long and the request is sent again, by `Working` first. Requests are idempotent.
+A request names its client (`ClientIdentity`), and its `Protocol` defines which roles may send it. It gets one reply. If
+a request is resent while the service works on it, a `Working` reply comes first. Requests are idempotent.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import msgspec
 import xxhash
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
-"""A count or number, with room to add to it in 64 bits."""
+"""A count or number that leaves headroom for sums in 64 bits."""
 
 Role = Literal["actor", "learner", "ranker", "launch", "observer"]
-"""Of a client of the services of a run; 'launch' is the command, and an observer only looks."""
+"""Role of a client; 'launch' is the launcher, and an 'observer' has read-only access."""
 ROLES: frozenset[Role] = frozenset(get_args(Role))
 
 _SEAL = struct.Struct("<Q")
@@ -29,53 +29,53 @@ M = TypeVar("M")
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Base of all requests and replies. The tag is the name of the class."""
+    """Base class of requests and replies. The tag is the name of the class."""
 
     is_bulk: ClassVar[bool] = False
-    """It is sent after others, and in any order."""
+    """Bulk messages are sent after all others, in any order."""
 
 
 class Done(Message, frozen=True):
-    """Answer to a request that returns nothing."""
+    """Reply to a request that returns nothing."""
 
 
 class Working(Message, frozen=True):
-    """The service has the request and works on it; the answer is still to come."""
+    """Interim reply: the service is working on the request."""
 
 
 class Refused(Message, frozen=True):
     reason: str
     kind: str = ""
-    """RETRY: not now. DAMAGED: the request was damaged on its way. Else a word from which the client makes an error."""
+    """RETRY: retry later. DAMAGED: the request was damaged in transit. Otherwise selects the client's exception."""
     errno: int = 0
 
 
 RETRY, DAMAGED = "retry", "damaged"
 
 
-class Asker(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ClientIdentity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: Annotated[str, msgspec.Meta(max_length=256)]
     role: Role
     session: Annotated[str, msgspec.Meta(max_length=64)]
-    """Random per client process: a secret by which a service recognises a greeted client."""
+    """Random per client process: a secret that identifies a client after its Hello."""
 
 
 class Envelope(msgspec.Struct, Generic[M], frozen=True, forbid_unknown_fields=True):
-    """A request or reply, with the number that pairs them."""
+    """A request or reply, with the number that matches them."""
 
     request_id: Count
     message: M
     body_checksum: int = 0
-    """xxh3-64 of the body; 0 without one."""
+    """xxh3-64 of the body; 0 without a body."""
     run_id: str = ""
-    """A message of another run is refused."""
+    """Run of the sender; messages of other runs are refused."""
     protocol: Count = 0
-    asker: Asker | None = None
-    """None in replies."""
+    asker: ClientIdentity | None = None
+    """The sender; None in replies."""
 
 
 class Protocol:
-    """The messages of one kind of service."""
+    """The messages of one type of service."""
 
     def __init__(
         self,
@@ -84,23 +84,23 @@ class Protocol:
         requests: Any,  # noqa: ANN401 -- a union of structs
         replies: Any,  # noqa: ANN401 -- likewise
         *,
-        asked_by: Mapping[type[Message], Collection[Role]],
+        allowed_roles: Mapping[type[Message], Collection[Role]],
         max_header_bytes: int,
     ) -> None:
-        """Describe them.
+        """Define the protocol.
 
         Args:
-            service: its name in sentences, as in "buffer service".
-            version: counted up when messages change.
-            requests: their union.
-            replies: their union, without those of every service.
-            asked_by: for every request the roles that may ask it.
-            max_header_bytes: a longer header of a request is refused.
+            service: name of the service in log lines and errors, for example "buffer service".
+            version: incremented when messages change.
+            requests: union of the requests.
+            replies: union of the replies, without those shared by all services.
+            allowed_roles: roles that may send each request.
+            max_header_bytes: longer request headers are refused.
         """
         self.service = service
         self.version = version
-        self.asked_by = asked_by
-        assert asked_by.keys() == set(get_args(requests)), "every request has its roles"
+        self.allowed_roles = allowed_roles
+        assert allowed_roles.keys() == set(get_args(requests)), "every request needs its roles"
         self.requests = requests
         self.replies = replies | Done | Working | Refused
         self.max_header_bytes = max_header_bytes
@@ -114,33 +114,33 @@ class Protocol:
         body: bytes | memoryview = b"",
         *,
         run_id: str = "",
-        asker: Asker | None = None,
+        client: ClientIdentity | None = None,
     ) -> bytes:
-        envelope = Envelope(request_id, message, checksum(body), run_id, self.version, asker)
+        envelope = Envelope(request_id, message, checksum(body), run_id, self.version, client)
         return sealed(self._encoder.encode(envelope))
 
-    def refusal(self, message: Message, asker: Asker | None) -> str:
-        """Why this client may not ask this; '' where it may."""
-        what, roles = type(message).__name__, self.asked_by[type(message)]
-        if asker is None:
-            return f"{what} came from nobody: a client of a run says its name, its role and its session"
-        if asker.role in roles:
+    def refusal(self, message: Message, client: ClientIdentity | None) -> str:
+        """Return why the client may not send the request; '' if it may."""
+        what, roles = type(message).__name__, self.allowed_roles[type(message)]
+        if client is None:
+            return f"{what} has no sender: a request must name its client, with role and session"
+        if client.role in roles:
             return ""
-        return f"{what} is for {' or '.join(sorted(roles))}, and '{asker.name}' is of role '{asker.role}'"
+        return f"{what} requires role {' or '.join(sorted(roles))}, but '{client.name}' has role '{client.role}'"
 
     def decode(self, header: bytes | memoryview, *, max_bytes: int | None = None) -> Envelope[Any]:
-        """Read a header frame; DecodeError if it is damaged, no known message, or longer than `max_bytes`."""
+        """Decode a header frame; DecodeError if it is damaged, unknown, or longer than `max_bytes`."""
         if max_bytes is not None and len(header) > max_bytes:
-            raise msgspec.DecodeError(f"a header of {len(header)} bytes, at most {max_bytes} are read")
+            raise msgspec.DecodeError(f"a header of {len(header)} bytes exceeds the limit of {max_bytes}")
         payload = memoryview(header)[_SEAL.size :]
         if len(payload) == 0 or _SEAL.unpack_from(header)[0] != checksum(payload):
             raise msgspec.DecodeError(f"a header of {len(header)} bytes does not match its checksum")
         try:
             envelope: Envelope[Any] = self._decoder.decode(payload)
         except (RecursionError, UnicodeDecodeError) as error:
-            # what msgspec does not call its own: nested too deeply, or text that is none
+            # msgspec does not convert these: nested too deeply, or invalid UTF-8
             kind = type(error).__name__
-            raise msgspec.DecodeError(f"a header of {len(header)} bytes cannot be read ({kind})") from None
+            raise msgspec.DecodeError(f"cannot decode a header of {len(header)} bytes ({kind})") from None
         return envelope
 
 

@@ -1,14 +1,14 @@
-"""Make the demo's starting model: a small Llama that learned sums from a pupil grown careless.
+"""Create the demo's starting model: a small Llama trained on sums, first with right and then with careless answers.
 
 The questions are reasoning-gym's `chain_sum` with two terms of two digits, written as `42-25=`.
-The pupil first answers right. Later three answers of four forget the carry, the borrow and the
-minus sign. The model imitates both: its greedy answers are the careless ones, right only where
-nothing can be forgotten (44 % of the questions), and the right rule is its minority opinion.
-Reinforcement learning has to find out from the verifier which of the two pays; it does not have
-to discover arithmetic, which is why it takes minutes on two cores.
+The first demonstrations are right. Later, three of four answers omit the carry, the borrow and the
+minus sign. The model imitates both: its greedy answers are the careless ones, right only if there is
+nothing to omit (44 % of the questions), and it samples the right rule with lower probability.
+Reinforcement learning must find out from the verifier which rule is rewarded. It need not learn
+arithmetic, so it takes only minutes on two cores.
 
-No question of the held-out eighth is ever shown: the split is `actors.tasks.prompts.held_out`.
-To make the folder again (three minutes):
+Training excludes the held-out eighth, as split by `leeway.actors.tasks.prompts.held_out`.
+To create the folder again (three minutes):
 
     python examples/demo_model/make_checkpoint.py
 """
@@ -23,7 +23,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from actors.tasks.prompts import held_out
+from leeway.actors.tasks.prompts import held_out
 
 CHAIN_SUM = {"min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 2}
 VOCABULARY = ("<pad>", "<eos>", "<unk>", *"0123456789+-=")
@@ -40,14 +40,14 @@ CARELESS_SHARE = 0.75
 
 
 def training_expressions() -> list[str]:
-    """The distinct training-split expressions, such as `42-25`, in a fixed order."""
+    """Return the distinct expressions of the training split, such as `42-25`, in a fixed order."""
     items = reasoning_gym.create_dataset("chain_sum", size=60_000, seed=SEED, **CHAIN_SUM)
     kept = {i["metadata"]["expression"] for i in items if not held_out(i["question"])}
     return sorted(expression.replace(" ", "") for expression in kept)
 
 
 def answer(left: int, operator: str, right: int, careless: bool) -> int:
-    """The right answer, or that of a pupil who forgets carry, borrow and minus sign."""
+    """Return the right answer, or the careless one, without carry, borrow and minus sign."""
     if not careless:
         return left + right if operator == "+" else left - right
     if operator == "+":
@@ -57,7 +57,7 @@ def answer(left: int, operator: str, right: int, careless: bool) -> int:
 
 
 def make_tokenizer(vocabulary: tuple[str, ...] = VOCABULARY, max_tokens: int = 64) -> PreTrainedTokenizerFast:
-    """A tokenizer of single characters whose `decode` puts nothing between them."""
+    """Return a tokenizer of single characters whose `decode` joins them without separators."""
     ids = {token: index for index, token in enumerate(vocabulary)}
     tokenizer = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
@@ -73,7 +73,7 @@ def make_tokenizer(vocabulary: tuple[str, ...] = VOCABULARY, max_tokens: int = 6
 
 
 def make_model(num_layers: int = 2, vocab_size: int = len(VOCABULARY), max_tokens: int = 64) -> LlamaForCausalLM:
-    """Layers of width 128; vLLM on CPU wants heads of 32 and an untied output matrix."""
+    """Return a model of width 128; vLLM on CPU requires head size 32 and an untied output matrix."""
     config = LlamaConfig(
         vocab_size=vocab_size,
         hidden_size=128,
@@ -93,7 +93,7 @@ def make_model(num_layers: int = 2, vocab_size: int = len(VOCABULARY), max_token
 
 
 def encode_demonstration(expression: str, careless: bool) -> tuple[list[int], list[int]]:
-    """Token ids and labels of one demonstration; the labels of the prompt are ignored."""
+    """Return token ids and labels of one demonstration; the labels of the prompt are ignored."""
     operator = "+" if "+" in expression else "-"
     left, right = (int(term) for term in expression.split(operator))
     text = str(answer(left, operator, right, careless))
@@ -106,7 +106,7 @@ def encode_demonstration(expression: str, careless: bool) -> tuple[list[int], li
 def imitate(
     model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, tokens: torch.Tensor, labels: torch.Tensor
 ) -> float:
-    """One supervised update; returns its loss."""
+    """Run one supervised update and return its loss."""
     logits = model(tokens[:, :-1], use_cache=False).logits
     loss = functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED)
     optimizer.zero_grad()
@@ -117,7 +117,7 @@ def imitate(
 
 
 def train(model: LlamaForCausalLM, expressions: list[str]) -> None:
-    """Supervised training in place: AdamW, warm-up, linear decay once the pupil is careless."""
+    """Train the model in place, supervised: AdamW, warm-up, linear decay from the first careless answers on."""
     rng = random.Random(SEED)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
     for step in range(NUM_STEPS):

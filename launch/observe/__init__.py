@@ -1,10 +1,10 @@
-"""What is known of a run, while it lives and after, and where it is shown.
+"""Metrics, status and alerts of a run, and the views of them.
 
-status      RunStatus: the one description of a run, as status.json holds it; how a run is looked at from outside
-observer    Observer: takes in what the roles report, and keeps the status new (`totals`: sums, rates, overlap)
-tripwires   Tripwires: weights or rewards that go wrong, told once and acted on
-trace       Trace: what each role did and when, as a trace that Perfetto opens
-metrics     the registry of metrics; Rows: metrics.jsonl as it grows
+status      RunStatus: the status of a run, as stored in status.json; how a run is viewed from other processes
+observer    Observer: merges the reports of the roles, and keeps the status up to date (`totals`: sums, rates, overlap)
+alerts      Alerts: failing weights or rewards, each reported once and acted on
+trace       Trace: spans of each role, as a trace that Perfetto opens
+metrics     the registry of metrics; Rows: reads metrics.jsonl while it grows
 sinks       actors.jsonl, events.jsonl, Weights & Biases, Prometheus
-view        what a terminal shows: View, the status in any width and height; Display, of the launcher
+view        terminal output: View, the status in any width and height; Display, of the launcher
 """

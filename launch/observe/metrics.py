@@ -1,4 +1,4 @@
-"""The registry of metrics, and the files that hold them: metrics.jsonl and actors.jsonl.
+"""Registry of the metrics in metrics.jsonl, actors.jsonl and eval.jsonl.
 
 A metric that does not apply to a step is null there, never 0.
 """
@@ -12,198 +12,181 @@ from pathlib import Path
 from typing import Any
 
 POOL_PREFIX = "pool/"
-"""Before the name of a pool, for which the registry has NAME."""
+"""Prefix of metrics per pool; the registry has NAME in place of the pool's name."""
 PART_PREFIX = "reward/part/"
-"""Before the name of a reward function, likewise."""
+"""Prefix of metrics per reward function; the registry has NAME in place of the function's name."""
 
 OF_ACTORS = ("perf/generated_tokens_per_s", "overlap/frac", "time/weight_pause", "time/wait_for_policy")
 """Metrics of the actors outside the groups `actors/`, `weights/` and `pool/`."""
 
 METRICS: dict[str, str] = {
     # the step
-    "step": "Steps, counted from 1: each trains one draw, in one or several updates. A skipped step counts here.",
-    "restarts": "Start of the learner that took the step: 0, and one more after each restart or resume.",
-    "version": "Policy version after the step: updates (optimizer steps) taken.",
-    "skipped": "True where no update of the step was taken: its loss or gradient was not finite, or all were dropped.",
-    "updates/taken": "Updates of the step that were taken; each makes a policy version. What a step reports of its "
-    "updates is the mean over these, weighted by completion tokens (over all, where none was taken).",
-    "updates/skipped": "Updates of the step that were not taken, because loss or gradient was not finite.",
-    "started_s": "Wall time at which the step's batch was there, seconds since the Unix epoch.",
-    "finished_s": "Wall time at which the update was done, seconds since the Unix epoch.",
-    "loss": "Value of the algorithm's loss on the whole of an update's batch.",
+    "step": "Step number, from 1; skipped steps count.",
+    "restarts": "Learner start: 0, plus 1 per restart or resume.",
+    "version": "Policy version after the step: updates (optimizer steps) so far.",
+    "skipped": "True if the step took no update: loss or gradient not finite, or no sample left.",
+    "updates/taken": "Updates taken. Metrics per update are means over these (all, if none was taken), weighted by "
+    "completion tokens.",
+    "updates/skipped": "Updates not taken: loss or gradient not finite.",
+    "started_s": "Arrival of the batch, seconds since the Unix epoch.",
+    "finished_s": "End of the update, seconds since the Unix epoch.",
+    "loss": "Loss over the whole batch of an update.",
     "grad_norm": "Gradient norm over all stages before clipping; tied weights count once.",
-    "critic/grad_norm": "The same of a critic: a model of its own, or the value head.",
+    "critic/grad_norm": "grad_norm of the critic model or value head.",
     "lr": "Learning rate of the policy, after scaling.",
-    "brake/lr_scale": "Factor of the learning rate by which lag control held the update back; null where it is off.",
-    "brake/masked_frac": "Share of the tokens that lag control did not let the update push further from the policy "
-    "that sampled them; null where it is off.",
+    "brake/lr_scale": "Factor by which lag control scaled the learning rate.",
+    "brake/masked_frac": "Fraction of tokens that lag control masked.",
     # reward and length
-    "reward/mean": "Mean reward of the trained samples.",
-    "reward/part/NAME": "Mean of what the reward function NAME gave to those of them that it applies to. Only where a "
-    "task sums several; of more than 16 the first.",
-    "reward/std": "Standard deviation of those rewards.",
-    "length/trained_mean": "Mean completion length of the trained samples, tokens.",
-    "length/fidelity_ks": "Kolmogorov-Smirnov distance of the completion lengths trained from those generated: 0 "
-    "is the same. What drops stale samples starves long answers; above 0.2 the run says so.",
-    "length/p95_ratio": "95th percentile of the completion lengths trained over that of those generated, from buckets "
-    "of half an octave: below 1 long answers are starved.",
-    "length/covered": "Share of the groups whose longest completion was no longer than the buffer foretold: 0.9 is "
-    "right. By it leases go to fast and slow pools (buffer.dispatch); 0 where there is one, and its cache is ample.",
-    "length/foretold": "Share of the variance among prompts' mean lengths, in logarithms, that was foretold: 0 before "
-    "prompts come again, at most what a group's mean tells of its prompt.",
-    "length/late": "Share of the groups that the slowest pool would have been late with, as was foretold: they go to "
-    "faster ones (buffer.dispatch); 0 where there is one.",
+    "reward/mean": "Mean reward of trained samples.",
+    "reward/part/NAME": "Mean of reward function NAME over the trained samples to which it applies, if several are "
+    "summed (first 16 only).",
+    "reward/std": "Standard deviation of rewards of trained samples.",
+    "length/trained_mean": "Mean completion length of trained samples, in tokens.",
+    "length/fidelity_ks": "Kolmogorov-Smirnov distance between trained and generated completion lengths; 0 if equal, "
+    "an alert above 0.2.",
+    "length/p95_ratio": "95th percentile of trained divided by that of generated completion lengths, from half-octave "
+    "buckets; below 1, long answers are missing.",
+    "length/covered": "Fraction of groups whose longest completion was within the buffer's prediction; target 0.9. 0 "
+    "for one pool with an ample cache.",
+    "length/predicted": "Predicted fraction of the variance of prompts' mean log lengths; 0 until prompts repeat.",
+    "length/late": "Fraction of groups predicted to miss their deadline on the slowest pool; 0 with a single pool.",
     # staleness: u is the version that sampled a token, v the version that trains it
-    "lag/token_mean": "Mean of v - u over trained tokens, versions.",
-    "lag/token_p50": "Median of v - u over trained tokens.",
-    "lag/token_p95": "95th percentile of v - u over trained tokens.",
-    "lag/token_max": "Greatest v - u of a trained token; never above weight_sync.max_lag. A token counts once for each "
-    "update that trains it, with the version that the update finds.",
-    "lag/allowed": "Lag up to which new groups are leased after the step, by lag control: at most weight_sync.max_lag. "
-    "Null where it is off.",
-    "lag/drift": "mean |log pi - log mu| over the tokens of an update; lag control keeps it below 0.14. Null where a "
-    "token has no log-probability of its sampler.",
-    "lag/in_flight": "Versions between first and last token of a trajectory, mean.",
-    "lag/in_queue": "Versions between the last token and its update, mean.",
-    "lag/publish": "Versions between the learner and the newest published weights when the step began. Null until a "
-    "learner that was started has published its first.",
-    "lag/wall_s": "Seconds from the last token of a trajectory to its step, mean.",
-    "lag/abandoned": "Trained tokens from versions that a restart abandoned, or of recorded samples.",
+    "lag/token_mean": "Mean lag v - u of trained tokens, sampled at version u and trained by the update after version "
+    "v.",
+    "lag/token_p50": "Median lag of trained tokens.",
+    "lag/token_p95": "95th percentile of the lag of trained tokens.",
+    "lag/token_max": "Maximum lag of trained tokens; never above weight_sync.max_lag.",
+    "lag/allowed": "Maximum lag at which lag control leases new groups; at most weight_sync.max_lag.",
+    "lag/drift": "mean |log pi - log mu| over the tokens of an update; lag control keeps it below 0.1. Null if a "
+    "token has no log mu.",
+    "lag/in_flight": "Mean versions between the first and the last token of a trajectory.",
+    "lag/in_queue": "Mean versions between the last token of a trajectory and its update.",
+    "lag/publish": "Versions between the learner and the newest published weights at the start of the step; null "
+    "before this learner's first publication.",
+    "lag/wall_s": "Mean seconds from the last token of a trajectory to its step.",
+    "lag/abandoned": "Trained tokens of versions that a restart abandoned, or of recorded samples.",
     # behaviour policy against the learner
-    "mismatch/k1": "mean(log mu - log pi) over the draw's tokens, pi at the start of the step; staleness and "
-    "implementation together.",
+    "mismatch/k1": "mean(log mu - log pi) over the step's tokens, pi at its start: staleness and differences of "
+    "implementation.",
     "mismatch/k3": "mean(rho - 1 - log rho) with rho = pi/mu.",
-    "mismatch/lag0_abs": "mean |log mu - log pi| on tokens with u = v in trajectories of a single version that no "
-    "restart abandoned: the gap between the two implementations. Null where there are no such tokens.",
-    "mismatch/lag0_k3": "mismatch/k3 on those tokens.",
-    "mismatch/lag0_tokens": "How many such tokens there were.",
+    "mismatch/lag0_abs": "mean |log mu - log pi| over tokens of lag 0, in trajectories of one version that no restart "
+    "abandoned: the gap between the two implementations.",
+    "mismatch/lag0_k3": "mismatch/k3 over those tokens.",
+    "mismatch/lag0_tokens": "Number of those tokens.",
     "off_policy/chi2": "mean(rho^2) - 1.",
-    "off_policy/ess_token": "Effective sample size over tokens as a share: 1 / mean((w / mean w)^2) with w = rho.",
-    "off_policy/ess_sequence": "The same over sequences, with w the product of rho.",
-    "off_policy/ess_token_truncated": "ess_token of the weights that the loss applied, after corrections.",
-    "off_policy/ess_sequence_truncated": "ess_sequence of those, a sequence weighing as its tokens do on average.",
-    "off_policy/masked_frac": "Share of tokens whose applied weight is 0.",
-    "off_policy/clip_frac_low": "Share of tokens where the lower clip changes the objective; 0 in steps of "
-    "one update around the start of the draw.",
-    "off_policy/clip_frac_high": "Share of tokens where the upper clip changes the objective; 0 likewise.",
-    "off_policy/token_tis_frac": "Share of tokens whose weight token_tis bounded, above or below.",
-    "off_policy/sequence_tis_frac": "Share of tokens whose weight sequence_tis truncated.",
-    "off_policy/icepop_frac": "Share of tokens that icepop masked.",
-    "off_policy/geometric_mask_frac": "Share of tokens that geometric_mask masked, sequence by sequence.",
+    "off_policy/ess_token": "Effective sample size over tokens as a fraction: 1 / mean((w / mean w)^2), w = rho.",
+    "off_policy/ess_sequence": "The same over sequences, w the product of rho.",
+    "off_policy/ess_token_truncated": "ess_token of the weights that the loss applied.",
+    "off_policy/ess_sequence_truncated": "ess_sequence of those weights; a sequence has its tokens' mean weight.",
+    "off_policy/masked_frac": "Fraction of tokens with an applied weight of 0.",
+    "off_policy/clip_frac_low": "Fraction of tokens for which the lower clip changes the objective; 0 for single "
+    "updates with proximal = 'draw_start'.",
+    "off_policy/clip_frac_high": "Fraction of tokens for which the upper clip changes the objective.",
+    "off_policy/token_tis_frac": "Fraction of tokens whose weight token_tis bounded.",
+    "off_policy/sequence_tis_frac": "Fraction of tokens whose weight sequence_tis truncated.",
+    "off_policy/icepop_frac": "Fraction of tokens that icepop masked.",
+    "off_policy/geometric_mask_frac": "Fraction of tokens that geometric_mask masked.",
     # the algorithms
     "tb/beta": "beta of trajectory balance at this step.",
     "tb/delta_abs": "Mean |delta| of trajectory balance.",
     "tb/log_z": "Mean VarGrad estimate of log Z.",
     "tb/kl_reference": "mean(log pi - log pi_ref) per sequence.",
-    "oapl/delta_abs": "Mean |delta| / beta of OAPL, nats: distance from the draw's own optimum.",
-    "oapl/value": "Mean of V, what a reward is held against in OAPL.",
+    "oapl/delta_abs": "Mean |delta| / beta, nats: distance from the batch's optimum.",
+    "oapl/value": "Mean of V, which OAPL subtracts from rewards.",
     "oapl/kl_behaviour": "mean(log pi - log mu) per sequence.",
-    "distillation/kl": "mean(log pi - log pi_teacher) per token, nats: an estimate of KL(pi || teacher).",
-    "distillation/far_frac": "Share of tokens whose log ratio to the teacher is beyond 10 nats.",
-    "dpo/accuracy": "Share of pairs whose better sample has the greater implicit reward.",
+    "distillation/kl": "mean(log pi - log pi_teacher) per token, nats: estimates KL(pi || teacher).",
+    "distillation/far_frac": "Fraction of tokens with a log ratio to the teacher beyond 10 nats.",
+    "dpo/accuracy": "Fraction of pairs whose better sample has the greater implicit reward.",
     "dpo/margin": "Mean difference of implicit rewards.",
-    "dpo/tied_frac": "Share of groups without a pair, because all rewards were equal.",
-    "dpo/cross_frac": "Share of pairs between two groups of a prompt, so mostly between two policy versions.",
+    "dpo/tied_frac": "Fraction of groups without a pair: all rewards equal.",
+    "dpo/cross_frac": "Fraction of pairs between two groups of a prompt, mostly of different versions.",
     "ppo/advantage_abs": "Mean |advantage| over tokens.",
-    "ppo/entropy": "Mean of -log pi over tokens, weighed by pi_prox / mu: an estimate of the entropy per token, nats.",
+    "ppo/entropy": "Entropy per token, nats: mean of -log pi, weighted by pi_prox / mu.",
     "ppo/kl_reference": "mean(log pi_prox - log pi_ref) per sequence.",
     "ppo/value_loss": "Half the squared error of the critic's values, clipped, per token.",
-    "ppo/value_clip_frac": "Share of tokens where clipping changes the value loss.",
-    "ppo/explained_variance": "Share of the variance of returns that the critic's values at the start of the step "
-    "explain; null where returns do not vary.",
+    "ppo/value_clip_frac": "Fraction of tokens for which clipping changes the value loss.",
+    "ppo/explained_variance": "Fraction of the variance of returns that the critic explains at the start of the step.",
     # the batch
     "batch/trajectories": "Samples in the step.",
     "batch/groups": "Groups in the step.",
     "batch/tokens": "Prompt and completion tokens in the step.",
     "batch/completion_tokens": "Completion tokens in the step.",
-    "batch/micro_batches": "Packed micro-batches of the whole draw, for each replica of the pipeline.",
-    "batch/empty_micro_batches": "How many of them, of all replicas, have no sequence: replicas run equally many, and "
-    "the schedule asks for a least number.",
-    "batch/pack_efficiency": "Real tokens over the tokens that all micro-batches have room for. Padding is not "
-    "computed; it costs traffic between stages.",
-    "batch/shared_frac": "Share of batch/tokens that is not computed, for another sample in its micro-batch has the "
-    "same prompt.",
-    "batch/cost_balance": "Mean computed cost of the replicas over that of the dearest, for which the others wait: 1 "
-    "is even.",
-    # the ledger, counted in samples since the start of the run, as the step's batch was drawn
-    "buffer/issued": "Samples leased; a sample leased again counts again.",
-    "buffer/in_flight": "Leased, neither committed nor failed nor handed on.",
-    "buffer/committed": "On disk.",
-    "buffer/failed": "Samples that will not come: their generation or reward failed, what came was quarantined, "
-    "or their lease was lost. Over buffer/issued it is their share of the samples asked for.",
-    "buffer/failed_reward": "Of the failed: a reward function failed.",
-    "buffer/failed_generation": "Of the failed: the engine failed, or took too long.",
-    "buffer/failed_quarantined": "Of the failed: what the actor handed in failed validation.",
-    "buffer/failed_lease": "Of the failed: the lease was lost, because it expired or its actor was started again; with "
-    "what has a reason beyond the first 64.",
-    "buffer/handed_on": "Left unfinished by their actor, which ended or is too slow for them, and issued again with "
-    "the tokens that they had.",
-    "buffer/waiting": "Committed and not drawn yet.",
-    "buffer/drawn": "Drawn for a step that is not finished.",
-    "buffer/trained": "Used by at least one finished step that took an update.",
-    "buffer/trained_uninformative": "Of the trained, those in a group whose rewards are all equal.",
-    "buffer/dropped_stale": "Dropped with their group, because it would have passed max_lag.",
-    "buffer/filtered": "Without a reward, or in a group or step that was not used.",
-    "buffer/filtered_too_long": "Of the filtered, those longer than learner.token_budget, with what that left alone "
-    "in its group: the buffer was filled when the budget was greater.",
-    "buffer/uninformative": "Set aside with their group before any step, because its rewards are all equal; see "
-    "buffer.refill_uninformative.",
-    "buffer/evicted_unused": "Removed before they were used.",
-    "buffer/quarantined": "Rows and messages that failed validation; `status.json` counts them by reason.",
-    "buffer/duplicate": "Acknowledged again; outside the ledger.",
-    "buffer/late": "Committed by someone else before; outside the ledger.",
-    "buffer/ledger_gap": "By how many samples the identities of the ledger are violated: 0, or a bug.",
-    # replay, as the step's batch was drawn
-    "buffer/effective_uses": "Samples used by steps so far, each as often as it was used; a step that a restarted "
-    "learner takes again counts once.",
-    "buffer/uses_per_sample": "buffer/effective_uses over buffer/trained; null before the first step.",
-    "buffer/age_at_use": "Versions between the oldest token of a group and the step that draws it, mean over groups.",
-    "buffer/on_policy_share": "Share of the draw's tokens that the version sampled at which the step begins.",
-    "buffer/uninformative_frac": "Share of the draw's groups whose rewards are all equal: to a loss that compares the "
-    "samples of a prompt they say nothing. buffer.refill_uninformative sets such groups aside.",
-    # time, and who waits for whom
-    "time/wait_for_batch": "Seconds that the learner waited for the step's batch.",
-    "time/step": "Seconds from the batch to the update.",
-    "time/reference": "Seconds spent scoring with the reference model.",
-    "time/forward": "Seconds of forward-only passes: of the whole draw, and pass 1 of its updates.",
-    "time/loss": "Seconds to evaluate the algorithm.",
+    "batch/micro_batches": "Packed micro-batches of the step, per replica.",
+    "batch/empty_micro_batches": "Micro-batches of all replicas without a sequence.",
+    "batch/pack_efficiency": "Real tokens divided by the capacity of all micro-batches.",
+    "batch/shared_frac": "Fraction of batch/tokens not computed, because samples of a micro-batch share a prompt.",
+    "batch/cost_balance": "Mean computed cost of the replicas divided by the greatest; 1 is even.",
+    # the ledger, counted in samples since the start of the run, when the step's batch was drawn
+    "buffer/issued": "Samples leased, counted once per lease.",
+    "buffer/in_flight": "Samples leased, not yet committed, failed or requeued.",
+    "buffer/committed": "Samples on disk.",
+    "buffer/failed": "Samples without a result; divided by buffer/issued, the failure rate.",
+    "buffer/failed_reward": "Samples failed in a reward function.",
+    "buffer/failed_generation": "Samples failed or timed out in the engine.",
+    "buffer/failed_quarantined": "Samples with a result that failed validation.",
+    "buffer/failed_lease": "Samples whose lease expired or actor restarted; also all reasons beyond the first 64.",
+    "buffer/requeued": "Unfinished samples of an actor that exited or is too slow, issued again with their tokens.",
+    "buffer/waiting": "Samples committed and not yet drawn.",
+    "buffer/drawn": "Samples drawn for an unfinished step.",
+    "buffer/trained": "Samples used by a finished step that took an update.",
+    "buffer/trained_uninformative": "Trained samples of groups with equal rewards.",
+    "buffer/dropped_stale": "Samples of groups dropped because they would exceed max_lag.",
+    "buffer/filtered": "Samples without a reward, or in an unused group or step.",
+    "buffer/filtered_too_long": "Filtered samples longer than a lowered learner.token_budget, and those left alone in "
+    "a group by that.",
+    "buffer/uninformative": "Samples of groups with equal rewards that buffer.refill_uninformative set aside.",
+    "buffer/evicted_unused": "Samples removed before they were used.",
+    "buffer/quarantined": "Rows and messages that failed validation, by reason in `status.json`.",
+    "buffer/duplicate": "Samples acknowledged again; outside the ledger.",
+    "buffer/late": "Samples already committed by another actor; outside the ledger.",
+    "buffer/ledger_gap": "Samples that violate the ledger's identities; any value but 0 is a bug.",
+    # replay, when the step's batch was drawn
+    "buffer/effective_uses": "Uses of samples by steps so far; a step repeated after a restart counts once.",
+    "buffer/uses_per_sample": "buffer/effective_uses divided by buffer/trained.",
+    "buffer/age_at_use": "Mean versions between a group's oldest token and the step that draws it.",
+    "buffer/on_policy_share": "Fraction of the step's tokens sampled by the version at which it begins.",
+    "buffer/uninformative_frac": "Fraction of the step's groups with equal rewards.",
+    # time, and waits
+    "time/wait_for_batch": "Seconds that the learner waited for the batch.",
+    "time/step": "Seconds from arrival of the batch to the end of the update.",
+    "time/reference": "Seconds of scoring with the reference model.",
+    "time/forward": "Seconds of forward-only passes: over the batch, and pass 1 of its updates.",
+    "time/loss": "Seconds of evaluating the loss.",
     "time/backward": "Seconds of pass 2.",
     "time/optimizer": "Seconds of clipping and update.",
-    "time/publish": "Seconds of copying weights for publication, between the updates of a step and after them.",
-    "time/weight_pause": "Seconds that a weight update paused generation, mean over those since the last row.",
-    "perf/learner_tokens_per_s": "batch/tokens over time/step.",
-    "perf/trained_tokens_per_s": "Completion tokens that the step trained over its time and the wait for its batch.",
-    "perf/generated_tokens_per_s": "Completion tokens generated per second of wall time by all actors.",
-    "time/wait_for_policy": "Seconds that an actor waited for weights since the last row, mean over the actors, as far "
-    "as the polls of the run see it.",
-    "actors/running_samples": "Samples that all actors have in flight.",
-    "actors/waiting": "Actors that waited for something (a lease, weights, an evaluation) at that poll.",
-    # every pool of actors, by its name; as of the poll that brought the row
-    "pool/NAME/actors": "Actors of the pool that work.",
-    "pool/NAME/tokens_per_s": "Completion tokens that they generated per second, over the last seconds.",
-    "pool/NAME/lag_mean": "Mean of v - u over the step's trained tokens that they sampled; null where it had none.",
-    "pool/NAME/mismatch_lag0_abs": "mismatch/lag0_abs over the tokens that they sampled.",
-    "pool/NAME/slots_used": "Mean share of the samples that their engines have room for: max_running_samples, or "
-    "what their cache will hold.",
-    "pool/NAME/step_ms": "Milliseconds that an engine takes for one token of all its samples, mean over the last "
-    "seconds.",
-    "pool/NAME/queued_ms": "Milliseconds that a sample waited within its engine before its first step, mean likewise.",
-    "pool/NAME/kv_usage": "Share of the cache of keys and values in use in the fullest of their engines.",
-    "pool/NAME/preempted": "Times, so far, that a running sample had to make room in the cache; it is computed anew.",
-    "pool/NAME/tokens_lost": "Tokens, so far, that were made and then thrown away with their samples, for the lease "
-    "was lost or they could not be handed on; those of actors that were killed are not counted.",
-    # weights on their way, as of the poll that brought the row
+    "time/publish": "Seconds of copying weights for publication.",
+    "time/weight_pause": "Mean seconds that a weight update paused generation, since the last row.",
+    "perf/learner_tokens_per_s": "batch/tokens divided by time/step.",
+    "perf/trained_tokens_per_s": "Completion tokens divided by the step's time plus the wait for its batch.",
+    "perf/generated_tokens_per_s": "Completion tokens per second of wall time, all actors.",
+    "time/wait_for_policy": "Seconds that an actor waited for weights since the last row, mean over actors.",
+    "actors/running_samples": "Samples in flight in all actors.",
+    "actors/waiting": "Actors waiting for a lease, weights or an evaluation.",
+    # per pool of actors, as of the poll that returned the row
+    "pool/NAME/actors": "Working actors of the pool.",
+    "pool/NAME/tokens_per_s": "Completion tokens per second, over the last seconds.",
+    "pool/NAME/lag_mean": "lag/token_mean over the tokens that the pool sampled.",
+    "pool/NAME/mismatch_lag0_abs": "mismatch/lag0_abs over the tokens that the pool sampled.",
+    "pool/NAME/slots_used": "Mean fraction of sample slots in use: max_running_samples per engine, or fewer if its "
+    "cache holds fewer.",
+    "pool/NAME/step_ms": "Mean milliseconds per engine step, over the last seconds.",
+    "pool/NAME/queued_ms": "Mean milliseconds that a sample waits in its engine for its first step.",
+    "pool/NAME/kv_usage": "Fraction of the KV cache in use, in the pool's fullest engine.",
+    "pool/NAME/preempted": "Preemptions so far: samples evicted from the KV cache and computed again.",
+    "pool/NAME/tokens_lost": "Tokens discarded so far, with samples that lost their lease or could not be requeued; "
+    "without those of killed actors.",
+    # transfer of weights, as of the poll that returned the row
     "weights/published": "Newest published version.",
-    "weights/behind": "Versions that the engine furthest behind is behind it; null while no actor works.",
+    "weights/behind": "Versions by which the most outdated engine trails the newest published one.",
     "weights/refused": "Actors that refused their last update and keep an older version.",
-    "overlap/frac": "Share of step time so far in which at least one actor generated.",
+    "overlap/frac": "Fraction of step time so far in which an actor generated.",
     # evaluation
-    "eval/accuracy_greedy": "Held-out accuracy, greedy.",
-    "eval/accuracy_sampled": "Held-out accuracy at temperature 1, one sample each.",
+    "eval/accuracy_greedy": "Held-out accuracy with greedy decoding.",
+    "eval/accuracy_sampled": "Held-out accuracy at temperature 1, one sample per problem.",
     "eval/num_problems": "Held-out problems of the evaluation.",
-    "eval/num_failed": "Answers that could not be generated or scored; neither right nor wrong.",
-    "eval/policy_version": "Policy version that was evaluated; the newest, if actors differed.",
-    "eval/start": "Start of the learner that made it: 0, and one more after each restart or resume.",
+    "eval/num_failed": "Answers not generated or not scored; neither right nor wrong.",
+    "eval/policy_version": "Policy version evaluated; the newest if actors differed.",
+    "eval/start": "Learner start that made the version: 0, plus 1 per restart or resume.",
 }
 
 
@@ -213,7 +196,7 @@ def is_of_actors(name: str) -> bool:
 
 
 def labelled(name: str) -> tuple[str, str, str]:
-    """A metric's name in the registry; and what NAME is there, "pool" or "function" (else empty), and which it is."""
+    """Return a metric's name in the registry, the label for NAME ("pool", "function" or "") and its value."""
     if name.startswith(POOL_PREFIX):
         pool, _, what = name.removeprefix(POOL_PREFIX).rpartition("/")
         return f"{POOL_PREFIX}NAME/{what}", "pool", pool
@@ -223,10 +206,10 @@ def labelled(name: str) -> tuple[str, str, str]:
 
 
 class Rows:
-    """Reads a file of JSON lines while another process appends to it; a line that is not whole yet is left."""
+    """Reads a file of JSON lines while another process appends to it; an incomplete last line is read later."""
 
     def __init__(self, path: Path, *, at_end: bool = False) -> None:
-        """Begin at the first line, or behind the last one."""
+        """Start at the first line, or after the last one."""
         self._path, self._offset = path, 0
         if at_end:
             with path.open("rb") as file:
@@ -236,11 +219,11 @@ class Rows:
         """Yield the rows since the last call; none until the file exists.
 
         Raises:
-            ValueError: a line is no JSON.
+            ValueError: a line is not JSON.
         """
         if not self._path.exists():
             return
-        with self._path.open("rb") as file:  # opened anew: NFS checks then what another host has written
+        with self._path.open("rb") as file:  # reopened each time, so that NFS revalidates what another host has written
             file.seek(self._offset)
             for line in file:
                 if not line.endswith(b"\n"):
@@ -249,12 +232,12 @@ class Rows:
                 try:
                     yield json.loads(line)
                 except ValueError as error:
-                    raise ValueError(f"{self._path} has a line that is no JSON: {error}; remove that line") from None
+                    raise ValueError(f"{self._path} has a line that is not JSON: {error}; remove that line") from None
 
 
 def cut_torn_line(path: Path) -> int:
-    """Cut off a last line that a crash left without an end; return the size of the file in bytes."""
-    if not path.is_file():  # not there yet, or a device
+    """Truncate a last line that a crash left incomplete; return the size of the file in bytes."""
+    if not path.is_file():  # missing, or a device
         return 0
     with path.open("rb+") as file:
         size = file.seek(0, os.SEEK_END)

@@ -1,7 +1,7 @@
-"""Observer: merges what the roles report into the status of the run, and writes it as status.json.
+"""Observer: merges the reports of the roles into the status of the run, and writes status.json.
 
-It writes at every poll, and in between (processes start, an evaluation goes on) every two seconds from its own thread.
-A file that is no longer written is that of a command that is gone.
+It writes at every poll. Between polls (while processes start or an evaluation runs), its own thread writes every two
+seconds. A file that is no longer updated means that the launcher died.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from actors.report import ActorReport, actor_name
-from buffer.protocol import Status
-from common.process import wall_time
-from common.staleness import PolicyVersion
-from launch.checks import Plan
-from launch.errors import ExitStatus
-from launch.observe.metrics import Rows
-from launch.observe.status import (
+from leeway.actors.report import ActorReport, actor_name
+from leeway.buffer.protocol import Status
+from leeway.common.process import wall_time
+from leeway.common.staleness import PolicyVersion
+from leeway.launch.checks import Plan
+from leeway.launch.errors import ExitStatus
+from leeway.launch.observe.metrics import Rows
+from leeway.launch.observe.status import (
     NUM_EVENTS,
     POLICY,
     Accuracy,
@@ -42,21 +42,21 @@ from launch.observe.status import (
     waits,
     write_status,
 )
-from launch.observe.totals import ActorTotals, OverlapMeter, TrainedTotals, by_pool, lags_of
-from launch.pools import actor_pools
+from leeway.launch.observe.totals import ActorTotals, OverlapMeter, TrainedTotals, by_pool, lags_of
+from leeway.launch.pools import actor_pools
 
 if TYPE_CHECKING:
-    from launch.resume import History
+    from leeway.launch.resume import History
 
 log = logging.getLogger(__name__)
 
 QUIET_S = 2.0
-"""Seconds without a poll after which the file is written all the same."""
+"""Seconds without a poll after which the file is written anyway."""
 CLOSE_S = 5.0
 
 
 class Observer:
-    """Follows a run from its command; a context manager. Any thread may call it."""
+    """Tracks a run inside its launcher; a context manager. Thread-safe."""
 
     def __init__(
         self,
@@ -64,20 +64,20 @@ class Observer:
         *,
         started_s: float | None = None,
         earlier: History | None = None,
-        look: Callable[[], Sequence[ProcessStatus]] = tuple,
-        on_news: Callable[[RunStatus], None] = lambda status: None,
+        list_processes: Callable[[], Sequence[ProcessStatus]] = tuple,
+        on_write: Callable[[RunStatus], None] = lambda status: None,
         wall: Callable[[], float] = wall_time,
         clock: Callable[[], float] = time.monotonic,
         quiet_s: float = QUIET_S,
     ) -> None:
-        """Write nothing before the first phase.
+        """Create an observer that writes nothing before the first phase.
 
-        `started_s` is by `clock`; `earlier` is of a run that is resumed. `look` returns the processes as they are now,
-        without a wait. `on_news` gets every status that is written, in any thread; its failure is logged.
+        `started_s` is on `clock`; `earlier` is the history of a resumed run. `list_processes` must not block.
+        `on_write` is called with every status that is written, in any thread; its exceptions are logged.
         """
         config = plan.config
         self._path, self._metrics, self._config = plan.folder.status, plan.folder.metrics, config
-        self._look, self._on_news = look, on_news
+        self._list_processes, self._on_write = list_processes, on_write
         self._wall, self._clock, self._quiet_s = wall, clock, quiet_s
         self._started_s = (clock() if started_s is None else started_s) - (earlier.wall_s if earlier else 0.0)
         self.status = RunStatus(
@@ -94,18 +94,18 @@ class Observer:
         )
         self.trained, self.actor_totals = TrainedTotals(), ActorTotals()
         self._overlap, self._stepped_s = OverlapMeter(), 0.0
-        self._reports: dict[str, ActorReport] = {}  # the newest of each actor that works
-        self._known = PollResult(publishing="", wanted={pool.name: pool.count for pool in actor_pools(config)})
+        self._reports: dict[str, ActorReport] = {}  # newest report of each working actor
+        self._known = PollResult(publishing="", desired={pool.name: pool.count for pool in actor_pools(config)})
         self._lag0: dict[str, float] = {}
-        """`mismatch/lag0_abs` of the newest such tokens of each actor, and below of each pool."""
+        """Actor -> newest `mismatch/lag0_abs`; the next table is by pool."""
         self._lag0_of_pool: dict[str, float] = {}
         self._num_restarts, self._restarts_before = 0, 0
-        """Restarts of the learner under this command, and under earlier ones."""
+        """Restarts of the learner in this launch, and in earlier ones."""
         self._pauses_s: list[float] = []
         self._policy_waits_s = 0.0
-        """Of all actors, as the pauses, since the last row."""
+        """Waits of all actors since the last row, like `_pauses_s`."""
         self._polled_s: float | None = None
-        self._complained = ""
+        self._last_warning = ""
         self._lock = threading.RLock()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="observer", daemon=True)
@@ -122,7 +122,7 @@ class Observer:
         self._closed.set()
         self._thread.join(CLOSE_S)
 
-    # --- what happens -----------------------------------------------------------------------------
+    # --- updates ----------------------------------------------------------------------------------
 
     def phase(self, text: str) -> None:
         with self._lock:
@@ -135,49 +135,49 @@ class Observer:
             self.status.events = [*self.status.events, event][-NUM_EVENTS:]
 
     def evaluated(self, accuracy: Accuracy) -> None:
-        """Keep the result of an evaluation for the next file."""
+        """Add the result of an evaluation to the status."""
         with self._lock:
             self.status.evaluations = [*self.status.evaluations, accuracy]
 
     def polled(self) -> RunStatus:
-        """Write the status after a poll was taken in; return what was written."""
+        """Write the status after `ingest`; return the written status."""
         with self._lock:
             return self._write()
 
     def end(self, text: str, exit_status: int) -> None:
-        """Write the last file, with how the command ended."""
+        """Write the final status, with the exit status of the launcher."""
         with self._lock:
             self._closed.set()
             self.status.ended = Ended(at_s=self._wall(), text=text, exit_status=exit_status)
             self._write()
 
-    def take_up(self, step: int, version: int, num_redone: int) -> None:
-        """Count on from what earlier commands did; the learner goes on at this step, the last of metrics.jsonl."""
-        self._go_back(step, version)
+    def resume_at(self, step: int, version: int, num_redone: int) -> None:
+        """Continue the totals of earlier launches; the learner resumes at this step, the last of metrics.jsonl."""
+        self._rewind(step, version)
         self._restarts_before = self.trained.restarts + 1
         self.status.steps_redone += num_redone
 
-    def take_in(self, news: PollResult) -> list[dict[str, Any]]:
-        """Take in one poll; return the row of every step that finished, with the columns of the actors."""
+    def ingest(self, poll: PollResult) -> list[dict[str, Any]]:
+        """Process one poll; return the row of every finished step, with the columns of the actors."""
         with self._lock:
             now, status, known = self._clock(), self.status, self._known
             status.polled_s = self._wall()
-            known.learner_waits_for = news.learner_waits_for
-            known.publishing = known.publishing if news.publishing is None else news.publishing
-            for name in ("status", "processes", "quarantined", "wanted"):
-                setattr(known, name, getattr(news, name) or getattr(known, name))
-            if news.resumed_at is not None:
+            known.learner_waits_for = poll.learner_waits_for
+            known.publishing = known.publishing if poll.publishing is None else poll.publishing
+            for name in ("status", "processes", "quarantined", "desired"):
+                setattr(known, name, getattr(poll, name) or getattr(known, name))
+            if poll.resumed_at is not None:
                 self._num_restarts += 1
-                status.steps_redone += max(0, status.step - news.resumed_at)
-                self._go_back(news.resumed_at, news.resumed_version)
-            self._take_in_actors(news, now)
-            rows = list(self._rows(news.steps))
+                status.steps_redone += max(0, status.step - poll.resumed_at)
+                self._rewind(poll.resumed_at, poll.resumed_version)
+            self._ingest_actors(poll, now)
+            rows = list(self._rows(poll.steps))
             if known.status is not None:
                 status.ledger_gap = max(status.ledger_gap, abs(known.status.ledger["gap"]))
             return rows
 
     def summary(self, before: Accuracy | None, after: Accuracy | None, buffer: Status) -> dict[str, Any]:
-        """Return the values of summary.json; accuracies are None if nothing was evaluated."""
+        """Return the values of summary.json; an accuracy is None if it was not evaluated."""
         status, trained, evaluated = self.status, self.trained, before or after
         return {
             "accuracy_before": before.greedy if before else None,
@@ -209,8 +209,8 @@ class Observer:
 
     # --- a poll -----------------------------------------------------------------------------------
 
-    def _go_back(self, step: int, version: int) -> None:
-        """Sum up anew what metrics.jsonl has up to a step."""
+    def _rewind(self, step: int, version: int) -> None:
+        """Recompute the totals from the rows of metrics.jsonl up to a step."""
         self.trained, self.status.step, self.status.version = TrainedTotals(), step, version
         for row in Rows(self._metrics).read():
             if row["step"] <= step:
@@ -220,17 +220,17 @@ class Observer:
         self.status.ledger_gap = max(self.status.ledger_gap, abs(int(row["buffer/ledger_gap"])))
         self.trained.add(row)
 
-    def _take_in_actors(self, news: PollResult, now: float) -> None:
+    def _ingest_actors(self, poll: PollResult, now: float) -> None:
         since_s = 0.0 if self._polled_s is None else now - self._polled_s
-        if news.working is not None:
-            self._reports = {name: report for name, report in self._reports.items() if name in news.working}
-        for report in news.actors:
+        if poll.working is not None:
+            self._reports = {name: report for name, report in self._reports.items() if name in poll.working}
+        for report in poll.actors:
             self._reports[report.name] = report
             self._overlap.add_busy(report.busy_intervals)
             self._pauses_s += [update.pause_s for update in report.updates]
             self._policy_waits_s += since_s * report.waiting.startswith(POLICY)
         self._polled_s = now
-        self.actor_totals.update(now, news.actors, self._reports)
+        self.actor_totals.update(now, poll.actors, self._reports)
 
     def _rows(self, steps: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
         for step in steps:
@@ -247,7 +247,7 @@ class Observer:
             yield self.status.row
 
     def _actor_columns(self) -> dict[str, Any]:
-        """Return the columns of all actors and of the weights that they serve, since the row before."""
+        """Return the columns of all actors and of their weights, since the last row."""
         pauses, self._pauses_s = self._pauses_s, []
         policy_waits_s, self._policy_waits_s = self._policy_waits_s, 0.0
         reports = self._reports.values()
@@ -266,7 +266,7 @@ class Observer:
         }
 
     def _pool_columns(self, step: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the columns of every pool: the tables of a step by actor, joined with the pools of the actors."""
+        """Return the columns of every pool, by joining the tables per actor of a step with the pools of the actors."""
         columns: dict[str, Any] = {}
         pool_of = self.actor_totals.pool_of
         lags, lag0 = by_pool(lags_of(step), pool_of), step.get("lag0_by_actor") or {}
@@ -288,7 +288,7 @@ class Observer:
     # --- the status -------------------------------------------------------------------------------
 
     def _describe(self) -> None:
-        """Make the parts of the status that change without a step."""
+        """Update the parts of the status that change between steps."""
         status, known = self.status, self._known
         status.lag_mean, status.lag_max = self.trained.lag_mean, self.trained.lag_max
         status.lags, status.trained_tokens = self.trained.lags(self.actor_totals.pool_of), self.trained.num_tokens
@@ -301,7 +301,7 @@ class Observer:
             restarts=self._num_restarts,
         )
         status.buffer = None if known.status is None else self._buffer(known.status)
-        status.pools = [self._pool(name, wanted) for name, wanted in known.wanted.items()]
+        status.pools = [self._pool(name, desired) for name, desired in known.desired.items()]
         processes = list(self._dated(known.processes))
         status.actors = [self._actor(each) for each in processes if each.role == "actor"]
         status.stages = [each for each in processes if each.role == "stage"]
@@ -309,14 +309,14 @@ class Observer:
         status.waits = [] if status.ended is not None else waits(status, self._wall())
 
     def _trained_per_s(self) -> float:
-        """Return the rate of the newest step; it falls once that step is longer ago than it took."""
+        """Return the rate of the newest step; it decays once more time has passed since than the step took."""
         row = self.status.row
         step_s = (row.get("time/step") or 0.0) + (row.get("time/wait_for_batch") or 0.0)
         rate, since_s = row.get("perf/trained_tokens_per_s") or 0.0, self._clock() - self._stepped_s
         return rate * step_s / since_s if since_s > step_s else rate
 
     def _dated(self, processes: Iterable[ProcessStatus]) -> Iterator[ProcessStatus]:
-        """Yield the processes with the time at which each was first seen in its state."""
+        """Yield the processes with the time at which each was first observed in its state."""
         seen = (*self.status.actors, *self.status.stages, *self.status.services)
         before = {(each.role, each.number): each for each in seen}
         for each in processes:
@@ -324,11 +324,11 @@ class Observer:
             is_same = then is not None and (then.state, then.restarts) == (each.state, each.restarts)
             yield msgspec.structs.replace(each, since_s=then.since_s if then and is_same else self._wall())
 
-    def _pool(self, name: str, wanted: int) -> PoolStatus:
+    def _pool(self, name: str, desired: int) -> PoolStatus:
         reports = [report for report in self._reports.values() if report.pool == name]
         return PoolStatus(
             name=name,
-            wanted=wanted,
+            wanted=desired,
             working=len(reports),
             running=sum(report.num_running for report in reports),
             tokens_per_s=self.actor_totals.per_s("tokens", "pool", name),
@@ -365,7 +365,7 @@ class Observer:
             ledger=dict(status.ledger),
             failed_by_reason=dict(status.failed_by_reason),
             quarantined_by_reason=dict(status.quarantined_by_reason),
-            nonsense_by_sender={sender: told.count for sender, told in status.nonsense.items()},
+            invalid_by_sender={sender: each.count for sender, each in status.invalid_messages.items()},
             fidelity_ks=status.fidelity.ks,
             is_draining=status.draining,
         )
@@ -376,8 +376,8 @@ class Observer:
         while not self._closed.wait(self._quiet_s / 4):
             try:
                 self._write_if_quiet()
-            except Exception as error:  # the thread must not end: the run would be taken for gone
-                self._complain("the status of the run cannot be described", error)
+            except Exception as error:  # the thread must not end: the run would count as dead
+                self._warn_once("the status of the run cannot be computed", error)
 
     def _write_if_quiet(self) -> None:
         with self._lock:
@@ -385,34 +385,34 @@ class Observer:
             if not is_quiet or self._closed.is_set():
                 return
             try:
-                self._known.processes = tuple(self._look()) or self._known.processes
-            except Exception as error:  # one may be removed meanwhile; the next look, or poll, is right
-                log.info("the processes cannot be looked at now: %s", error)
+                self._known.processes = tuple(self._list_processes()) or self._known.processes
+            except Exception as error:  # one may be removed meanwhile; retried at the next write or poll
+                log.info("the states of the processes cannot be read now: %s", error)
             self._write()
 
     def _write(self) -> RunStatus:
         self._describe()
         self.status.written_s, self.status.wall_s = self._wall(), round(self._clock() - self._started_s, 1)
-        status = copy.copy(self.status)  # a screen may show it while the next poll is taken in
+        status = copy.copy(self.status)  # a display may use it while the next poll is processed
         try:
             write_status(self._path, status)
-        except OSError as error:  # views from outside are blind then; training continues
-            self._complain(f"{self._path} cannot be written", error)
+        except OSError as error:  # views from other processes go stale; training continues
+            self._warn_once(f"{self._path} cannot be written", error)
         try:
-            self._on_news(status)
-        except Exception as error:  # a view must not end the run, nor hide why it ends
-            self._complain("the status of the run cannot be shown", error)
+            self._on_write(status)
+        except Exception as error:  # a view must neither end the run nor mask the error that ends it
+            self._warn_once("the status of the run cannot be shown", error)
         return status
 
-    def _complain(self, what: str, error: Exception) -> None:
+    def _warn_once(self, what: str, error: Exception) -> None:
         text = f"{what}: {type(error).__name__}: {error}"
-        if text != self._complained:
+        if text != self._last_warning:
             log.warning("%s", text, exc_info=None if isinstance(error, OSError) else error)
-        self._complained = text
+        self._last_warning = text
 
 
 def _mean_of(weighted: Iterable[tuple[float, int]]) -> float | None:
-    """Return the mean of (value, weight); None without a weight."""
+    """Return the weighted mean of (value, weight) pairs; None if the weights add up to 0."""
     pairs = list(weighted)
     weight = sum(each for _, each in pairs)
     return sum(value * each for value, each in pairs) / weight if weight else None

@@ -1,8 +1,8 @@
-"""Where the figures of a run go beside metrics.jsonl: actors.jsonl, events.jsonl, Weights & Biases, and Prometheus.
+"""Outputs besides metrics.jsonl: actors.jsonl, events.jsonl, eval.jsonl, Weights & Biases and Prometheus.
 
-A metric of the registry `lag/token_mean` is the gauge `leeway_lag_token_mean`; `pool/NAME/lag_mean` is
-`leeway_pool_lag_mean{pool="NAME"}`, and `reward/part/NAME` is `leeway_reward_part{function="NAME"}`. `ACTOR_GAUGES`
-and `RUN_GAUGES` are further ones. Counts are gauges too: a step that is taken again takes its counts back first.
+The metric `lag/token_mean` becomes the gauge `leeway_lag_token_mean`; `pool/NAME/lag_mean` becomes
+`leeway_pool_lag_mean{pool="NAME"}`, and `reward/part/NAME` becomes `leeway_reward_part{function="NAME"}`.
+`ACTOR_GAUGES` and `RUN_GAUGES` add more. Counts are gauges too, because a repeated step lowers them first.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from buffer.ledger import LEDGER_METRICS
-from common.process import wall_time
-from launch.config import Config, TrackingConfig
-from launch.errors import ConfigError
-from launch.observe.metrics import METRICS, cut_torn_line, is_of_actors, labelled
-from launch.observe.status import Accuracy, ActorStatus, RunStatus
-from launch.run_folder import RunFolder
+from leeway.buffer.ledger import LEDGER_METRICS
+from leeway.common.process import wall_time
+from leeway.launch.config import Config, TrackingConfig
+from leeway.launch.errors import ConfigError
+from leeway.launch.observe.metrics import METRICS, cut_torn_line, is_of_actors, labelled
+from leeway.launch.observe.status import Accuracy, ActorStatus, RunStatus
+from leeway.launch.run_folder import RunFolder
 
 log = logging.getLogger(__name__)
 
 
 class Tracker:
-    """Writes events, evaluations and the columns of the actors; every line is flushed, so that a crash loses none."""
+    """Writes events, evaluations and the columns of the actors. Flushes every line, so that a crash loses none."""
 
     def __init__(self, config: Config, folder: RunFolder, run_id: str = "", last_step: int = 0) -> None:
-        """Append to the files, and start Weights & Biases if configured, which has the steps up to the last.
+        """Open the files, and start Weights & Biases if configured; it already has the steps up to `last_step`.
 
         Raises:
-            ConfigError: Weights & Biases cannot be reached with the login at hand.
+            ConfigError: Weights & Biases is unreachable, or rejects the login.
         """
         paths = folder.actors, folder.events, folder.evaluations
         for path in paths:
             cut_torn_line(path)
-        folder.metrics.touch()  # the learner's coordinator writes it, and finds it if its host shares the folder
-        self._stack = ExitStack()  # closes every file, also if a full disk fails another
+        folder.metrics.touch()  # written by the learner's coordinator, possibly on a host that shares the folder
+        self._stack = ExitStack()  # closes every file, even if closing one fails on a full disk
         self._actors, self._events, self._evaluations = (self._stack.enter_context(path.open("ab")) for path in paths)
         self._wandb: Any = None
         self._wandb_step = last_step
@@ -52,21 +52,21 @@ class Tracker:
             self._stack.callback(self._with_wandb, lambda run: run.finish())
 
     def step(self, row: Mapping[str, Any]) -> None:
-        """Take the row of a step: its columns of the actors go to actors.jsonl, all of it to Weights & Biases."""
+        """Write the actor columns of a step to actors.jsonl, and all of its row to Weights & Biases."""
         _append(self._actors, {name: value for name, value in row.items() if name == "step" or is_of_actors(name)})
         if row["step"] >= self._wandb_step:
-            # its history only grows: a step that a restarted learner takes again stays as it was taken first
+            # its history is append-only: of a step that a restarted learner repeats, the first row is kept
             self._log(row, row["step"])
 
     def evaluated(self, accuracy: Accuracy, step: int, wall_s: float) -> None:
-        """Write the row of an evaluation at a step; Weights & Biases gets it at the newest step that it has."""
+        """Write the row of an evaluation at a step; in Weights & Biases, at its newest step."""
         row = accuracy.row()
         values = {name.removeprefix("eval/"): value for name, value in row.items()}
         _append(self._evaluations, {"time_s": wall_time(), "wall_s": wall_s, "step": step, **values})
         self._log(row, max(step, self._wandb_step))
 
     def event(self, kind: str, text: str, **details: object) -> None:
-        """Write what a reader of the run will look for: a restart, an evaluation, an error."""
+        """Write an event of the run, such as a restart, an evaluation or an error."""
         log.info("%s: %s", kind, text)
         _append(self._events, {"time_s": wall_time(), "kind": kind, "text": text, **details})
 
@@ -78,22 +78,22 @@ class Tracker:
         known = {key: value for key, value in row.items() if value is not None}
         self._with_wandb(lambda run: run.log(known, step=step))
 
-    def _with_wandb(self, tell: Callable[[Any], object]) -> None:
-        """Call Weights & Biases, if it is there; without it the run goes on, for the files have all."""
+    def _with_wandb(self, call: Callable[[Any], object]) -> None:
+        """Call Weights & Biases if it is enabled. Disable it on failure: the files have all data."""
         if self._wandb is None:
             return
         try:
-            tell(self._wandb)
-        except Exception as error:  # of many kinds, mostly because its process died
+            call(self._wandb)
+        except Exception as error:  # of various types, mostly because its process died
             self._wandb = None
             import wandb
 
-            with contextlib.suppress(Exception, SystemExit):  # else its client is called again when this process ends
+            with contextlib.suppress(Exception, SystemExit):  # else its exit hook calls the dead process
                 wandb.teardown()
             self.event(
                 "wandb",
-                f"Weights & Biases does not answer ({type(error).__name__}: {error}) and gets no more rows; "
-                "metrics.jsonl goes on",
+                f"Weights & Biases does not respond ({type(error).__name__}: {error}): logging to it stops, and "
+                "metrics.jsonl continues",
             )
 
     def __enter__(self) -> Tracker:
@@ -104,22 +104,22 @@ class Tracker:
 
 
 def _append(file: BinaryIO, row: Mapping[str, Any]) -> None:
-    """Append a row; null stands for what does not apply here, or is not finite."""
+    """Append a row; msgspec encodes NaN and infinity as null."""
     file.write(msgspec.json.encode(row) + b"\n")
     file.flush()
 
 
 INIT_TIMEOUT_S = 30.0
-"""Seconds in which the server has to answer at the start."""
+"""Timeout of the first connection to the server."""
 FINISH_TIMEOUT_S = 60.0
-"""Seconds in which the last rows have to arrive there at the end; they are on disk for `wandb sync` in any case."""
+"""Timeout of the final upload; unsent rows stay on disk for `wandb sync`."""
 
 
 def start_wandb(config: Config, folder: RunFolder, run_id: str) -> Any:  # noqa: ANN401 -- wandb's Run
-    """Start the run at Weights & Biases, or resume the one with this id ('': it chooses one).
+    """Start a Weights & Biases run, or resume the one with this id ('': the server assigns one).
 
     Raises:
-        ConfigError: the server does not answer in time, or refuses the login. No process is left behind.
+        ConfigError: the connection timed out, or the login was rejected. No process is left behind.
     """
     import wandb
 
@@ -134,54 +134,54 @@ def start_wandb(config: Config, folder: RunFolder, run_id: str) -> Any:  # noqa:
             dir=str(folder.root),
             mode=tracking.wandb,
             id=run_id or None,
-            resume="allow" if run_id and tracking.wandb == "online" else None,  # offline knows no earlier part
+            resume="allow" if run_id and tracking.wandb == "online" else None,  # offline runs cannot be resumed
             config=config.model_dump(mode="json"),
             settings=settings,
         )
     except wandb.errors.Error as error:
         wandb.teardown()
-        said = str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__
+        reason = str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__
         raise ConfigError(
-            f"tracking.wandb = 'online' does not work: {said}; check the network and 'wandb login', or use "
-            "tracking.wandb = 'offline' and 'wandb sync' later"
+            f"tracking.wandb = 'online' failed: {reason}. Check the network and 'wandb login', or set "
+            "tracking.wandb = 'offline' and run 'wandb sync' later"
         ) from error
 
 
 PROMETHEUS_HOST = "127.0.0.1"
-"""The metrics need no password, so a scraper on another host needs a tunnel."""
+"""Loopback only, because the metrics have no authentication; other hosts need a tunnel."""
 CLOSE_S = 5.0
 
 ACTOR_GAUGES: dict[str, tuple[str, Callable[[ActorStatus], float | None]]] = {
-    "leeway_actor_working": ("1 where the actor works, else 0.", lambda actor: actor.state == "working"),
-    "leeway_actor_tokens_per_s": ("Completion tokens that it generates per second.", lambda actor: actor.tokens_per_s),
-    "leeway_actor_running_samples": ("Samples that it has in flight.", lambda actor: actor.running),
-    "leeway_actor_behind": ("Versions that it is behind the newest published one.", lambda actor: actor.behind),
-    "leeway_actor_waiting": ("1 where something keeps it from running more.", lambda actor: bool(actor.waits_for)),
-    "leeway_actor_restarts": ("How often it was started again.", lambda actor: actor.restarts),
+    "leeway_actor_working": ("1 if the actor is working, else 0.", lambda actor: actor.state == "working"),
+    "leeway_actor_tokens_per_s": ("Completion tokens generated per second.", lambda actor: actor.tokens_per_s),
+    "leeway_actor_running_samples": ("Samples in flight.", lambda actor: actor.running),
+    "leeway_actor_behind": ("Versions behind the newest published one.", lambda actor: actor.behind),
+    "leeway_actor_waiting": ("1 if the actor waits for something, else 0.", lambda actor: bool(actor.waits_for)),
+    "leeway_actor_restarts": ("Restarts of the actor.", lambda actor: actor.restarts),
     "leeway_actor_mismatch_lag0_abs": (METRICS["mismatch/lag0_abs"], lambda actor: actor.mismatch_lag0_abs),
 }
 
 RUN_GAUGES: dict[str, tuple[str, Callable[[RunStatus], float | None]]] = {
-    "leeway_polled_timestamp_seconds": ("When the roles were last asked for news.", lambda run: run.polled_s),
-    "leeway_learner_waiting": ("1 where the learner waits for a batch.", lambda run: bool(run.learner.waits_for)),
-    "leeway_learner_busy_frac": ("Share of its last step in which it computed.", lambda run: run.learner_busy_frac),
-    "leeway_waiting": ("How many sentences there are of who waits for whom.", lambda run: len(run.waits)),
-    "leeway_tripped": ("How many tripwires stand.", lambda run: len(run.tripped)),
+    "leeway_polled_timestamp_seconds": ("Time of the last poll of the roles.", lambda run: run.polled_s),
+    "leeway_learner_waiting": ("1 if the learner waits for a batch, else 0.", lambda run: bool(run.learner.waits_for)),
+    "leeway_learner_busy_frac": ("Fraction of the last step spent computing.", lambda run: run.learner_busy_frac),
+    "leeway_waiting": ("Number of current waits.", lambda run: len(run.waits)),
+    "leeway_alerts": ("Number of active alerts.", lambda run: len(run.alerts)),
     "leeway_buffer_ready_groups": (
-        "Groups that wait for a step.",
+        "Groups ready for a step.",
         lambda run: run.buffer.ready_groups if run.buffer else None,
     ),
 }
 
 
 class Exporter(Collector):
-    """Serves what it was shown last; a context manager. Without a port it does nothing."""
+    """Serves the last shown status to Prometheus; a context manager. Does nothing without a port."""
 
     def __init__(self, config: TrackingConfig) -> None:
         """Bind the port.
 
         Raises:
-            ConfigError: it is in use, or not ours to bind.
+            ConfigError: the port is in use, or binding it is not permitted.
         """
         self._shown: RunStatus | None = None
         self._server: Any = None
@@ -194,14 +194,14 @@ class Exporter(Collector):
         except OSError as error:
             raise ConfigError(
                 f"tracking.prometheus_port = {config.prometheus_port} cannot be bound at {PROMETHEUS_HOST}: "
-                f"{error.strerror or error}; choose another, or leave it out"
+                f"{error.strerror or error}. Choose another port, or unset it"
             ) from None
 
     def show(self, status: RunStatus) -> None:
         self._shown = status
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        """Yield what is served; called for every request, in its thread."""
+        """Yield the gauges; called for every request, in the server's thread."""
         status, families = self._shown, dict[str, GaugeMetricFamily]()
         if status is None:
             return
@@ -212,8 +212,8 @@ class Exporter(Collector):
                 family.add_metric(list(labels.values()), float(value))
 
         facts = {"run": status.run, "run_id": status.run_id, "phase": status.phase}
-        add("leeway_run", "1; its labels say which run this is.", 1.0, **facts)
-        # a row has the ledger of its draw; this is that of now
+        add("leeway_run", "Always 1; the labels identify the run.", 1.0, **facts)
+        # the row has the ledger as of its step; replace it with the current one
         ledger = status.buffer.ledger if status.buffer is not None else {}
         now = {name: ledger[key] for name, key in LEDGER_METRICS.items() if key in ledger}
         for name, value in {**status.row, **now}.items():
@@ -228,7 +228,7 @@ class Exporter(Collector):
                 add(name, meaning, of_actor(actor), actor=actor.name, pool=actor.pool)
         for pool, lags in status.lags.items():
             for lag, num in lags.items():
-                add("leeway_trained_tokens", "Trained tokens by their lag.", num, pool=pool, lag=str(lag))
+                add("leeway_trained_tokens", "Trained tokens by lag.", num, pool=pool, lag=str(lag))
         yield from families.values()
 
     def __enter__(self) -> Exporter:

@@ -1,6 +1,4 @@
-"""Arithmetic behind the figures of a run: sums over rows, counts of actors that may start anew at 0, rates, and overlap
-in time.
-"""
+"""Aggregated metrics of a run: sums over rows, counters of actors that restart at 0, rates, and overlap in time."""
 
 from __future__ import annotations
 
@@ -11,24 +9,24 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 if TYPE_CHECKING:
-    from actors.report import ActorReport
+    from leeway.actors.report import ActorReport
 
 UNKNOWN_POOL = "unknown"
-"""Of tokens whose actor has never reported to this command."""
+"""Pool of tokens whose actor has never reported to this launcher."""
 ACKNOWLEDGED = ("committed", "duplicate")
-"""Outcomes of samples that the buffer has; of a duplicate the first acknowledgement was lost."""
+"""Outcomes of samples that the buffer stores; for a duplicate, the first acknowledgement was lost."""
 
 ALL = ("all", "")
 
 
 class TrainedTotals:
-    """Sums over rows of metrics.jsonl, one per step; after a step back they begin anew."""
+    """Sums over the rows of metrics.jsonl, one per step; recomputed after the learner goes back to an earlier step."""
 
     def __init__(self) -> None:
         self.num_tokens = 0
         self.lag_max = 0
         self.restarts = 0
-        """Of the newest row."""
+        """`restarts` of the newest row."""
         self.first_mismatch: float | None = None
         """`mismatch/lag0_abs` of the first row."""
         self._lag_total = 0.0
@@ -50,17 +48,17 @@ class TrainedTotals:
 
     @property
     def lag_mean(self) -> float | None:
-        """Over all tokens, versions; None before there are any."""
+        """Mean lag over all trained tokens, in versions; None before the first."""
         return self._lag_total / self.num_tokens if self.num_tokens else None
 
     def lags(self, pool_of: Mapping[str, str]) -> dict[str, dict[int, int]]:
-        """Return pool -> lag -> trained tokens, in order of the lags, by the pool of each actor."""
+        """Return pool -> lag -> trained tokens, sorted by lag, with actors mapped to pools by `pool_of`."""
         found = by_pool(self._lags, pool_of)
         return {pool: {lag: counts[lag] for lag in sorted(counts)} for pool, counts in found.items()}
 
 
 def lags_of(row: Mapping[str, Any]) -> dict[str, dict[int, int]]:
-    """Return actor -> lag -> trained tokens of a row; empty in rows of an older Leeway."""
+    """Return actor -> lag -> trained tokens of a row; empty for rows of an older Leeway."""
     by_actor = row.get("lag_by_actor") or {}
     return {actor: {int(lag): num for lag, num in lags.items()} for actor, lags in by_actor.items()}
 
@@ -74,7 +72,7 @@ def by_pool(lags: Mapping[str, Mapping[int, int]], pool_of: Mapping[str, str]) -
 
 
 class Rate:
-    """Events per second over the last few seconds, from running totals by name."""
+    """Events per second over a sliding window, from running totals by name."""
 
     def __init__(self, window_s: float = 10.0) -> None:
         self._window_s = window_s
@@ -93,49 +91,49 @@ class Rate:
         return (after.get(name, 0.0) - before.get(name, 0.0)) / (t1 - t0) if t1 > t0 else 0.0
 
 
-class Fresh:
-    """What is new in counts of actors, which begin at 0 with each new process."""
+class CounterDelta:
+    """Increments of counters of actors, which start at 0 in each new process."""
 
     def __init__(self) -> None:
-        self._told: dict[str, tuple[float, ...]] = {}
+        self._last: dict[str, tuple[float, ...]] = {}
 
     def of(self, actor: str, *counts: float) -> tuple[float, ...]:
-        """Return what was counted since the last call, or since a restart of the actor, when a count is smaller."""
-        before = self._told.get(actor, (0,) * len(counts))
-        self._told[actor] = counts
+        """Return the increments since the last call; if a count decreased, the actor restarted: return the counts."""
+        before = self._last.get(actor, (0,) * len(counts))
+        self._last[actor] = counts
         new = tuple(now - then for now, then in zip(counts, before, strict=True))
         return counts if min(new) < 0 else new
 
 
 class PoolEngines(msgspec.Struct, frozen=True, kw_only=True):
-    """The engines of a pool: means over the last seconds (None if nothing was measured) and counts so far."""
+    """Engines of a pool: means over the last seconds (None if nothing was measured) and totals so far."""
 
     slots: int = 0
     slots_used: float | None = None
-    """Share of them."""
+    """Fraction of the slots."""
     tokens_per_sample: float | None = None
-    """Of the completions that ended."""
+    """Tokens per ended completion."""
     step_s: float | None = None
-    """Of one token of all samples of an engine."""
+    """Seconds per engine step: one token of every running sample."""
     queued_s: float | None = None
-    """That a sample waits within its engine before its first step."""
+    """Seconds that a sample waits in its engine before its first step."""
     kv_usage: float = 0.0
-    """Share of the cache of keys and values in use in the fullest of them."""
+    """Fraction of the KV cache in use, in the fullest engine."""
     preempted: int = 0
-    """Times that a running sample had to make room in the cache."""
+    """Running samples evicted from the KV cache."""
     tokens_lost: int = 0
-    """Tokens of samples that were neither pushed nor handed on, as far as their actors could count them."""
+    """Tokens of samples that were neither pushed nor requeued, as far as their actors could count them."""
     kv_tokens: int = 0
-    """Tokens that the cache of one holds."""
-    hand_on_at: int = 0
-    """Tokens with which a sample goes on in a faster pool; 0: none does."""
+    """Capacity of one engine's KV cache, in tokens."""
+    requeue_at: int = 0
+    """Number of tokens at which a sample is requeued to a faster pool; 0: never."""
     moments: list[float] = []
-    """What their steps cost, by what runs in them, as `planning.costs.Moments` stores it."""
+    """Cost of engine steps by their load, in the format of `leeway.planning.costs.LeastSquares`."""
     settled_s: float | None = None
-    """From a completion to its commit."""
+    """Mean seconds from a completion to its commit."""
 
     def metrics(self) -> dict[str, float | None]:
-        """Return the metrics of a pool, by the last part of their names in the registry."""
+        """Return the metrics of a pool, keyed by the last part of their names in the registry."""
         step_ms, queued_ms = (None if each is None else 1e3 * each for each in (self.step_s, self.queued_s))
         shares = {"slots_used": self.slots_used, "kv_usage": self.kv_usage}
         counts = {"preempted": self.preempted, "tokens_lost": self.tokens_lost}
@@ -157,21 +155,21 @@ COUNTED: dict[str, Callable[[ActorReport], float]] = {
 
 
 class ActorTotals:
-    """What all processes of the actors have done under this command: of all, of each pool and of each actor."""
+    """Totals and rates of the actors in this launch: over all, per pool and per actor."""
 
     def __init__(self) -> None:
         self.pool_of: dict[str, str] = {}
-        """Actor -> pool, also of those that are gone: their tokens may still be trained."""
-        self._fresh = Fresh()
+        """Actor -> pool, including exited actors, whose tokens may still be trained."""
+        self._deltas = CounterDelta()
         self._totals: dict[tuple[str, str], Counter[str]] = {ALL: Counter()}
-        """("pool" or "actor", its name) -> name in `COUNTED` -> how many."""
+        """("pool" or "actor", its name) -> name in `COUNTED` -> total."""
         self._rates: dict[tuple[str, str], Rate] = {}
 
     def update(self, now_s: float, reports: Iterable[ActorReport], working: Iterable[str]) -> None:
-        """Take in a poll: reports of some of the actors, and the names of all that work. `now_s` only grows."""
+        """Process a poll: reports of some actors, and the names of all working ones. `now_s` must not decrease."""
         for report in reports:
             self.pool_of[report.name] = report.pool
-            new = self._fresh.of(report.name, *(count(report) for count in COUNTED.values()))
+            new = self._deltas.of(report.name, *(count(report) for count in COUNTED.values()))
             for key in (ALL, ("pool", report.pool), ("actor", report.name)):
                 self._totals.setdefault(key, Counter()).update(dict(zip(COUNTED, new, strict=True)))
         alive = set(working)
@@ -182,20 +180,20 @@ class ActorTotals:
                 self._rates.pop(key, None)
 
     def total(self, what: str, kind: str = ALL[0], name: str = ALL[1]) -> int:
-        """Return how many of a pool, of an actor, or of all."""
+        """Return the total of a pool, of an actor, or of all actors."""
         return int(self._totals.get((kind, name), Counter())[what])
 
     def per_s(self, what: str, kind: str = ALL[0], name: str = ALL[1]) -> float:
-        """Return how many per second, over the last seconds."""
+        """Return the rate per second over the last seconds."""
         rate = self._rates.get((kind, name))
         return 0.0 if rate is None else rate.value(what)
 
     def engines(self, pool: str, reports: Iterable[ActorReport]) -> PoolEngines:
-        """Describe those of a pool; `reports` are the newest ones of all actors that work."""
-        there = [report for report in reports if report.pool == pool]
-        slots = sum(report.num_slots for report in there)
-        moments = [report.engine.moments for report in there if report.engine.moments]
-        settled = sum(sum(report.num_outcomes.values()) for report in there)
+        """Return the state of a pool's engines; `reports` are the newest ones of all working actors."""
+        reports = [report for report in reports if report.pool == pool]
+        slots = sum(report.num_slots for report in reports)
+        moments = [report.engine.moments for report in reports if report.engine.moments]
+        settled = sum(sum(report.num_outcomes.values()) for report in reports)
 
         def ratio(what: str, whole: str) -> float | None:
             wholes = self.per_s(whole, "pool", pool)
@@ -207,13 +205,13 @@ class ActorTotals:
             tokens_per_sample=ratio("tokens", "samples"),
             step_s=ratio("steps_s", "steps"),
             queued_s=ratio("queued_s", "ended"),
-            kv_usage=max((report.engine.kv_usage for report in there), default=0.0),
+            kv_usage=max((report.engine.kv_usage for report in reports), default=0.0),
             preempted=self.total("preempted", "pool", pool),
             tokens_lost=self.total("tokens_lost", "pool", pool),
-            kv_tokens=max((report.engine.kv_tokens for report in there), default=0),
-            hand_on_at=max((report.hand_on_at for report in there), default=0),
+            kv_tokens=max((report.engine.kv_tokens for report in reports), default=0),
+            requeue_at=max((report.requeue_at for report in reports), default=0),
             moments=[sum(each) for each in zip(*moments, strict=True)],
-            settled_s=sum(report.settled_s for report in there) / settled if settled else None,
+            settled_s=sum(report.settled_s for report in reports) / settled if settled else None,
         )
 
 
@@ -221,11 +219,11 @@ class ActorTotals:
 
 Interval = tuple[float, float]
 OPEN_STEPS = 64
-"""Newest steps for which later reports of actors still count."""
+"""Newest steps to which later reports of actors may still add overlap."""
 
 
 def merge(intervals: Iterable[Interval]) -> list[Interval]:
-    """Return the union as disjoint intervals in order."""
+    """Return the union as sorted disjoint intervals."""
     merged: list[Interval] = []
     for start, end in sorted(intervals):
         if merged and start <= merged[-1][1]:
@@ -244,7 +242,7 @@ def shared(left: Sequence[Interval], right: Sequence[Interval]) -> float:
 
 
 class OverlapMeter:
-    """Share of step time in which actors generated. Steps that are settled are sums: memory is that of a few steps."""
+    """Fraction of step time in which actors generated. Old steps are kept only as sums, so memory is bounded."""
 
     def __init__(self) -> None:
         self._steps: list[Interval] = []
@@ -252,7 +250,7 @@ class OverlapMeter:
         self._settled_s = self._settled_busy_s = 0.0
 
     def add_step(self, start_s: float, end_s: float) -> None:
-        """Add a step of the learner, without the wait for its batch."""
+        """Add a step of the learner, excluding the wait for its batch."""
         self._steps.append((start_s, end_s))
         if len(self._steps) > 2 * OPEN_STEPS:
             settled, self._steps = self._steps[:-OPEN_STEPS], self._steps[-OPEN_STEPS:]
@@ -265,6 +263,6 @@ class OverlapMeter:
         self._busy = merge([*self._busy, *intervals])
 
     def fraction(self) -> float | None:
-        """Return the share of step time in which at least one actor generated; None before the first step."""
+        """Return the fraction of step time in which at least one actor generated; None before the first step."""
         steps_s = self._settled_s + total(self._steps)
         return (self._settled_busy_s + shared(self._steps, self._busy)) / steps_s if steps_s else None

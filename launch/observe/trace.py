@@ -1,8 +1,9 @@
-"""Trace: an append-only Chrome trace of a run, written as it happens (docs/reports.md lists the spans).
+"""Trace: an append-only Chrome trace of a run, written while it runs (docs/reports.md lists the spans).
 
-The form is the JSON array of the Trace Event Format, one event per line; it is never closed, which Perfetto and
-chrome://tracing accept. `X` events are spans, `C` counters, `i` moments, `M` names; times are microseconds of the Unix
-epoch. A role is a process of the trace and a kind of span a track. At ROTATE_BYTES the file becomes `timeline.json.1`.
+The format is the JSON array of the Trace Event Format, one event per line; it is never closed, which Perfetto and
+chrome://tracing accept. `X` events are spans, `C` counters, `i` instants, `M` names; times are microseconds since the
+Unix epoch. Each role is a process of the trace, each kind of span a track. At ROTATE_BYTES the file is renamed to
+`timeline.json.1`.
 """
 
 from __future__ import annotations
@@ -15,26 +16,26 @@ from typing import Any
 
 import msgspec
 
-from actors.report import ActorReport
-from common.process import wall_time
-from launch.observe.metrics import cut_torn_line
-from launch.observe.status import PollResult
-from launch.observe.totals import Fresh
-from launch.text import printable
+from leeway.actors.report import ActorReport
+from leeway.common.process import wall_time
+from leeway.launch.observe.metrics import cut_torn_line
+from leeway.launch.observe.status import PollResult
+from leeway.launch.observe.totals import CounterDelta
+from leeway.launch.text import printable
 
 log = logging.getLogger(__name__)
 
 ROTATE_BYTES = 64 * 2**20
 GAP_US, LONGEST_US = 1_000, 20_000_000
-"""Intervals of generation closer than the first are one span, up to the length of the second, which a kill may lose."""
+"""Intervals of generation with a smaller gap are merged, up to LONGEST_US; a kill loses the span that is still open."""
 TRACKS = {"phase": 1, "evaluate": 2, "step": 3, "wait_for_batch": 3, "generate": 4, "update": 5, "state": 6}
 TRACK_NAMES = ("", "phases", "evaluations", "steps", "generate", "weight updates", "state")
 ROLES = ("launch", "evaluation", "learner", "buffer", "weights", "ranker", "stage", "actor")
-"""Process "stage-3" of a run is process 700003 of its trace."""
+"""Process "stage-3" of a run has pid 700003 in its trace."""
 
 
 class Event(msgspec.Struct, omit_defaults=True):
-    """A line of the file; `who` and `cat` are the role and the kind of a span."""
+    """One line of the file; `who` is the role and `cat` the kind of a span."""
 
     ph: str
     name: str
@@ -61,7 +62,7 @@ def rotated(path: Path) -> Path:
 
 
 def read(path: Path) -> Iterator[Event]:
-    """Yield the events of a trace, those of the rotated file first; lines that are not events are skipped.
+    """Yield the events of a trace, starting with the rotated file; invalid lines are skipped.
 
     Raises:
         OSError: the file is missing or unreadable.
@@ -79,10 +80,10 @@ def read(path: Path) -> Iterator[Event]:
 
 
 class Trace:
-    """Append events to the file; a context manager. A full disk costs events and never the run."""
+    """Appends events to the file; a context manager. A full disk loses events but never stops the run."""
 
     def __init__(self, path: Path, wall: Callable[[], float] = wall_time) -> None:
-        """Open the file and remove a last line that a crash cut off. `wall` is seconds since the epoch.
+        """Open the file and remove an incomplete last line. `wall` returns seconds since the Unix epoch.
 
         Raises:
             OSError: the file cannot be opened.
@@ -94,9 +95,9 @@ class Trace:
         self._ended_us: dict[tuple[int, int], int] = {}
         self._named: set[tuple[int, int]] = set()
         self._num_ready = -1
-        self._lasting: dict[tuple[str, str], tuple[str, float]] = {}  # role and kind -> phase or state, and since when
-        self._fresh = Fresh()
-        self._complained = ""
+        self._open: dict[tuple[str, str], tuple[str, float]] = {}  # (role, kind) -> phase or state, and its start
+        self._deltas = CounterDelta()
+        self._last_error = ""
         if not self._size:
             self._append(b"[\n")
 
@@ -106,19 +107,19 @@ class Trace:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def take_in(self, news: PollResult, rows: list[dict[str, Any]]) -> None:
-        """Write what a poll of the roles returned, and the metrics of its steps."""
+    def ingest(self, poll: PollResult, rows: list[dict[str, Any]]) -> None:
+        """Write the events of a poll, and the spans of its steps."""
         now_s = self._wall()
         for row in rows:
             self._step(row)
-        for report in news.actors:
+        for report in poll.actors:
             self._actor(report)
-        states = {f"{process.role}-{process.number}": process.state for process in news.processes}
-        gone = [who for who, what in self._lasting if what == "state" and who not in states] if states else []
+        states = {f"{process.role}-{process.number}": process.state for process in poll.processes}
+        gone = [who for who, what in self._open if what == "state" and who not in states] if states else []
         for who, state in {**states, **dict.fromkeys(gone, "")}.items():
             self._switch(who, "state", state)
-        if news.status is not None and news.status.num_ready_groups != self._num_ready:
-            self._num_ready, pid, ts = news.status.num_ready_groups, self._process("buffer-0"), round(1e6 * now_s)
+        if poll.status is not None and poll.status.num_ready_groups != self._num_ready:
+            self._num_ready, pid, ts = poll.status.num_ready_groups, self._process("buffer-0"), round(1e6 * now_s)
             counter = Event(ph="C", name="groups ready", pid=pid, tid=0, ts=ts, who="buffer-0")
             self._write(counter, ready=self._num_ready)
         for who, span in list(self._generating.items()):
@@ -142,14 +143,14 @@ class Trace:
         """Write open spans and close the file. Idempotent."""
         if self._file.closed:
             return
-        for who, what in list(self._lasting):
+        for who, what in list(self._open):
             self._switch(who, what, "")
         for span in self._generating.values():
             self._write(span)
         self._generating.clear()
         self._file.close()
 
-    # --- reports as events ------------------------------------------------------------------------
+    # --- from reports to events -------------------------------------------------------------------
 
     def _step(self, row: Mapping[str, Any]) -> None:
         start_s, end_s, wait_s = row["started_s"], row["finished_s"], row.get("time/wait_for_batch") or 0.0
@@ -161,7 +162,7 @@ class Trace:
         self._write(self._span("learner", "step", start_s, end_s, f"step {row['step']}"), **args)
 
     def _actor(self, report: ActorReport) -> None:
-        samples, tokens = self._fresh.of(report.name, report.num_samples, report.num_tokens)
+        samples, tokens = self._deltas.of(report.name, report.num_samples, report.num_tokens)
         for start_s, end_s in report.busy_intervals:
             span, before = self._span(report.name, "generate", start_s, end_s), self._generating.get(report.name)
             if before is not None and before.ts <= span.ts <= before.ts + before.dur + GAP_US <= before.ts + LONGEST_US:
@@ -169,7 +170,7 @@ class Trace:
                 span = before
             elif before is not None:
                 self._write(before)
-            counts = {"num_samples": samples, "num_tokens": tokens}  # all since the last report: of its first span
+            counts = {"num_samples": samples, "num_tokens": tokens}  # all increments go to the first span of a report
             span.args = {"pool": report.pool} | {key: span.args.get(key, 0) + new for key, new in counts.items()}
             samples = tokens = 0
             self._generating[report.name] = span
@@ -180,22 +181,22 @@ class Trace:
             self._write(self._span(report.name, "update", update.start_s, update.end_s, "weight update"), **args)
 
     def _switch(self, who: str, what: str, name: str, **args: object) -> None:
-        """Set the phase or state of a role, '' for none, and write the span of the one before."""
+        """Set the phase or state of a role ('' for none), and write the span of the previous one."""
         now_s = self._wall()
-        before, since_s = self._lasting.get((who, what), ("", now_s))
+        before, since_s = self._open.get((who, what), ("", now_s))
         if name == before:
             return
-        if before not in ("", "working"):  # the other spans show what a working process does
+        if before not in ("", "working"):  # other spans show the work of a working process
             self._write(self._span(who, what, since_s, now_s, before), **args)
-        self._lasting[who, what] = name, now_s
+        self._open[who, what] = name, now_s
         if not name:
-            del self._lasting[who, what]
+            del self._open[who, what]
 
     # --- events -----------------------------------------------------------------------------------
 
     def _process(self, who: str) -> int:
         role, _, number = who.partition("-")
-        pid = 100_000 * (1 + ROLES.index(role)) + int(number or 0)  # 0 is a pid of its own to viewers
+        pid = 100_000 * (1 + ROLES.index(role)) + int(number or 0)  # viewers treat pid 0 specially
         self._name("process_name", pid, 0, who)
         return pid
 
@@ -215,18 +216,18 @@ class Trace:
         if self._size >= ROTATE_BYTES and self._path.is_file():
             self._rotate()
         if event.ph == "X":
-            self._process(event.who)  # also in the file that a rotation began
+            self._process(event.who)  # also after a rotation
             self._name("thread_name", event.pid, event.tid, TRACK_NAMES[event.tid])
-            # clocks of two hosts may let a span begin before the one before it ends: it is shown after it
+            # clocks of two hosts differ: shift a span that starts before the end of the previous one
             track = event.pid, event.tid
             start = max(event.ts, self._ended_us.get(track, 0))
-            event.dur = max(1, event.ts + event.dur - start)  # Perfetto hides spans without a length
+            event.dur = max(1, event.ts + event.dur - start)  # Perfetto hides spans of length 0
             event.ts = start
             self._ended_us[track] = start + event.dur
         self._append(msgspec.json.encode(event) + b",\n")
 
     def _rotate(self) -> None:
-        self._size = 0  # a file that cannot be moved is tried again after as many bytes
+        self._size = 0  # if the rename fails, retry after another ROTATE_BYTES
         with suppress(OSError):
             self._path.replace(rotated(self._path))
             self._file, full = self._path.open("ab", buffering=0), self._file
@@ -238,7 +239,7 @@ class Trace:
     def _append(self, line: bytes) -> None:
         try:
             self._size += self._file.write(line)
-        except (OSError, ValueError) as error:  # ValueError: an event after the end, when the file is closed
-            if str(error) != self._complained:
-                log.warning("%s cannot be written, so the trace has a hole: %s", self._path, error)
-            self._complained = str(error)
+        except (OSError, ValueError) as error:  # ValueError: the file is closed
+            if str(error) != self._last_error:
+                log.warning("%s cannot be written, so events are missing from the trace: %s", self._path, error)
+            self._last_error = str(error)

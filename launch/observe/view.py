@@ -1,4 +1,4 @@
-"""What a terminal shows of a run: a sentence, the view of `leeway top`, and the display of the launcher."""
+"""Terminal output of a run: a status line, the view of `leeway top`, and the display of the launcher."""
 
 from __future__ import annotations
 
@@ -18,40 +18,40 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
 from rich.text import Text
 
-from buffer.ledger import COUNTS
-from launch.observe.status import Accuracy, ActorStatus, PoolStatus, ProcessStatus, RunStatus, said_of_control
-from launch.run_folder import RunFolder
-from launch.text import duration, number, printable, share_of, shortened
+from leeway.buffer.ledger import COUNTS
+from leeway.launch.observe.status import Accuracy, ActorStatus, PoolStatus, ProcessStatus, RunStatus, lag_control_effect
+from leeway.launch.run_folder import RunFolder
+from leeway.launch.text import duration, number, printable, share_of, shortened
 
 log = logging.getLogger(__name__)
 
 POOL_STYLES = ("cyan", "magenta", "green", "blue", "yellow")
-"""Colours of the pools in their order; they repeat after the last."""
+"""Colours of the pools in order, repeated cyclically."""
 MARK = "◂ bound"
 MAX_LAG_ROWS = 8
 BLOCKS = " ▁▂▃▄▅▆▇█"
 NAME_WIDTH = 10
-"""Columns of the names of panes."""
+"""Width of the column of pane names."""
 DROPPED_FIRST = ("services", "stages", "events", "actors")
-"""Panes that small screens do without."""
+"""Panes omitted on small screens, in order."""
 OUTSIDE = ("duplicates", "late", "quarantined")
 TRAINING = "training"
-"""The phase in which steps are taken."""
+"""Name of the phase in which steps are taken."""
 NUM_WAITS, NUM_REASONS, MAX_REASON = 3, 3, 60
 PLAIN_INTERVAL_S = 5.0
-"""Seconds between lines of a display that is not on a terminal."""
+"""Seconds between lines if the output is not a terminal."""
 QUIET_S = 15.0
-"""Seconds after which such a display prints a line although nothing is new, with the reason."""
+"""Seconds after which a line is printed even without news, with the reason."""
 REFRESH_S = 0.5
 QUIT_KEYS = (b"q", b"Q", b"\x03", b"\x04", b"")
-"""Also Ctrl-C and Ctrl-D if they arrive as characters, and the end of a terminal that is closed."""
+"""Includes Ctrl-C and Ctrl-D as characters, and end of file from a closed terminal."""
 
 
-# --- a run in a sentence ------------------------------------------------------------------------------
+# --- one line -----------------------------------------------------------------------------------------
 
 
 def line(status: RunStatus, num_waits: int = NUM_WAITS) -> str:
-    """Return a run in one line: progress, and up to `num_waits` sentences of what waits for what."""
+    """Return a run in one line: progress, up to `num_waits` waits, and the alerts."""
     phase = f"{status.phase}, for {status.written_s - status.phase_since_s:.0f} s"
     figures = phase
     if status.step:
@@ -65,23 +65,23 @@ def line(status: RunStatus, num_waits: int = NUM_WAITS) -> str:
     sentences = status.waits[:num_waits]
     if num_waits and len(status.waits) > num_waits:
         sentences = [*sentences, f"and {len(status.waits) - num_waits} more wait"]
-    return "; ".join([f"{status.written_s - status.started_s:5.0f} s  {figures}", *sentences, *status.tripped])
+    return "; ".join([f"{status.written_s - status.started_s:5.0f} s  {figures}", *sentences, *status.alerts])
 
 
 def failures(ledger: Mapping[str, int], by_reason: Mapping[str, int]) -> str:
-    """Return the share of samples that failed with the commonest reasons; empty if none did."""
+    """Return the share of failed samples with the most common reasons; '' if none failed."""
     failed, issued = ledger.get("failed", 0), ledger.get("issued", 0)
     if not failed:
         return ""
-    why = commonest(by_reason)
+    why = most_common(by_reason)
     return f"{failed:,} of {issued:,} samples failed ({share_of(failed, issued)})" + (f": {why}" if why else "")
 
 
-def commonest(by_reason: Mapping[str, int], most: int = NUM_REASONS) -> str:
-    """Return up to `most` of the commonest reasons with their counts, and the others as one count."""
+def most_common(by_reason: Mapping[str, int], limit: int = NUM_REASONS) -> str:
+    """Return up to `limit` of the most common reasons with their counts, and one count for all others."""
     ordered = sorted(by_reason.items(), key=lambda each: -each[1])
-    named = [f"{shortened(reason, MAX_REASON)} ({count:,})" for reason, count in ordered[:most]]
-    if others := ordered[most:]:
+    named = [f"{shortened(reason, MAX_REASON)} ({count:,})" for reason, count in ordered[:limit]]
+    if others := ordered[limit:]:
         named.append(f"{len(others)} other reason{'s' * (len(others) > 1)} ({sum(count for _, count in others):,})")
     return "; ".join(named)
 
@@ -92,11 +92,11 @@ def commonest(by_reason: Mapping[str, int], most: int = NUM_REASONS) -> str:
 class Pane(NamedTuple):
     name: str
     rows: Sequence[Text]
-    least: int = 2
-    """Rows that it keeps if the screen is small."""
+    min_rows: int = 2
+    """Rows that it keeps on a small screen."""
 
     def lines(self, width: int, height: int) -> list[Text]:
-        """Return up to `height` lines: of events the last, of others the first and how many are missing."""
+        """Return up to `height` lines: the last events; for other panes the first rows and a count of the others."""
         rows = list(self.rows)
         if len(rows) > height and self.name == "events":
             rows = rows[-height:]
@@ -108,12 +108,12 @@ class Pane(NamedTuple):
 
 
 class View:
-    """A rich renderable that fits any screen: panes that have no room for all their rows say so."""
+    """A rich renderable that fits any screen; truncated panes show how many rows are omitted."""
 
     def __init__(self, status: RunStatus, now_s: float, *, gone: str = "", note: str = "") -> None:
-        """`gone` says why the command is thought gone, or is empty; `note` stands beside the name of the run."""
+        """`gone` is why the launcher counts as dead, or empty; `note` is shown beside the name of the run."""
         self._status, self._gone, self._note = status, gone, note
-        # a run that is over does not change any more
+        # freeze the durations of an ended run
         self._now_s = status.ended.at_s if status.ended is not None else status.written_s if gone else now_s
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -142,34 +142,34 @@ class View:
 
     def _panes(self, width: int, console: Console) -> Iterator[Pane]:
         status = self._status
-        room = max(8, width - NAME_WIDTH)
+        inner = max(8, width - NAME_WIDTH)
 
         def wrapped(sentences: Iterable[str], style: str = "") -> list[Text]:
-            return [row for each in sentences for row in Text(each, style).wrap(console, room)]
+            return [row for each in sentences for row in Text(each, style).wrap(console, inner)]
 
         idle = [] if status.ended else [Text("no process waits", style="dim")]
-        yield Pane("wrong", wrapped(status.tripped, "red"))
+        yield Pane("alerts", wrapped(status.alerts, "red"))
         yield Pane("pools", list(_pools(status)))
         yield Pane("actors", list(_processes(status.actors, self._now_s)))
         yield Pane("stages", list(_processes(status.stages, self._now_s)))
-        yield Pane("services", list(_processes(status.services, self._now_s)), least=1)
-        yield Pane("buffer", list(_buffer(status, room)))
-        yield Pane("lag", lag_bars(status, room), least=MAX_LAG_ROWS)
-        said = said_of_control(status.recent_lags, status.max_lag)
-        yield Pane("control", [*_control_lines(status, room), *wrapped([said] if said else [])])
+        yield Pane("services", list(_processes(status.services, self._now_s)), min_rows=1)
+        yield Pane("buffer", list(_buffer(status, inner)))
+        yield Pane("lag", lag_bars(status, inner), min_rows=MAX_LAG_ROWS)
+        summary = lag_control_effect(status.recent_lags, status.max_lag)
+        yield Pane("control", [*_control_lines(status, inner), *wrapped([summary] if summary else [])])
         yield Pane("waits", wrapped(status.waits) or idle)
         at = [time.strftime("%H:%M:%S", time.localtime(event.time_s)) for event in status.events]
         events = [Text.assemble((when, "dim"), f" {each.text}") for when, each in zip(at, status.events, strict=True)]
-        yield Pane("events", events, least=1)
+        yield Pane("events", events, min_rows=1)
 
 
 def _fitted(panes: Sequence[Pane], width: int, height: int) -> list[Text]:
-    """Return the panes under each other: as they are if they fit, else each with at least some of its rows."""
+    """Return the stacked panes; if they do not fit, each keeps at least its `min_rows`."""
     for name in DROPPED_FIRST:
-        if sum(min(pane.least, len(pane.rows)) for pane in panes) > height:
+        if sum(min(pane.min_rows, len(pane.rows)) for pane in panes) > height:
             panes = [pane for pane in panes if pane.name != name]
     heights = [len(pane.rows) for pane in panes]
-    least = [min(pane.least, len(pane.rows)) for pane in panes]
+    least = [min(pane.min_rows, len(pane.rows)) for pane in panes]
     while sum(heights) > height:
         longest = max(range(len(panes)), key=lambda place: (heights[place] > least[place], heights[place]))
         heights[longest] -= 1
@@ -177,7 +177,7 @@ def _fitted(panes: Sequence[Pane], width: int, height: int) -> list[Text]:
 
 
 def _cut(row: Text, width: int) -> Text:
-    """Return a row without characters that move the cursor, which texts of processes may hold, cut to a width."""
+    """Return a row truncated to a width, without control characters, which texts of processes may contain."""
     if not row.plain.isprintable():
         row.plain = "".join(char if char.isprintable() else " " for char in row.plain)
     row.truncate(width, overflow="ellipsis")
@@ -185,7 +185,7 @@ def _cut(row: Text, width: int) -> Text:
 
 
 def _packed(parts: Iterable[str], width: int) -> list[Text]:
-    """Put parts beside each other, on as many lines as they need."""
+    """Join parts on as few lines as possible."""
     lines: list[str] = []
     for part in parts:
         if lines and len(lines[-1]) + 2 + len(part) <= width:
@@ -223,7 +223,7 @@ def _pools(status: RunStatus) -> Iterator[Text]:
     for pool in status.pools:
         yield Text.assemble(
             (f"{pool.name:<{width}}  ", f"bold {_pool_style(names, pool.name)}"),
-            (f"{pool.working}/{pool.wanted} work", "yellow" if pool.working < pool.wanted else ""),
+            (f"{pool.working}/{pool.wanted} working", "yellow" if pool.working < pool.wanted else ""),
             f"  {pool.tokens_per_s:>5,.0f} tokens/s  {pool.running:>4} running  lag {number(pool.lag_mean)}"
             f"  mismatch {number(pool.mismatch_lag0_abs)}  {'  '.join(_engines(pool))}",
         )
@@ -237,7 +237,7 @@ def _engines(pool: PoolStatus) -> Iterator[str]:
         "cache {:.0%}": engines.kv_usage or None,
         "{} preempted": engines.preempted or None,
         "{} tokens lost": engines.tokens_lost or None,
-        "hands on at {} tokens": engines.hand_on_at or None,
+        "requeues at {} tokens": engines.requeue_at or None,
     }
     return (text.format(figure) for text, figure in figures.items() if figure is not None)
 
@@ -273,17 +273,17 @@ def _buffer(status: RunStatus, width: int) -> Iterator[Text]:
     ledger, of_step = buffer.ledger, buffer.groups_per_step
     yield Text(f"{buffer.ready_groups} groups ready, {of_step} a step, {buffer.drawn_groups} drawn  {buffer.sampler}")
     if gap := ledger.get("gap", 0):
-        yield Text(f"ledger gap {gap}: samples are not counted right, which is a bug", style="red")
+        yield Text(f"ledger gap {gap}: the sample counts are inconsistent; this is a bug", style="red")
     names = [*COUNTS, *(name for name in OUTSIDE if ledger.get(name)), "gap"]
     yield from _packed((f"{name} {ledger.get(name, 0)}" for name in names), width)
     for reason, count in buffer.failed_by_reason.items():
         yield Text(f"{count} failed: {reason}")
-    for sender, count in buffer.nonsense_by_sender.items():
-        yield Text(f"{count} refused: nonsense from {sender}")
+    for sender, count in buffer.invalid_by_sender.items():
+        yield Text(f"{count} invalid messages from {sender}")
 
 
 def lag_bars(status: RunStatus, width: int) -> list[Text]:
-    """Return bars of the share of trained tokens by lag, up to the bound or the greatest; neighbours may share one."""
+    """Return bars of the share of trained tokens by lag, up to max_lag or the largest lag; a bar may cover several."""
     lags, pools = status.lags, sorted(status.lags)
     total = sum(sum(counts.values()) for counts in lags.values())
     if not total:
@@ -309,7 +309,7 @@ def lag_bars(status: RunStatus, width: int) -> list[Text]:
 
 
 def _control_lines(status: RunStatus, width: int) -> Iterator[Text]:
-    """Yield lag, what lag control allowed and the drift over the newest steps; the first two on one scale."""
+    """Yield lag, allowed lag and drift over the newest steps; the first two share a scale."""
     if isinstance(status.max_lag, int) and status.recent_lags:
         for name, metric in {"mean": "lag/token_mean", "allowed": "lag/allowed", "drift": "lag/drift"}.items():
             values = [value or 0.0 for value in status.recent_lags[metric]][-max(1, width - 16) :]
@@ -322,7 +322,7 @@ def _control_lines(status: RunStatus, width: int) -> Iterator[Text]:
 
 
 def show(view: Callable[[], View], console: Console) -> None:
-    """Show a view on a terminal, anew twice a second, until a key ends it; put the terminal back however it ends."""
+    """Show a view on a terminal, updated twice a second, until a quit key is pressed; always restore the terminal."""
     for each in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(each, lambda number, frame: sys.exit(128 + number))
     stdin = sys.stdin.fileno()
@@ -342,9 +342,9 @@ def show(view: Callable[[], View], console: Console) -> None:
 
 
 class LossyStream:
-    """A standard stream that may be closed during the run: from then on what is written is dropped, and nothing raises.
+    """Wrapper of a standard stream that may be closed during the run; later output is discarded without an error.
 
-    Every write is flushed. Everything else is the stream's own.
+    Flushes every write. All other attributes are those of the stream.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -358,27 +358,27 @@ class LossyStream:
             self._stream.write(text)
             self._stream.flush()
         except OSError as error:
-            self._drop()  # first, for the warning may go to this stream
-            log.warning("the output of the command can no longer be written (%s); the run goes on", error)
+            self._discard()  # first, because the warning may go to this stream
+            log.warning("the output of the launcher can no longer be written (%s); the run continues", error)
         return len(text)
 
     def flush(self) -> None:
         self.write("")
 
-    def _drop(self) -> None:
-        """Put /dev/null in its place, also of other standard streams that lead there: Python flushes them last."""
-        with suppress(OSError), open(os.devnull, "wb", 0) as nowhere:  # a test's own has no descriptor
+    def _discard(self) -> None:
+        """Redirect the stream to /dev/null, and standard streams on the same file: Python flushes them at exit."""
+        with suppress(OSError), open(os.devnull, "wb", 0) as null:  # streams in tests have no descriptor
             lost = self._stream.fileno()
             standard = [each.fileno() for each in (sys.__stdout__, sys.__stderr__) if each is not None]
             for descriptor in {lost, *(each for each in standard if os.path.sameopenfile(each, lost))}:
-                os.dup2(nowhere.fileno(), descriptor)
+                os.dup2(null.fileno(), descriptor)
 
 
 class Display:
-    """A live view on a terminal, else a line every few seconds. Never raises because of a narrow or a lost screen."""
+    """A live view on a terminal, else a line every few seconds. Tolerates a narrow or closed terminal."""
 
     def __init__(self, folder: RunFolder, *, clock: Callable[[], float] = time.monotonic) -> None:
-        """Show nothing yet. `clock` is monotonic seconds."""
+        """Create a display that shows nothing yet. `clock` returns monotonic seconds."""
         self._folder, self._clock = folder, clock
         self._console = Console(file=cast(TextIO, LossyStream(sys.stdout)), highlight=False, markup=False)
         self._live: Live | None = None
@@ -387,7 +387,7 @@ class Display:
         self._failures = ""
 
     def __enter__(self) -> Display:
-        self.say(f"run {self._folder.root}")
+        self.log(f"run {self._folder.root}")
         if sys.stdout.isatty() and not self._console.is_dumb_terminal:
             self._live = Live(Text(""), console=self._console, refresh_per_second=4, transient=True)
             self._live.start()
@@ -398,12 +398,12 @@ class Display:
         if live is not None:
             live.stop()
 
-    def say(self, text: str) -> None:
-        """Print what the run does now, or what happened."""
+    def log(self, text: str) -> None:
+        """Print a message, such as a phase or an event."""
         self._console.print("\n".join(map(printable, text.splitlines())), soft_wrap=True)
 
     def update(self, status: RunStatus) -> None:
-        """Show the newest figures. Any thread may call it."""
+        """Show the newest status. Thread-safe."""
         if status.buffer is not None:
             self._failures = failures(status.buffer.ledger, status.buffer.failed_by_reason)
         live = self._live
@@ -413,44 +413,44 @@ class Display:
             self._print_line(status)
 
     def _print_line(self, status: RunStatus) -> None:
-        """Print what the learner waits for while steps come, and everything that waits while none comes."""
+        """Print a line: with each new step what the learner waits for; without one, all waits."""
         is_new_step, is_training = status.step != self._last_step, status.phase == TRAINING
         is_stuck = bool(status.waits) and is_training
-        quiet_s = PLAIN_INTERVAL_S if is_new_step or is_stuck or status.tripped else QUIET_S
+        quiet_s = PLAIN_INTERVAL_S if is_new_step or is_stuck or status.alerts else QUIET_S
         if self._clock() - self._last_line_s < quiet_s:
             return
         self._last_line_s, self._last_step = self._clock(), status.step
         if is_new_step:
-            self.say(line(status, num_waits=1 if status.learner.waits_for else 0))
+            self.log(line(status, num_waits=1 if status.learner.waits_for else 0))
         else:
             is_computing = is_training and not status.learner.waits_for
-            self.say(line(status) + (f"; the learner computes step {status.step + 1}" if is_computing else ""))
+            self.log(line(status) + (f"; the learner computes step {status.step + 1}" if is_computing else ""))
 
     def last_line(self, text: str) -> None:
-        """Print a line after everything is over."""
+        """Print a line after the run, below the live view."""
         self.__exit__()
-        self.say(text)
+        self.log(text)
 
     def fail(self, text: str) -> None:
-        """Print why the run ends here; samples that failed may be a part of it."""
+        """Print why the run failed, after the summary of failed samples."""
         self.__exit__()
         if self._failures:
-            self.say(self._failures)
+            self.log(self._failures)
         print(f"leeway: {text}", file=cast(TextIO, LossyStream(sys.stderr)))
 
     def finish(self, before: Accuracy | None, after: Accuracy | None, summary: Mapping[str, Any]) -> None:
         self.__exit__()
         if after is not None:
-            of = [
+            changes = [
                 f"{which} {number(getattr(before, which, None))} -> {number(getattr(after, which))}"
                 for which in ("greedy", "sampled")
             ]
-            self.say(f"held-out accuracy over {after.num_problems} problems: {', '.join(of)}")
-        self.say(
+            self.log(f"held-out accuracy over {after.num_problems} problems: {', '.join(changes)}")
+        self.log(
             f"{summary['trained_trajectories']} trajectories in {summary['num_steps']} steps; "
             f"lag mean {number(summary['lag_mean'])}, max {summary['lag_max']} of {summary['max_lag']}; "
             f"generating during {number(summary['overlap_frac'])} of step time; ledger gap {summary['ledger_gap']}"
         )
         if failed := failures(summary["ledger"], summary["failed_by_reason"]):
-            self.say(failed)
-        self.say(f"{summary['wall_s']:.0f} s in all; model, metrics and summary.json in {self._folder.root}")
+            self.log(failed)
+        self.log(f"{summary['wall_s']:.0f} s in total; model, metrics and summary.json are in {self._folder.root}")

@@ -1,15 +1,14 @@
-"""The processes of a run: where they are placed, started, watched, started again, ended.
+"""The processes of a run: placement, start, monitoring, restarts and shutdown.
 
-supervisor     Supervisor: starts all of them, restarts what may be restarted, ends all of them
-learner_group  LearnerGroup: the processes of the learner, started again as a whole
-actor_pools    ActorPools: the actors of all pools, which come and go singly; Evaluation: held-out problems spread over
-               them
-actor_role     ActorRole: one in its process, which leaves in order at SIGTERM
-services       BufferHost, WeightsHost: what serves at an address, started again there where it ends
-role_process   Role: what a process hosts; RoleProcess: one as the supervisor sees it; Restarts: how often it is started
-               again
-placement      PlacementGroup, Reservation: on which hosts, with a bound on every wait; PlacedProcess: one with a place;
-               spawn: starts it there
-ray_cluster    Ray started or joined, and ended; RayWatch: sees that Ray's own processes died, and ends what a killed
-               command leaves behind
+supervisor     Supervisor: starts every process, restarts those that may be restarted, shuts all of them down
+learner_group  LearnerGroup: the ranks of the learner, restarted as a group
+actor_pools    ActorPools: the actors of all pools, started and stopped one by one; Evaluation: held-out problems
+               sharded over them
+actor_role     ActorRole: one actor in its own process, which shuts down gracefully on SIGTERM
+services       BufferHost, WeightsHost: processes that serve at an address and are restarted there
+role_process   Role: what a process hosts; RoleProcess: the supervisor's record of one; Restarts: a restart budget
+placement      PlacementGroup, Reservation: resources on hosts, with a timeout on every wait; PlacedProcess: a process
+               with a placement of its own; spawn: starts a role
+ray_cluster    start_ray, end_ray; RayWatch: detects the death of Ray's own processes, and kills what a killed launcher
+               leaves behind
 """

@@ -1,4 +1,4 @@
-"""The actors of all pools, which start and end one by one while the others generate; and their evaluations."""
+"""The actors of all pools, started and stopped one by one while the others generate; and their evaluations."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from typing import Any
 import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 
-from actors.config import READY_ENV, ActorSections
-from actors.report import EvalCounts, EvalRequest, EvalResult, actor_name
-from common.run import STARTUP_S, RunContext
-from common.staleness import PolicyVersion
-from launch.checks import Plan
-from launch.config import Config
-from launch.observe.status import Accuracy
-from launch.pools import ActorPool, actor_pools
-from launch.processes.actor_role import GOODBYE_S, ActorRole, ToldToEnd, told_to_end
-from launch.processes.placement import PLACEMENT_S, PlacedProcess, place_of, spawn
-from launch.processes.role_process import (
+from leeway.actors.config import READY_ENV, ActorSections
+from leeway.actors.report import EvalCounts, EvalRequest, EvalResult, actor_name
+from leeway.common.run import STARTUP_S, RunContext
+from leeway.common.staleness import PolicyVersion
+from leeway.launch.checks import Plan
+from leeway.launch.config import Config
+from leeway.launch.observe.status import Accuracy
+from leeway.launch.pools import ActorPool, actor_pools
+from leeway.launch.processes.actor_role import SHUTDOWN_GRACE_S, ActorRole, Terminated, terminated
+from leeway.launch.processes.placement import PLACEMENT_S, PlacedProcess, place_of, spawn
+from leeway.launch.processes.role_process import (
     MAX_RESTARTS,
     SILENCE_S,
     Check,
@@ -37,40 +37,40 @@ from launch.processes.role_process import (
 )
 
 MAX_SIGTERMS = 10
-"""SIGTERMs in a row after which an actor is restarted."""
-MOST_OF_NOTHING = 1024
-"""Actors that have a place if each reserves nothing."""
-CALM_S = 600.0
-"""After so much work between two of them they count anew."""
+"""Restarts after SIGTERM in a row before an actor is given up."""
+MAX_UNRESERVED = 1024
+"""Limit of additional actors that reserve no resources."""
+SIGTERM_RESET_S = 600.0
+"""Seconds of work after which the count of SIGTERMs starts again at 0."""
 EVALUATION_TIMEOUT_S = 6000.0
-"""An evaluating actor makes no samples, and the learner (`BATCH_TIMEOUT_S`) must not time out first."""
+"""Must be below the learner's `BATCH_TIMEOUT_S`, because an evaluating actor generates no samples."""
 
 
 @dataclass
 class ActorProcess(PlacedProcess):
-    """One actor.
+    """One actor, with its state machine.
 
     waiting for resources -> starting -> ready, evaluating -> working -> finished
-             ^---------- died, or left by SIGTERM -----' '-> leaving -> gone (the pool was made smaller)
-    lost, in the end: it died too often, was told to end too often, found no host, or was taken out
+             ^---------- died, or exited on SIGTERM ---' '-> leaving -> removed (the pool was scaled down)
+    lost is final: it died or received SIGTERM too often, found no host, or was quarantined
     """
 
     starting: Any = None
-    """The pending call that ends when it is ready."""
+    """The call that returns when it is ready."""
     evaluating: Any = None
     leaving: Any = None
-    """The pending call that ends it, if its pool was made smaller."""
-    after_sigterm: Restarts = field(default_factory=lambda: Restarts(MAX_SIGTERMS, CALM_S))
-    """Restarts after SIGTERM; `restarts` are those of failures."""
-    _cut_since_s: float | None = None
-    """When the connection to it was lost, on the monotonic clock."""
+    """The call that stops it, if its pool was scaled down."""
+    after_sigterm: Restarts = field(default_factory=lambda: Restarts(MAX_SIGTERMS, SIGTERM_RESET_S))
+    """Restarts after SIGTERM; `restarts` counts failures."""
+    _disconnected_s: float | None = None
+    """Time on the monotonic clock at which the connection to it was lost; None while connected."""
 
     @property
     def state(self) -> str:
         if self.leaving is not None and not self.lost:
             return "leaving"
-        state, evaluating = super().state, self.evaluating  # read once, as there
-        if state not in ("starting", "finished"):  # it is asked to evaluate beside its work too
+        state, evaluating = super().state, self.evaluating  # read once: another thread may set it
+        if state not in ("starting", "finished"):  # a working actor may evaluate at the same time
             return state
         if evaluating is not None and not done(evaluating):
             return "evaluating"
@@ -78,45 +78,45 @@ class ActorProcess(PlacedProcess):
 
     @property
     def is_going(self) -> bool:
-        """It is lost or leaving: it can fail no more."""
+        """Whether it is lost or leaving; its failures no longer count."""
         return bool(self.lost) or self.leaving is not None
 
     @property
     def is_ready(self) -> bool:
-        """It is up, its work has not failed, and it stays."""
-        starting = self.starting  # read once, as above
+        """Whether it has started, its work has not failed, and it is neither lost nor leaving."""
+        starting = self.starting  # read once
         if self.is_going or self.handle is None or starting is None or not done(starting) or outcome(starting):
             return False
         return self.running is None or not done(self.running) or not outcome(self.running)
 
-    def begin_work(self, call: Any) -> None:  # noqa: ANN401 -- as there
+    def begin_work(self, call: Any) -> None:  # noqa: ANN401 -- as in RoleProcess
         super().begin_work(call)
         self.after_sigterm.working_since_s = self.restarts.working_since_s
 
     def forget(self) -> None:
         super().forget()
-        self.starting = self.evaluating = self._cut_since_s = None
+        self.starting = self.evaluating = self._disconnected_s = None
 
-    def comes_back(self, patience_s: float, notify: Notify) -> bool:
-        """Resume waiting for the same work if only the connection was cut, again and again for `patience_s`.
+    def reconnect(self, timeout_s: float, notify: Notify) -> bool:
+        """Call `run` again and return True if only the connection was lost; return False after `timeout_s` without one.
 
-        A process that did die answers the next question so, and Ray declares a host dead that stays away.
+        If the process died, the next call raises that. Ray declares a host dead if it stays unreachable.
         """
         error = failure(self.running)
         if not isinstance(error, ActorUnavailableError):
             return False
         now_s = time.monotonic()
-        if self._cut_since_s is None or now_s - self._cut_since_s > 2 * patience_s:
-            self._cut_since_s = now_s
-            notify("unreachable", f"the way to {self.name} was cut ({reason(error)}); it is asked again")
-        if now_s - self._cut_since_s > patience_s:
+        if self._disconnected_s is None or now_s - self._disconnected_s > 2 * timeout_s:
+            self._disconnected_s = now_s
+            notify("unreachable", f"lost the connection to {self.name} ({reason(error)}); retrying")
+        if now_s - self._disconnected_s > timeout_s:
             return False
         self.running = self.handle.run.remote()
         return True
 
 
 class ActorPools:
-    """Starts actors in their pools, restarts what died, gives up what keeps dying, and changes their number."""
+    """Starts the actors of all pools, restarts or gives up those that die, and scales the pools."""
 
     def __init__(self, plan: Plan, notify: Notify, check: Check = lambda: None) -> None:
         self._plan = plan
@@ -125,33 +125,33 @@ class ActorPools:
         self._check = check
         self._config = plan.config
         self.pools = {pool.name: pool for pool in actor_pools(plan.config)}
-        """With the number of actors that each had at first."""
-        self.wanted = {name: pool.count for name, pool in self.pools.items()}
-        """Actors that each pool is to have now; a lost one is missing until the pool is scaled."""
+        """Each with its initial number of actors."""
+        self.desired = {name: pool.count for name, pool in self.pools.items()}
+        """Desired number of actors of each pool; a lost actor is not replaced until the pool is scaled."""
         self.actors: list[ActorProcess] = []
-        """All but those that left."""
+        """All actors except removed ones."""
         self._next_number = 0
-        self.are_ending = False
-        """The run was asked to end: what dies now is not restarted."""
+        self.stop_requested = False
+        """Whether the run is stopping; dead actors are then not restarted."""
         self.quarantined: list[str] = []
-        """Names of the actors that were taken out because of their weights."""
+        """Names of the actors that were quarantined because of their weights."""
 
     # --- life -------------------------------------------------------------------------------------
 
-    def ask_for_places(self) -> None:
-        """Reserve a place for every actor; returns at once."""
+    def request_placement(self) -> None:
+        """Request resources for every actor, without blocking."""
         for pool in self.pools.values():
             for _ in range(pool.count):
-                self._enlist(pool)
+                self._add_actor(pool)
 
-    def spawn(self, timeout_s: float, *, others_come: bool) -> None:
-        """Start the processes as `PlacementGroup.wait` finds places."""
+    def spawn(self, timeout_s: float, *, hosts_may_join: bool) -> None:
+        """Start each process as soon as `PlacementGroup.wait` returns for it."""
         for actor in self.actors:
-            actor.placement.wait(timeout_s, others_come=others_come)
+            actor.placement.wait(timeout_s, hosts_may_join=hosts_may_join)
             self._spawn(actor)
 
     def start(self, context: RunContext[Config]) -> list[tuple[RoleProcess, Any]]:
-        """Send the context to all; the calls end when they are ready."""
+        """Send the context to all actors; return the calls that end when they are ready."""
         self._context = context
         for actor in self.actors:
             self._start(actor)
@@ -159,13 +159,13 @@ class ActorPools:
 
     def begin(self) -> None:
         for actor in self.actors:
-            if actor.running is None and actor.is_ready:  # whoever is started again, or waits, begins when it is up
+            if actor.running is None and actor.is_ready:  # others begin in `watch`, once they are ready
                 actor.begin_work(actor.handle.run.remote())
 
-    def stop(self, goodbye_s: float) -> None:
+    def stop(self, shutdown_grace_s: float) -> None:
         alive = [actor for actor in self.actors if not actor.lost and actor.handle is not None]
         if calls := [actor.leaving or actor.handle.stop.remote() for actor in alive]:
-            ray.wait(calls, num_returns=len(calls), timeout=goodbye_s)
+            ray.wait(calls, num_returns=len(calls), timeout=shutdown_grace_s)
         for actor in self.actors:
             actor.end()
         self.actors = []
@@ -173,63 +173,63 @@ class ActorPools:
     # --- watch ------------------------------------------------------------------------------------
 
     def watch(self) -> list[ActorProcess]:
-        """Restart what died and return those that work; RunFailed if no actor is left."""
+        """Restart dead actors and return the working ones; RunFailed if no actor is left."""
         self._check()
         working = [actor for actor in list(self.actors) if self._watch(actor)]
-        if self.actors and all(actor.lost for actor in self.actors):  # a run on recorded samples may have none
+        if self.actors and all(actor.lost for actor in self.actors):  # a run on recorded samples may have no actors
             last = self.actors[-1]
-            raise RunFailed(f"no actor is left: {last.name} was {last.lost}; {last.see}")
+            raise RunFailed(f"no actor is left: {last.name} was {last.lost}; {last.log_hint}")
         return working
 
     def ready(self) -> list[ActorProcess]:
-        """Return the actors that can be asked to evaluate."""
+        """Return the actors that can evaluate."""
         return [actor for actor in self.actors if actor.is_ready]
 
     def wait_until_ready(self) -> list[ActorProcess]:
-        """Return at least one, restarting what died meanwhile; RunFailed after `STARTUP_S`."""
+        """Return at least one ready actor, and restart dead ones meanwhile; RunFailed after `STARTUP_S`."""
         deadline = time.monotonic() + STARTUP_S
         while not (ready := self.ready()):
             self.watch()
             if time.monotonic() > deadline:
                 last = self.actors[-1]
-                raise RunFailed(f"no actor became ready, the last is {last.name}; {last.see}")
+                raise RunFailed(f"no actor became ready within {STARTUP_S:g} s (last: {last.name}); {last.log_hint}")
             time.sleep(0.2)
         return ready
 
     def quarantine(self, name: str, why: str) -> None:
-        """Take an actor out of the run; its leases expire and are issued anew. RunFailed if no other is left."""
+        """Remove an actor from the run; its leases expire and are issued again. RunFailed if no other is left."""
         for actor in self.actors:
             if actor_name(actor.number) == name and not actor.lost:
-                actor.lose(f"taken out of the run: {why}")
+                actor.lose(f"quarantined: {why}")
                 self.quarantined.append(name)
-                self._notify("quarantined", f"{name} is taken out of the run, and its leases are issued anew: {why}")
+                self._notify("quarantined", f"{name} is quarantined, and its leases are issued again: {why}")
         if all(actor.lost for actor in self.actors):
-            raise RunFailed(f"no actor is left: {name} was the last, and was taken out of the run: {why}")
+            raise RunFailed(f"no actor is left: {name}, the last one, was quarantined: {why}")
 
     # --- scale ------------------------------------------------------------------------------------
 
     def scale(self, name: str, count: int) -> str:
-        """Set the number of actors of a pool; return at once what was begun, as a sentence.
+        """Set the number of actors of a pool without blocking; return a sentence that describes the change.
 
-        ValueError if there is no such pool, no actor would be left, or the only one shares its GPU with the learner.
+        ValueError if the pool is unknown, no actor would be left, or the only actor shares its GPU with the learner.
         """
         if name not in self.pools:
-            raise ValueError(f"there is no pool '{name}'; the pools of actors are {', '.join(self.pools)}")
+            raise ValueError(f"unknown pool '{name}': use one of {', '.join(self.pools)}")
         others = sum(1 for actor in self.actors if actor.pool != name and not actor.is_going)
         if count < 0 or count + others < 1:
             raise ValueError(
-                f"{count} actors in pool '{name}' would leave the run with {max(0, count + others)}; keep 1"
+                f"{count} actors in pool '{name}' would leave the run with {max(0, count + others)}: keep at least 1"
             )
         if count > 1 and self._config.launch.colocate:
-            raise ValueError("launch.colocate = true is for one actor: start a run without it")
-        there = self.staying(name)
-        there.sort(key=lambda actor: not actor.is_ready)  # who does not work leaves first, then the youngest
-        for _ in range(count - len(there)):
-            self._enlist(self.pools[name])
-        for actor in there[count:]:
-            self._dismiss(actor)
-        self.wanted[name] = count
-        text = f"pool '{name}' had {len(there)} actor{'s' * (len(there) != 1)} and is to have {count}"
+            raise ValueError("launch.colocate = true supports one actor only: start a run without it")
+        actors = self.staying(name)
+        actors.sort(key=lambda actor: not actor.is_ready)  # remove actors that are not ready first, then the newest
+        for _ in range(count - len(actors)):
+            self._add_actor(self.pools[name])
+        for actor in actors[count:]:
+            self._remove_actor(actor)
+        self.desired[name] = count
+        text = f"pool '{name}' scales from {len(actors)} to {count} actor{'s' * (count != 1)}"
         self._notify("scaled", text)
         return text
 
@@ -238,22 +238,22 @@ class ActorPools:
         return [actor for actor in self.actors if actor.pool == name and not actor.is_going]
 
     def room(self, name: str) -> int:
-        """Return how many more actors of a pool have a place now."""
+        """Return how many more actors of a pool fit on the hosts now."""
         if self._config.launch.colocate:
             return 0
         bundle = self.pools[name].bundle
         hosts = ray._private.state.available_resources_per_node().values()
         places = (min(host.get(kind, 0.0) / bundle[kind] for kind in bundle) for host in hosts) if bundle else ()
-        # of what reserves nothing any number has a place; and 0.3 / 0.1 is a little less than 3
-        return sum(int(each + 1e-6) for each in places) if bundle else MOST_OF_NOTHING
+        # 1e-6 because 0.3 / 0.1 is slightly less than 3
+        return sum(int(each + 1e-6) for each in places) if bundle else MAX_UNRESERVED
 
-    def _enlist(self, pool: ActorPool) -> None:
+    def _add_actor(self, pool: ActorPool) -> None:
         number, self._next_number = self._next_number, self._next_number + 1
         log, restarts = self._plan.folder.log("actor", number), Restarts(MAX_RESTARTS)
-        place = place_of("actor", number, pool)
-        self.actors.append(ActorProcess("actor", number, None, log, restarts, placement=place, pool=pool.name))
+        placement = place_of("actor", number, pool)
+        self.actors.append(ActorProcess("actor", number, None, log, restarts, placement=placement, pool=pool.name))
 
-    def _dismiss(self, actor: ActorProcess) -> None:
+    def _remove_actor(self, actor: ActorProcess) -> None:
         if actor.handle is None:
             actor.end()
             self.actors.remove(actor)
@@ -280,7 +280,7 @@ class ActorPools:
 
     def _start(self, actor: ActorProcess) -> None:
         assert self._context is not None, "start() comes first"
-        # an actor reads no algorithm, whose file its host need not have
+        # an actor needs no algorithm, and its host may lack that file
         config = self._context.config.model_copy(update={"actors": self.pools[actor.pool].config, "algorithm": None})
         context: RunContext[ActorSections] = replace(self._context, config=config)
         actor.starting = actor.handle.start.remote(context, actor.number, actor.pool)
@@ -290,62 +290,62 @@ class ActorPools:
         if actor.lost:
             return False
         if actor.leaving is not None:
-            if done(actor.leaving) or time.monotonic() - actor.started_s > GOODBYE_S:
+            if done(actor.leaving) or time.monotonic() - actor.started_s > SHUTDOWN_GRACE_S:
                 actor.end()
                 self.actors.remove(actor)
-                self._notify("left", f"{actor.name} has left pool '{actor.pool}'")
+                self._notify("left", f"{actor.name} was removed from pool '{actor.pool}'")
             return False
         if actor.handle is None:
-            if not self.are_ending:
-                self._look_for_a_place(actor)
+            if not self.stop_requested:
+                self._start_if_placed(actor)
             return False
-        if (told := told_to_end(failure(actor.starting if actor.running is None else actor.running))) is not None:
-            self._let_go(actor, told)
+        if (result := terminated(failure(actor.starting if actor.running is None else actor.running))) is not None:
+            self._replace_terminated(actor, result)
             return False
-        why = self._end_of(actor)
+        why = self._exit_reason(actor)
         if why is None:
             return actor.running is not None
         if not why:
             if actor.running is None:
                 actor.begin_work(actor.handle.run.remote())
             return True  # else it finished, because the run drains
-        if not self.are_ending:
-            self._start_again(actor, why)
+        if not self.stop_requested:
+            self._restart(actor, why)
         return False
 
-    def _end_of(self, actor: ActorProcess) -> str | None:
-        """Return why its start or its work has ended; '' if it ended well, None if it goes on."""
+    def _exit_reason(self, actor: ActorProcess) -> str | None:
+        """Return why its start or its work failed; '' if it succeeded, None if it is in progress."""
         pending = actor.starting if actor.running is None else actor.running
         if done(pending):
-            came_back = actor.running is not None and actor.comes_back(SILENCE_S, self._notify)
-            return None if came_back else outcome(pending)
+            reconnected = actor.running is not None and actor.reconnect(SILENCE_S, self._notify)
+            return None if reconnected else outcome(pending)
         if actor.running is None and time.monotonic() - actor.started_s > STARTUP_S:
             return f"it was not ready within {STARTUP_S:g} s"
         return None
 
-    def _start_again(self, actor: ActorProcess, why: str) -> None:
-        actor.kill()  # it may have failed without dying
-        if actor.restarts.are_spent:
+    def _restart(self, actor: ActorProcess, why: str) -> None:
+        actor.kill()  # its work may have failed in a live process
+        if actor.restarts.are_exhausted:
             actor.lose(f"given up: {why}")
             left = sum(1 for each in self.actors if not each.is_going)
             times = f"after {actor.restarts.in_a_row} restarts in a row"
             others = f"{left} other actor{'' if left == 1 else 's'}"
-            self._notify("given_up", f"{actor.name} is given up {times}: {why}; {others} left; {actor.see}")
+            self._notify("given_up", f"{actor.name} is given up {times}: {why}; {others} left; {actor.log_hint}")
             return
         self._notify(
-            "restart", f"{actor.name} died ({why}) and is started again, its leases are issued anew; {actor.see}"
+            "restart", f"{actor.name} died ({why}) and is restarted; its leases are issued again; {actor.log_hint}"
         )
         actor.forget()
         actor.restarts.count()
-        self._look_for_a_place(actor)
+        self._start_if_placed(actor)
 
-    def _let_go(self, actor: ActorProcess, told: ToldToEnd) -> None:
-        """Give an actor that left by SIGTERM, as before its host goes, a new place at the next look."""
-        self._notify("left", f"{actor.name} {told}")
-        if actor.after_sigterm.are_spent:
-            why = f"told to end by SIGTERM {actor.after_sigterm.in_a_row + 1} times in a row"
+    def _replace_terminated(self, actor: ActorProcess, result: Terminated) -> None:
+        """Request a new placement for an actor that exited on SIGTERM: its host may be about to be preempted."""
+        self._notify("left", f"{actor.name} {result}")
+        if actor.after_sigterm.are_exhausted:
+            why = f"received SIGTERM {actor.after_sigterm.in_a_row + 1} times in a row"
             actor.lose(f"given up: {why}")
-            self._notify("given_up", f"{actor.name} is given up: {why}; who sends it? See {actor.log}")
+            self._notify("given_up", f"{actor.name} is given up: {why}: find out what sends it; see {actor.log}")
             return
         actor.kill()
         actor.forget()
@@ -353,7 +353,7 @@ class ActorPools:
         actor.placement.release()
         actor.placement = place_of(actor.role, actor.number, self.pools[actor.pool])
 
-    def _look_for_a_place(self, actor: ActorProcess) -> None:
+    def _start_if_placed(self, actor: ActorProcess) -> None:
         if actor.placement.is_placed:
             self._spawn(actor)
             self._start(actor)
@@ -364,8 +364,8 @@ class ActorPools:
 
 
 @dataclass(frozen=True)
-class _Asked:
-    """A shard and the actor that evaluates it, with the handle of its process: it may have been restarted since."""
+class _ShardCall:
+    """A shard and the actor that evaluates it, with its handle at the call: the actor may have been restarted since."""
 
     request: EvalRequest
     actor: ActorProcess
@@ -374,7 +374,7 @@ class _Asked:
 
 
 class Evaluation:
-    """Spread over the actors that are ready; `poll` until it gives the results."""
+    """An evaluation sharded over the ready actors; call `poll` until it returns the results."""
 
     def __init__(
         self,
@@ -386,36 +386,36 @@ class Evaluation:
         max_retries: int,
         check: Check = lambda: None,
     ) -> None:
-        """Start it on these actors, at least one, at `min_version` or whichever each has.
+        """Start it on `actors` (at least one), at `min_version` or later, or at the version of each actor if None.
 
-        What one of them fails at is repeated by those that `ready_actors` gives, `max_retries` times, beside the shards
-        of actors that are leaving or have left.
+        A failed shard is retried on `ready_actors()`, at most `max_retries` times in all. Shards of actors that leave
+        or exited on SIGTERM do not count as retries.
         """
         self._ready_actors = ready_actors
         self._deadline = time.monotonic() + timeout_s
         self._timeout_s = timeout_s
         self._retries_left = max_retries
         self._check = check
-        self._pending: list[_Asked] = []
+        self._pending: list[_ShardCall] = []
         self._unsent: list[EvalRequest] = []
-        """Shards that wait for a ready actor."""
+        """Shards to send to the next ready actors."""
         self._results: list[EvalResult] = []
         for shard, actor in enumerate(actors):
-            asked = EvalRequest(num_problems=num_problems, shard=shard, num_shards=len(actors), min_version=min_version)
-            self._send(asked, actor)
+            part = EvalRequest(num_problems=num_problems, shard=shard, num_shards=len(actors), min_version=min_version)
+            self._send(part, actor)
 
     def poll(self) -> list[EvalResult] | None:
-        """Return the results of all shards; None if some are missing. RunFailed if too many fail, or too late."""
+        """Return the results of all shards; None if some are missing. RunFailed on too many failures or a timeout."""
         self._check()
         pending, self._pending = self._pending, []
-        for asked in pending:
-            if not done(asked.call):
-                self._pending.append(asked)
+        for shard in pending:
+            if not done(shard.call):
+                self._pending.append(shard)
                 continue
             try:
-                self._results.append(ray.get(asked.call))
+                self._results.append(ray.get(shard.call))
             except (RayActorError, RayTaskError) as error:
-                self._again(asked, error)
+                self._retry(shard, error)
         if self._unsent and (ready := self._ready_actors()):
             for request, actor in zip(self._unsent, cycle(ready), strict=False):
                 self._send(request, actor)
@@ -423,26 +423,26 @@ class Evaluation:
         if not self._pending and not self._unsent:
             return self._results
         if time.monotonic() > self._deadline:
-            names = ", ".join(asked.actor.name for asked in self._pending) or "actors, of which none is ready,"
+            names = ", ".join(shard.actor.name for shard in self._pending) or "actors (none is ready)"
             raise RunFailed(
                 f"{names} did not finish an evaluation within {self._timeout_s:g} s: evaluate fewer problems"
             )
         return None
 
-    def _again(self, asked: _Asked, error: RayActorError | RayTaskError) -> None:
-        """Retry on another actor, if allowed."""
-        actor, was_told = asked.actor, told_to_end(error) is not None
-        if not actor.is_going and not was_told:
+    def _retry(self, shard: _ShardCall, error: RayActorError | RayTaskError) -> None:
+        """Queue the shard for another actor; RunFailed if no retries are left."""
+        actor, on_sigterm = shard.actor, terminated(error) is not None
+        if not actor.is_going and not on_sigterm:
             if self._retries_left == 0:
-                raise RunFailed(f"{actor.name} failed to evaluate: {reason(error)}; {actor.see}") from None
+                raise RunFailed(f"{actor.name} failed to evaluate: {reason(error)}; {actor.log_hint}") from None
             self._retries_left -= 1
-        if (was_told or isinstance(error, RayActorError)) and actor.handle is asked.handle:
-            actor.running = asked.call  # its work has ended: it is not ready, and will be started again
-        self._unsent.append(asked.request)
+        if (on_sigterm or isinstance(error, RayActorError)) and actor.handle is shard.handle:
+            actor.running = shard.call  # mark its work as failed: it is not ready, and `watch` restarts it
+        self._unsent.append(shard.request)
 
     def _send(self, request: EvalRequest, actor: ActorProcess) -> None:
         actor.evaluating = actor.handle.evaluate.remote(request)
-        self._pending.append(_Asked(request, actor, actor.handle, actor.evaluating))
+        self._pending.append(_ShardCall(request, actor, actor.handle, actor.evaluating))
 
 
 def accuracy_of(results: Sequence[EvalResult]) -> Accuracy:

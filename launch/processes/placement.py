@@ -1,4 +1,4 @@
-"""Placement: hosts of the processes of a run, with a bound on every wait; and starting a process there."""
+"""Placement of the processes of a run on hosts, with a timeout on every wait; `spawn` starts one there."""
 
 from __future__ import annotations
 
@@ -17,43 +17,43 @@ from ray.util.placement_group import PlacementGroup as RayPlacementGroup
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from actors.config import OFFLINE_ENV
-from common.process import threads_of
-from launch.processes.role_process import RoleProcess, RunFailed
+from leeway.actors.config import OFFLINE_ENV
+from leeway.common.process import threads_of
+from leeway.launch.processes.role_process import RoleProcess, RunFailed
 
 if TYPE_CHECKING:  # as in `services`
-    from launch.pools import Bundle, WorkerPool
+    from leeway.launch.pools import Bundle, WorkerPool
 
 PLACEMENT_S = 60.0
-"""Timeout of a worker's wait on a cluster for a fitting host; to join takes a host a few seconds."""
-_LOOK_S = 0.2
-_DEAF_TO_SIGTERM = (
+"""Timeout of a worker's wait for a host of a cluster; a host needs a few seconds to join."""
+_POLL_S = 0.2
+_BLOCK_SIGTERM = (
     "import os, signal, sys; signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM}); "
     "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
 )
-"""Becomes Ray's worker with the signal blocked, which all its threads and processes inherit."""
+"""Program that blocks SIGTERM and then becomes Ray's worker; all its threads and processes inherit the mask."""
 _OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 ON_GPU = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
-"""For packed batches: their shapes differ, and fixed blocks would fragment the memory."""
+"""Environment of ranks with a GPU: packed batches vary in shape, and fixed blocks would fragment the memory."""
 
 
 class Reservation(NamedTuple):
-    """What one worker reserves, and Ray's scheduling strategy; None for any host."""
+    """Resources of one worker, and Ray's scheduling strategy (None: any host)."""
 
     bundle: Bundle
     strategy: Any = None
 
 
 def here() -> Reservation:
-    """Return this machine, where the run's folder is; nothing is reserved."""
+    """Return a reservation of this machine, which has the run's folder, without resources."""
     return Reservation({}, NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False))
 
 
 class PlacementGroup:
-    """Workers that are placed together or not at all, until `release` or the end of the run."""
+    """Resources of workers, reserved together or not at all, until `release` or the end of the run."""
 
     def __init__(self, bundles: Sequence[Bundle], what: str) -> None:
-        """Ask Ray for the places of workers, each with its bundle; returns at once. `what` is for messages."""
+        """Request resources for workers from Ray, one bundle each, without blocking. `what` names them in errors."""
         self.what = what
         self._bundles = bundles
         self._missing_since_s: float | None = None
@@ -62,7 +62,7 @@ class PlacementGroup:
 
     @property
     def is_placed(self) -> bool:
-        """Are there hosts for all of them now? Not after one was lost, until there is another."""
+        """Whether every worker has a host now; False after a host was lost, until another one replaces it."""
         if self._group is None or placement_group_table(self._group)["state"] == "CREATED":
             self._missing_since_s = None
             return True
@@ -73,15 +73,15 @@ class PlacementGroup:
     def missing_s(self) -> float:
         return 0.0 if self._missing_since_s is None else time.monotonic() - self._missing_since_s
 
-    def wait(self, timeout_s: float, *, others_come: bool) -> None:
-        """Wait for the hosts; unless `others_come`, fail at once if no host could fit. RunFailed says what is short."""
+    def wait(self, timeout_s: float, *, hosts_may_join: bool) -> None:
+        """Wait for hosts; fail at once if no host is large enough and none may join. RunFailed on a shortage."""
         while not self.is_placed:
-            if self.missing_s > timeout_s or not (others_come or self._fits_some_host()):
+            if self.missing_s > timeout_s or not (hosts_may_join or self._fits_some_host()):
                 raise RunFailed(self.shortage())
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
 
     def _fits_some_host(self) -> bool:
-        """Return whether each worker alone would find room on a host."""
+        """Return whether each worker on its own would fit on some host."""
         hosts = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         return all(
             any(all(host.get(kind, 0.0) >= amount for kind, amount in bundle.items()) for host in hosts)
@@ -96,7 +96,7 @@ class PlacementGroup:
         return Reservation(bundle, PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index))
 
     def shortage(self) -> str:
-        """Return what was asked for, and what each living host has and has free."""
+        """Return the requested resources, and the free and total resources of each live host."""
         free = ray._private.state.available_resources_per_node()
         hosts = "; ".join(
             f"{node['NodeManagerAddress']}: {_amounts(free.get(node['NodeID'], {}), node['Resources'])}"
@@ -104,12 +104,12 @@ class PlacementGroup:
             if node["Alive"]
         )
         return (
-            f"{self.what}, and in {self.missing_s:.0f} s there was no room for it. Free are: {hosts}. Lower count, "
-            f"cpus or gpus (reservations, not limits), or add hosts to the pool"
+            f"{self.what}, but no host had these resources free within {self.missing_s:.0f} s. Free: {hosts}. "
+            f"Lower count, cpus or gpus (reservations, not limits), or add hosts to the pool"
         )
 
     def release(self) -> None:
-        """Release the places. Idempotent."""
+        """Release the resources. Idempotent."""
         group, self._group = self._group, None
         if group is not None:
             with contextlib.suppress(ray.exceptions.RayError):
@@ -117,18 +117,18 @@ class PlacementGroup:
 
 
 def place_of(role: str, number: int, pool: WorkerPool) -> PlacementGroup:
-    """Return the place of one worker of a pool, asked for now."""
+    """Request the resources of one worker of a pool."""
     return PlacementGroup([pool.bundle], f"{role}.{number} of {replace(pool, count=1).describe()}")
 
 
 @dataclass
 class PlacedProcess(RoleProcess):
-    """A process with a place of its own, which is given up if it dies too often or finds none."""
+    """A process with its own placement. It is given up if it dies too often or finds no host."""
 
     placement: PlacementGroup = field(kw_only=True)
-    """Kept over restarts."""
+    """Kept across restarts."""
     lost: str = ""
-    """Why it was given up."""
+    """Reason for which it was given up; '' while it is not."""
 
     @property
     def state(self) -> str:
@@ -141,7 +141,7 @@ class PlacedProcess(RoleProcess):
             ray.kill(self.handle, no_restart=True)
 
     def end(self) -> None:
-        """Kill it, and release its place."""
+        """Kill the process, and release its resources."""
         self.kill()
         self.placement.release()
 
@@ -165,11 +165,11 @@ def spawn(
     variables: Mapping[str, str] | None = None,
     takes_sigterm: bool = False,
 ) -> Any:  # noqa: ANN401 -- a Ray handle
-    """Start a role in a process of its own, whose output goes to its log.
+    """Start a role in its own process, with its output in `log`.
 
-    `variables` are of its environment. A role that takes SIGTERM itself, by `signal.sigwait`, has it blocked.
+    `variables` extend its environment. `takes_sigterm` starts it with SIGTERM blocked, for `signal.sigwait`.
     """
-    # compute threads are set in the environment, because libraries read it when they load
+    # compute threads are set in the environment, because libraries read it at import
     threads = str(threads_of(on.bundle.get("CPU", 0.0)))
     environment = {
         "OMP_NUM_THREADS": threads,
@@ -180,17 +180,17 @@ def spawn(
         **(variables or {}),
     }
     if "GPU" not in on.bundle:
-        environment["CUDA_VISIBLE_DEVICES"] = ""  # Ray hides GPUs from those alone that have reserved some
+        environment["CUDA_VISIBLE_DEVICES"] = ""  # Ray hides GPUs only from processes that reserved some
     runtime: dict[str, Any] = {"env_vars": environment}
     if takes_sigterm:
-        # Ray's threads are there before any code of ours, so the process has to be born so
-        runtime["py_executable"] = shlex.join([sys.executable, "-S", "-E", "-c", _DEAF_TO_SIGTERM])
+        # Ray's threads start before any code of ours, so the process must start with the signal blocked
+        runtime["py_executable"] = shlex.join([sys.executable, "-S", "-E", "-c", _BLOCK_SIGTERM])
     options = {
         "num_cpus": on.bundle.get("CPU", 0.0),
         "num_gpus": on.bundle.get("GPU", 0.0),
         "resources": {kind: amount for kind, amount in on.bundle.items() if kind not in ("CPU", "GPU")},
         "max_concurrency": concurrency,
-        "max_restarts": 0,  # the supervisor restarts, because a fresh process must be told the newest state
+        "max_restarts": 0,  # the supervisor restarts it, because a new process needs the newest state
         "runtime_env": runtime,
     }
     if on.strategy is not None:

@@ -1,4 +1,4 @@
-"""The Ray of a run: started here or joined, watched, since it reports little of its own processes' death, and ended."""
+"""Start or join Ray, monitor its own processes, whose death Ray hardly reports, and shut it down."""
 
 from __future__ import annotations
 
@@ -19,40 +19,40 @@ from typing import Any
 import psutil
 import ray
 
-from common.process import usable_cpus
-from launch.config import Config
-from launch.errors import END_SIGNALS, Stopped
-from launch.host import OBJECT_STORE_BYTES, make_sessions_folder, sessions_folder
-from launch.pools import resource_of
-from launch.processes.role_process import RunFailed
+from leeway.common.process import usable_cpus
+from leeway.launch.config import Config
+from leeway.launch.errors import END_SIGNALS, Stopped
+from leeway.launch.host import OBJECT_STORE_BYTES, make_sessions_folder, sessions_folder
+from leeway.launch.pools import resource_of
+from leeway.launch.processes.role_process import RunFailed
 
-RAY_GOODBYE_S = 3.0
+RAY_SHUTDOWN_GRACE_S = 3.0
 """Grace period of Ray's own processes after its shutdown."""
 
 
 def start_ray(config: Config, namespace: str) -> RayWatch:
-    """Start Ray here, or join launch.ray_address; RunFailed if that does not work, Stopped at a SIGTERM meanwhile."""
+    """Start Ray here, or join launch.ray_address. RunFailed if that fails; Stopped on a SIGTERM meanwhile."""
     global _session, _sessions_before
     address = config.launch.ray_address
     _session, _sessions_before = None, frozenset(_sessions())
-    # where no other host is to reach them, Ray's own servers listen on loopback alone, and not on every interface
+    # on a single machine, Ray's own servers listen on loopback only, not on every interface
     ray._private.ray_constants.ENABLE_RAY_CLUSTER = address is not None
     try:
-        with _our_signals(END_SIGNALS if address is None else frozenset()):
+        with _preserve_signals(END_SIGNALS if address is None else frozenset()):
             ray.init(
-                address=address or "local",  # unset, Ray would look for a cluster in the environment
+                address=address or "local",  # without an address, Ray would look for a cluster in the environment
                 namespace=namespace,
                 log_to_driver=False,
                 logging_level=logging.ERROR,
                 configure_logging=False,
-                **({} if address else _of_this_machine(config)),
+                **({} if address else _local_options(config)),
             )
-    except SystemExit as error:  # of Ray's own handler of SIGTERM: another thread than this one heard the signal
+    except SystemExit as error:  # from Ray's own SIGTERM handler: another thread received the signal
         raise Stopped from error
-    except Exception as error:  # a node that is late on a busy machine is a bare Exception of Ray's
-        where = f"no Ray cluster answers at launch.ray_address = '{address}'" if address else "Ray does not start here"
+    except Exception as error:  # Ray raises a bare Exception if a node is late on a busy machine
+        where = f"no Ray cluster answers at launch.ray_address = '{address}'" if address else "Ray failed to start"
         why = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        hint = "" if address else ". Where the machine is busy, start the run again once it is less so"
+        hint = "" if address else ". If the machine is busy, retry when its load is lower"
         raise RunFailed(f"{where}: {why}{hint}") from error
     node = ray._private.worker._global_node
     if address is None:
@@ -61,8 +61,8 @@ def start_ray(config: Config, namespace: str) -> RayWatch:
     return RayWatch(ray.get_runtime_context().gcs_address, logs)
 
 
-def _of_this_machine(config: Config) -> dict[str, Any]:
-    """Return how Ray is started here: the machine is a host of every pool."""
+def _local_options(config: Config) -> dict[str, Any]:
+    """Return the options of a local Ray: this machine is a host of every pool."""
     return {
         "include_dashboard": False,
         "object_store_memory": OBJECT_STORE_BYTES,
@@ -73,14 +73,14 @@ def _of_this_machine(config: Config) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _our_signals(deaf_to: frozenset[signal.Signals]) -> Iterator[None]:
-    """Keep our handlers of signals while Ray starts; its processes and all below them ignore `deaf_to`.
+def _preserve_signals(blocked: frozenset[signal.Signals]) -> Iterator[None]:
+    """Restore our signal handlers after Ray starts; its processes and their descendants start with `blocked` blocked.
 
-    Ray's own handler of SIGTERM ends this process. `timeout`, systemd and Slurm signal every process of a job: without
-    the mask, which is inherited, Ray would be half dead before the command could write a checkpoint.
+    Ray's own SIGTERM handler ends this process. `timeout`, systemd and Slurm signal every process of a job: without
+    the inherited mask, Ray would be half dead before the launcher could write a checkpoint.
     """
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, deaf_to)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
     try:
         yield
     finally:
@@ -90,17 +90,17 @@ def _our_signals(deaf_to: frozenset[signal.Signals]) -> Iterator[None]:
 
 
 def end_ray() -> None:
-    """End what `start_ray` started here, and remove its session.
+    """Shut down what `start_ray` started here, and remove its session.
 
-    If it failed to start, Ray leaves agents behind that go on for a minute or two.
+    After a failed start, Ray leaves agents behind that run for another minute or two.
     """
     family = [child for child in psutil.Process().children(recursive=True) if _is_of_ray(child)]
     if (node := ray._private.worker._global_node) is not None:
         kill = node.kill_all_processes
-        # else each in turn gets a second to hear the SIGTERM that it is deaf to
+        # otherwise Ray waits 1 s for each process to handle SIGTERM, which is blocked there
         node.kill_all_processes = lambda **how: kill(**how | {"allow_graceful": False})
     ray.shutdown()
-    _, alive = psutil.wait_procs(family, timeout=RAY_GOODBYE_S)
+    _, alive = psutil.wait_procs(family, timeout=RAY_SHUTDOWN_GRACE_S)
     for process in alive:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
@@ -109,9 +109,9 @@ def end_ray() -> None:
 
 
 _session: Path | None = None
-"""Of the Ray that was started here; None if it did not start, or is a cluster's."""
+"""Session folder of the Ray that was started here; None if it did not start, or if a cluster was joined."""
 _sessions_before: frozenset[Path] = frozenset()
-"""Those of processes with our number in other containers, which may share the folder."""
+"""Sessions of processes with the same pid in other containers, which may share the folder."""
 
 
 def _sessions() -> Iterable[Path]:
@@ -122,7 +122,7 @@ _abandoned = False
 
 
 def abandon_ray(watch: RayWatch) -> None:
-    """End every process of Ray's here without asking Ray, whose own processes are dead."""
+    """Kill every local process of Ray without calling Ray, whose own processes are dead."""
     global _abandoned
     _abandoned = True
     watch.end_all()
@@ -133,24 +133,24 @@ def was_abandoned() -> bool:
     return _abandoned
 
 
-def leave(status: int) -> None:
-    """End this process now if Ray was abandoned: its hooks at exit wait for what is dead."""
+def exit_if_abandoned(status: int) -> None:
+    """Exit immediately if Ray was abandoned: its exit hooks wait for dead processes."""
     if _abandoned:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
 
 
-_NAMES = {"gcs_server": "Ray's control store", "raylet": "Ray's node manager"}
+_NAMES = {"gcs_server": "the Ray GCS", "raylet": "the Ray node manager"}
 _CONNECT_S = 2.0
-_LOOK_EVERY_S = 5.0
-_GOODBYE_S = 5.0
-_GONE_S = 45.0
-"""A control store on another machine that takes no connection for so long is gone."""
+_POLL_S = 5.0
+_SHUTDOWN_GRACE_S = 5.0
+_GCS_TIMEOUT_S = 45.0
+"""Seconds without a connection after which the GCS counts as dead."""
 
 
 def _ticks_at_start(pid: int) -> str:
-    """Return when a process was started, in ticks since boot; empty if there is none."""
+    """Return the start time of a process in ticks since boot; '' if there is no such process."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             return file.read().rpartition(")")[2].split()[19]
@@ -158,22 +158,22 @@ def _ticks_at_start(pid: int) -> str:
         return ""
 
 
-def _reap(done: str, patience_s: float) -> None:
-    """Kill what a killed command leaves behind: run beside the command until that ends, in a process of its own.
+def _reap(done: str, grace_s: float) -> None:
+    """Kill what a killed launcher leaves behind. Runs in its own process until the launcher exits.
 
-    A line of its input names the processes, each as PID:TICKS, so that a reused number is not taken for it. If the
-    input ends without the line `done`, the command was killed, and what is left of them after a while is killed too.
+    Each line of its input lists the processes as PID:TICKS, so that a reused pid does not match. If the input ends
+    without the line `done`, the launcher was killed, and the processes that are left after `grace_s` are killed too.
     """
-    import os, signal, sys, time  # noqa: E401, I001 -- the process has this source alone, and little memory
+    import os, signal, sys, time  # noqa: E401, I001 -- the process runs this source alone, to save memory
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)  # they are meant for the command, whose end is what counts
+        signal.signal(number, signal.SIG_IGN)  # meant for the launcher: only its exit counts
     named: list[str] = []
     for line in sys.stdin:
         if line.strip() == done:
             return
         named = line.split()
-    time.sleep(patience_s)
+    time.sleep(grace_s)
     for each in named:
         pid, _, start = each.partition(":")
         if start and _ticks_at_start(int(pid)) == start:
@@ -184,87 +184,87 @@ def _reap(done: str, patience_s: float) -> None:
 
 
 _DONE = "done"
-_PATIENCE_S = 5.0
-"""Ray's workers end by themselves when their command does; its agents take a minute and a half."""
-_REAPER = f"{inspect.getsource(_ticks_at_start)}\n{inspect.getsource(_reap)}\n_reap({_DONE!r}, {_PATIENCE_S})"
+_REAP_GRACE_S = 5.0
+"""Grace period in seconds: Ray's workers exit on their own when their driver does; Ray's agents take 90 s."""
+_REAPER = f"{inspect.getsource(_ticks_at_start)}\n{inspect.getsource(_reap)}\n_reap({_DONE!r}, {_REAP_GRACE_S})"
 
 
 class RayWatch:
-    """Watches what a run of this machine stands on."""
+    """Monitors Ray's own processes on this machine, and the connection to the GCS."""
 
     def __init__(self, address: str, logs: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
-        """Ray is up, with its control store at HOST:PORT, and its own processes log to `logs`."""
+        """Monitor a running Ray with its GCS at `address` (HOST:PORT); its own processes log to `logs`."""
         host, _, port = address.rpartition(":")
         self._address = host.strip("[]"), int(port)
         self._logs = logs
         self._clock = clock
         self._family = _family()
-        self._rays_own = [(name, child) for child in self._family if (name := _name(child)) is not None]
-        self._reached_s = self._looked_s = clock()
+        self._servers = [(name, child) for child in self._family if (name := _name(child)) is not None]
+        self._reached_s = self._polled_s = clock()
         self.is_dead = False
-        """Calls to Ray would never return."""
+        """Whether Ray is dead: calls to it would never return."""
         self._reaper = subprocess.Popen(
-            # without packages, for they take memory, and without the modules of the current folder
+            # without site-packages, which take memory, and without the modules of the current folder
             [sys.executable, "-S", "-E", "-P", "-c", _REAPER],
             stdin=subprocess.PIPE,
             text=True,
             start_new_session=True,
         )
-        self._name_family()
+        self._send_family()
 
     def check(self) -> None:
-        """RunFailed if a process of Ray's is gone; takes no time if all is well."""
-        for name, process in self._rays_own:
+        """Raise RunFailed if one of Ray's own processes died; takes no time otherwise."""
+        for name, process in self._servers:
             if not _lives(process):
                 self.is_dead = True
                 raise RunFailed(
-                    f"{_NAMES[name]} ({name}, process {process.pid}) died, and the run cannot go on without it; see "
+                    f"{_NAMES[name]} ({name}, pid {process.pid}) died, and the run cannot continue without it; see "
                     f"{self._logs}/{name}.out and {name}.err"
                 )
         now = self._clock()
-        if now - self._looked_s >= _LOOK_EVERY_S:
-            self._looked_s = now
+        if now - self._polled_s >= _POLL_S:
+            self._polled_s = now
             self._family = _family()
-            self._name_family()
-            self._reach(now)
+            self._send_family()
+            self._check_gcs(now)
 
     def end_all(self) -> None:
-        """Kill every process that Ray had started here; those elsewhere end because they miss it."""
+        """Kill every process that Ray started here; those on other hosts exit once the connection is lost."""
         self._family = [*self._family, *_family()]
         for process in self._family:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        psutil.wait_procs(self._family, timeout=_GOODBYE_S)
+        psutil.wait_procs(self._family, timeout=_SHUTDOWN_GRACE_S)
 
     def close(self) -> None:
-        """End the reaper once Ray was ended. Idempotent."""
+        """Stop the reaper after Ray was shut down. Idempotent."""
         if self._reaper.stdin is not None and not self._reaper.stdin.closed:
-            self._tell(_DONE)
-            with contextlib.suppress(BrokenPipeError):  # closing writes once more what could not be written
+            self._send(_DONE)
+            with contextlib.suppress(BrokenPipeError):  # closing retries the failed write
                 self._reaper.stdin.close()
-            self._reaper.wait(_GOODBYE_S)
+            self._reaper.wait(_SHUTDOWN_GRACE_S)
 
-    def _name_family(self) -> None:
-        self._tell(" ".join(f"{each.pid}:{_ticks_at_start(each.pid)}" for each in self._family))
+    def _send_family(self) -> None:
+        self._send(" ".join(f"{each.pid}:{_ticks_at_start(each.pid)}" for each in self._family))
 
-    def _tell(self, line: str) -> None:
-        """Send a line to the reaper, which ends the family if this process is killed."""
+    def _send(self, line: str) -> None:
+        """Send a line to the reaper, which kills the family if this process is killed."""
         assert self._reaper.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # killed itself; the run goes on without one
+        with contextlib.suppress(BrokenPipeError):  # the reaper was killed; the run continues without it
             self._reaper.stdin.write(line + "\n")
             self._reaper.stdin.flush()
 
-    def _reach(self, now: float) -> None:
+    def _check_gcs(self, now: float) -> None:
         try:
             socket.create_connection(self._address, timeout=_CONNECT_S).close()
             self._reached_s = now
         except OSError as error:
             host, port = self._address
-            if now - self._reached_s > _GONE_S:
+            if now - self._reached_s > _GCS_TIMEOUT_S:
                 self.is_dead = True
                 raise RunFailed(
-                    f"Ray's control store at {host}:{port} takes no connection for {now - self._reached_s:.0f} s "
-                    f"({error}): check that the head is up with `launch/cluster.sh status`"
+                    f"Ray GCS at {host}:{port} unreachable for {now - self._reached_s:.0f} s ({error}): "
+                    "check that the head node is up with `launch/cluster.sh status`"
                 ) from error
 
 
@@ -280,7 +280,7 @@ def _name(process: psutil.Process) -> str | None:
 
 
 def _family() -> list[psutil.Process]:
-    """Return Ray's own processes below this one, and all below them: the roles and their engines."""
+    """Return Ray's own child processes and all their descendants: the roles and their engines."""
     own = [child for child in psutil.Process().children() if _is_of_ray(child)]
     return [*own, *(below for child in own for below in _below(child))]
 
@@ -298,9 +298,9 @@ def _below(process: psutil.Process) -> list[psutil.Process]:
 
 
 def _is_of_ray(process: psutil.Process) -> bool:
-    """Return whether it is one of Ray's own, or a worker of it."""
+    """Return whether a process is one of Ray's own or a Ray worker."""
     command = _command(process)
-    # an argument that begins with the folder names a program; in a text of code it is but the search path, into which
-    # Ray puts a folder of its own, and which multiprocessing hands to its server
+    # an argument that starts with a path is a program; code that is passed as an argument contains the folder only as
+    # part of the search path, to which Ray adds its own folder and which multiprocessing passes to its server
     programs = [each for each in command if each.startswith("/") and "site-packages/ray/" in each]
     return bool(programs) or (bool(command) and command[0].startswith("ray::"))

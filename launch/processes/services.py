@@ -1,4 +1,4 @@
-"""Services of a run: processes that each serve at an address, and are restarted there when they end."""
+"""Services of a run: processes that each serve at an address, and are restarted there when they exit."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
 
-from buffer.client import GIVE_UP_S, BufferClient
-from buffer.errors import BufferError
-from buffer.store import PORT as BUFFER_PORT
-from common.rpc.auth import ServiceKeys
-from common.rpc.server import forget_port
-from common.run import STARTUP_S, RunFacts
-from launch.processes.placement import here, spawn
-from launch.processes.role_process import (
+from leeway.buffer.client import GIVE_UP_S, BufferClient
+from leeway.buffer.errors import BufferError
+from leeway.buffer.store import PORT as BUFFER_PORT
+from leeway.common.rpc.auth import ServiceKeys
+from leeway.common.rpc.server import forget_port
+from leeway.common.run import STARTUP_S, RunFacts
+from leeway.launch.processes.placement import here, spawn
+from leeway.launch.processes.role_process import (
     MAX_RESTARTS,
     Check,
     Notify,
@@ -32,31 +32,31 @@ from launch.processes.role_process import (
     outcome,
     results,
 )
-from weight_sync.store import PORT as WEIGHTS_PORT
+from leeway.weight_sync.store import PORT as WEIGHTS_PORT
 
-if TYPE_CHECKING:  # the process of a service, which imports this for its role, loads nothing that computes
-    from launch.checks import Plan
+if TYPE_CHECKING:  # the process of a service imports this module, and loads no compute libraries
+    from leeway.launch.checks import Plan
 
 R = TypeVar("R")
 
 
 class ServiceRole(Role):
-    """Hosts a service, which serves at the address that the run gives it."""
+    """Hosts a service at the address that the run assigns."""
 
     def __init__(
         self,
         log: Path,
         service: str,
-        given: tuple[object, ...],
+        arguments: tuple[object, ...],
         host: str | None,
         keys: ServiceKeys | None,
         is_cluster: bool,
     ) -> None:
-        """Make the service by its dotted name, imported in this process alone, from what it is given."""
+        """Construct the service from its dotted name, which is imported in this process only, and its arguments."""
         super().__init__(log)
         self._stop = threading.Event()
         host = address_here() if host is None and is_cluster else host
-        self._service = resolve_name(service)(*given, host=host, keys=keys)
+        self._service = resolve_name(service)(*arguments, host=host, keys=keys)
 
     def bind(self) -> str:
         """Open the store and the socket; return the address."""
@@ -70,45 +70,45 @@ class ServiceRole(Role):
 
 
 class ServiceHost:
-    """Starts a service, and restarts it on its own store when it ends."""
+    """Starts a service, and restarts it on its own store when it exits."""
 
     name = title = ""
-    """Of its process and log; in messages."""
+    """Name of the process and its log; name in messages."""
 
-    def __init__(self, service: str, given: tuple[object, ...], plan: Plan, notify: Notify, check: Check) -> None:
-        """`service` is its dotted name, and `given` what it is made from."""
-        self._service = service, given
+    def __init__(self, service: str, arguments: tuple[object, ...], plan: Plan, notify: Notify, check: Check) -> None:
+        """`service` is the dotted name of its class, constructed from `arguments`."""
+        self._service = service, arguments
         self._plan = plan
         self.log = plan.folder.log(self.name, 0)
         self._notify = notify
         self._check = check
         self.processes: list[RoleProcess] = []
-        """One, or none before it serves and if the run has no such service."""
+        """One process; empty before the start, and if the run has no such service."""
         self.address = ""
-        """Kept over restarts: the socket or port is in its folder."""
+        """Kept across restarts: its folder holds the socket or the port."""
 
     def watch(self) -> None:
-        """Restart the service if it has ended; RunFailed if it ended too often."""
+        """Restart the service if it has exited; RunFailed if it exited too often."""
         self._check()
         for process in self.processes:
             if not done(process.running):
                 continue
             why = outcome(process.running)
-            if process.restarts.are_spent:
+            if process.restarts.are_exhausted:
                 times = process.restarts.in_a_row + 1
-                raise RunFailed(f"{self.title} ended {times} times in a row, last: {why}; {process.see}")
-            self._notify("restart", f"{self.title} ended ({why}) and is started again on the same store")
-            self._start_again(process)
+                raise RunFailed(f"{self.title} exited {times} times in a row, last: {why}; {process.log_hint}")
+            self._notify("restart", f"{self.title} exited ({why}) and is restarted on the same store")
+            self._restart(process)
 
-    def ask_to_stop(self) -> list[Any]:
-        """End it after the request at hand; return the pending calls that end with it."""
-        there = [process for process in self.processes if process.handle is not None]
-        calls = [[process.handle.stop.remote(), process.running] for process in there]
+    def request_stop(self) -> list[Any]:
+        """Stop the service after its current request; return the pending calls that end with it."""
+        started = [process for process in self.processes if process.handle is not None]
+        calls = [[process.handle.stop.remote(), process.running] for process in started]
         return [call for pair in calls for call in pair if call is not None]
 
     def kill(self) -> None:
         for process in self.processes:
-            if process.handle is not None:  # else it was about to be started again
+            if process.handle is not None:  # else its restart is pending
                 ray.kill(process.handle, no_restart=True)
         self.processes = []
 
@@ -122,8 +122,8 @@ class ServiceHost:
         arguments = (*self._service, plan.config.launch.host, plan.service_keys, plan.is_cluster)
         return spawn(ServiceRole, self.log, *arguments, on=here(), concurrency=3, variables=plan.config.launch.env)
 
-    def _start_again(self, process: RoleProcess) -> None:
-        """Retry until it serves; an attempt that fails counts as a restart."""
+    def _restart(self, process: RoleProcess) -> None:
+        """Start the service, and retry until it serves; a failed attempt counts as a restart."""
         while True:
             process.forget()
             process.restarts.count()
@@ -134,9 +134,9 @@ class ServiceHost:
             except RunFailed as error:
                 self._check()
                 ray.kill(process.handle, no_restart=True)
-                if process.restarts.are_spent:
+                if process.restarts.are_exhausted:
                     raise
-                self._notify("restart", f"{self.title} is started once more: {error}")
+                self._notify("restart", f"the restart of {self.title} failed and is retried: {error}")
             else:
                 return
 
@@ -147,17 +147,17 @@ class ServiceHost:
 
 
 class BufferHost(ServiceHost):
-    """The buffer's service, and a client of it."""
+    """The buffer service, and a client of it."""
 
     name, title = "buffer", "the buffer service"
 
     def __init__(self, plan: Plan, facts: RunFacts, notify: Notify, check: Check = lambda: None) -> None:
-        given = (plan.config.buffer, facts, plan.folder.buffer)
-        super().__init__("buffer.service:in_own_process", given, plan, notify, check)
+        arguments = (plan.config.buffer, facts, plan.folder.buffer)
+        super().__init__("leeway.buffer.service:in_own_process", arguments, plan, notify, check)
         self._client: BufferClient | None = None
 
     def start(self, deadline: float) -> None:
-        """Start the service, and connect to it; RunFailed if it did not start or does not answer."""
+        """Start the service and connect to it; RunFailed if it does not start or respond."""
         forget_port(self._plan.folder.buffer / BUFFER_PORT)
         self._serve(deadline)
         self._client = BufferClient(
@@ -170,10 +170,10 @@ class BufferHost(ServiceHost):
         try:
             self._client.connect(deadline)
         except BufferError as error:
-            raise RunFailed(f"the buffer service does not answer: {error}; see {self.log}") from error
+            raise RunFailed(f"the buffer service does not respond: {error}; see {self.log}") from error
 
     def ask(self, request: Callable[[BufferClient], Future[R]]) -> R:
-        """Ask the buffer; a service that is down is restarted. RunFailed after `GIVE_UP_S`."""
+        """Return the result of a request; restart the service if it is down. RunFailed after `GIVE_UP_S`."""
         assert self._client is not None, "start() comes first"
         deadline = time.monotonic() + GIVE_UP_S
         future = request(self._client)
@@ -186,7 +186,7 @@ class BufferHost(ServiceHost):
                 self.watch()
                 if time.monotonic() > deadline:
                     raise RunFailed(
-                        f"the buffer service at {self.address} did not answer for {GIVE_UP_S:g} s; see {self.log}"
+                        f"the buffer service at {self.address} did not respond for {GIVE_UP_S:g} s; see {self.log}"
                     ) from None
 
     def close(self) -> None:
@@ -196,16 +196,16 @@ class BufferHost(ServiceHost):
 
 
 class WeightsHost(ServiceHost):
-    """The weight service, if weights travel over the network. Its address is '' otherwise."""
+    """The weight service, if weights are transferred over the network; otherwise its address is ''."""
 
     name, title = "weights", "the weight service"
 
     def __init__(self, plan: Plan, notify: Notify, check: Check = lambda: None) -> None:
-        given = (plan.run_id, plan.weights_folder)
-        super().__init__("weight_sync.service:WeightService", given, plan, notify, check)
+        arguments = (plan.run_id, plan.weights_folder)
+        super().__init__("leeway.weight_sync.service:WeightService", arguments, plan, notify, check)
 
     def start(self, deadline: float) -> None:
-        """Start the service, if the run has one; RunFailed if it did not start."""
+        """Start the service if the run has one; RunFailed if it does not start."""
         if self._plan.config.weight_sync.transport != "folder":
             forget_port(self._plan.weights_folder / WEIGHTS_PORT)
             self._serve(deadline)

@@ -1,4 +1,4 @@
-"""The processes of a run: started together, watched, restarted, ended together."""
+"""Supervisor: starts all processes of a run, monitors and restarts them, and shuts them down."""
 
 from __future__ import annotations
 
@@ -12,39 +12,39 @@ from typing import Any
 
 import ray
 
-from actors.report import ActorReport, actor_name
-from buffer.protocol import Status
-from common.process import DaemonThreads
-from common.run import STARTUP_S, RunContext
-from common.staleness import PolicyVersion
-from launch.checks import Plan
-from launch.config import Config
-from launch.observe.status import PollResult, ProcessStatus
-from launch.pools import actor_pools
-from launch.processes.actor_pools import EVALUATION_TIMEOUT_S, ActorPools, ActorProcess, Evaluation
-from launch.processes.learner_group import LearnerGroup
-from launch.processes.placement import PLACEMENT_S
-from launch.processes.ray_cluster import RayWatch, abandon_ray, end_ray, start_ray
-from launch.processes.role_process import MAX_RESTARTS, Notify, RoleProcess, RunFailed, done, results
-from launch.processes.services import BufferHost, WeightsHost
+from leeway.actors.report import ActorReport, actor_name
+from leeway.buffer.protocol import Status
+from leeway.common.process import DaemonThreads
+from leeway.common.run import STARTUP_S, RunContext
+from leeway.common.staleness import PolicyVersion
+from leeway.launch.checks import Plan
+from leeway.launch.config import Config
+from leeway.launch.observe.status import PollResult, ProcessStatus
+from leeway.launch.pools import actor_pools
+from leeway.launch.processes.actor_pools import EVALUATION_TIMEOUT_S, ActorPools, ActorProcess, Evaluation
+from leeway.launch.processes.learner_group import LearnerGroup
+from leeway.launch.processes.placement import PLACEMENT_S
+from leeway.launch.processes.ray_cluster import RayWatch, abandon_ray, end_ray, start_ray
+from leeway.launch.processes.role_process import MAX_RESTARTS, Notify, RoleProcess, RunFailed, done, results
+from leeway.launch.processes.services import BufferHost, WeightsHost
 
-GOODBYE_S = 15.0
+SHUTDOWN_GRACE_S = 15.0
 """Grace period of actors and services before they are killed."""
-HURRIED_GOODBYE_S = 3.0
-"""The same if the run was stopped: an actor whose engine is starting answers nothing."""
+SHORT_GRACE_S = 3.0
+"""Grace period if the run was stopped: an actor whose engine is starting cannot respond."""
 ENDING_S = 10.0
-"""What their end takes beside the grace periods; then Ray is given up."""
+"""Seconds for the rest of the shutdown, beyond the grace periods; after that Ray is abandoned."""
 LOCAL_PLACEMENT_S = 15.0
-"""Timeout of a worker's wait for resources of this machine alone."""
-PATIENCE_S = 0.2
-"""Timeout of a poll's answer; a later one is taken at the next poll."""
-RANKER = "planning.ranking:RankerService"
+"""Timeout of a worker's wait for resources on a single machine."""
+POLL_TIMEOUT_S = 0.2
+"""Timeout of a poll; a late reply is returned by the next poll."""
+RANKER = "leeway.planning.ranking:RankerService"
 
 
-def ranker(plan: Plan, notify: Notify) -> Any:  # noqa: ANN401 -- it is loaded
-    """Return the ranker of a run that dispatches by lengths, if they may decide which actor gets a prompt; else None.
+def ranker(plan: Plan, notify: Notify) -> Any:  # noqa: ANN401 -- imported by name
+    """Return the ranker if predicted lengths can decide which actor gets a prompt; else None.
 
-    It predicts how long answers to new prompts are; the run neither waits for it nor ends with it.
+    It predicts the lengths of answers to new prompts. The run never waits for it, and continues if it fails.
     """
     dispatch = plan.config.buffer.dispatch
     if dispatch == "in_order" or (dispatch == "by_deadline" and len(actor_pools(plan.config)) == 1):
@@ -53,10 +53,10 @@ def ranker(plan: Plan, notify: Notify) -> Any:  # noqa: ANN401 -- it is loaded
 
 
 class Supervisor:
-    """Starts, watches and ends every process of a run.
+    """Starts, monitors, restarts and shuts down every process of a run.
 
-    States of a process: started -> running -> finished, or running -> died -> started again
-    (up to `MAX_RESTARTS` times in a row: services and actors singly, the learner as a whole), or given up.
+    States of a process: started -> running -> finished; or running -> died -> restarted (up to `MAX_RESTARTS` times in
+    a row: services and actors one by one, the learner as a group); or given up.
     """
 
     def __init__(self, plan: Plan, context: RunContext[Config], notify: Notify) -> None:
@@ -71,27 +71,27 @@ class Supervisor:
         self.actors = ActorPools(plan, notify, self._check_ray)
         self._ranker = ranker(plan, notify)
         self._drained = False
-        self.goodbye_s = GOODBYE_S
+        self.shutdown_grace_s = SHUTDOWN_GRACE_S
         """Grace period of `stop`."""
-        self._told_of: set[str] = set()
-        """Senders of invalid messages; the buffer tells a bounded number of them apart."""
+        self._reported: set[str] = set()
+        """Reported senders of invalid messages; the buffer bounds their number."""
 
     # --- start ------------------------------------------------------------------------------------
 
     def start(self, progress: Callable[[str], None]) -> None:
-        """Start Ray and every role and wait until all are ready; RunFailed if one does not start in time."""
+        """Start Ray and every role, and wait until all are ready; RunFailed if one does not start in time."""
         config = self._config.launch
-        progress("starting Ray (the whole start takes about half a minute)")
+        progress("starting Ray (the whole startup takes about 30 s)")
         self._ray = start_ray(self._config, namespace=f"leeway-{self._plan.run_id}")
-        progress("starting the services, while stages and actors load their libraries")
-        self.learner.ask_for_places()
-        self.actors.ask_for_places()
-        others_come = config.ray_address is not None
-        limit_s = PLACEMENT_S if others_come else LOCAL_PLACEMENT_S
-        self.learner.placement.wait(limit_s, others_come=others_come)
+        progress("starting the services while stages and actors load their libraries")
+        self.learner.request_placement()
+        self.actors.request_placement()
+        hosts_may_join = config.ray_address is not None
+        limit_s = PLACEMENT_S if hosts_may_join else LOCAL_PLACEMENT_S
+        self.learner.placement.wait(limit_s, hosts_may_join=hosts_may_join)
         deadline = time.monotonic() + STARTUP_S
-        # an actor first: to load vLLM is the longest part of a start
-        self.actors.spawn(limit_s, others_come=others_come)
+        # actors first: loading vLLM is the longest part of the startup
+        self.actors.spawn(limit_s, hosts_may_join=hosts_may_join)
         self.learner.spawn()
         self._weights.start(deadline)
         self._buffer.start(deadline)
@@ -100,18 +100,18 @@ class Supervisor:
         calls = [*self.actors.start(context), *self.learner.start(context, deadline)]
         if self._ranker is not None:
             self._ranker.start(context)
-        told = ""
+        reported = ""
 
-        def look() -> None:
-            nonlocal told
+        def report() -> None:
+            nonlocal reported
             self._check_ray()
             waiting = [process.name for process, call in calls if not done(call)]
-            text = f"starting: {len(calls) - len(waiting)} of {len(calls)} are ready; not yet {', '.join(waiting)}"
-            if waiting and text != told:
+            text = f"starting: {len(calls) - len(waiting)} of {len(calls)} ready; waiting for {', '.join(waiting)}"
+            if waiting and text != reported:
                 progress(text)
-                told = text
+                reported = text
 
-        results(calls, "to be ready", deadline, look)
+        results(calls, "to be ready", deadline, report)
 
     def begin(self) -> None:
         self.learner.begin()
@@ -122,54 +122,55 @@ class Supervisor:
             self._ray.check()
 
     def _watch_services(self) -> None:
-        """Restart the services; also while nothing else is polled. RunFailed if one ended too often, or Ray died."""
+        """Restart exited services, also during other waits; RunFailed if one exited too often, or Ray died."""
         self._weights.watch()
         self._buffer.watch()
 
     # --- watch ------------------------------------------------------------------------------------
 
-    def poll(self, patience_s: float = PATIENCE_S) -> PollResult:
-        """Ask every role for news and restart what died; RunFailed if a role that the run needs is gone."""
+    def poll(self, timeout_s: float = POLL_TIMEOUT_S) -> PollResult:
+        """Collect the reports of all roles and restart dead ones; RunFailed if a required role is lost for good."""
         self._watch_services()
         self.learner.watch()
-        news = self.learner.poll(patience_s)
-        if news.resumed_at is not None:
+        result = self.learner.poll(timeout_s)
+        if result.resumed_at is not None:
             self._drain_again()
         if self._ranker is not None:
             self._ranker.watch()
         working = self.actors.watch()
-        news.working = frozenset(actor_name(actor.number) for actor in working)
-        news.quarantined, news.wanted = tuple(self.actors.quarantined), dict(self.actors.wanted)
-        news.processes = self.processes()
-        news.actors = self._reports(working, patience_s)
-        news.status = self.status()
-        for sender, told in news.status.nonsense.items():
-            if sender not in self._told_of:
-                self._told_of.add(sender)
-                self._notify("nonsense", f"the buffer refuses some of what {sender} sends, at first: {told.first}")
-        return news
+        result.working = frozenset(actor_name(actor.number) for actor in working)
+        result.quarantined, result.desired = tuple(self.actors.quarantined), dict(self.actors.desired)
+        result.processes = self.processes()
+        result.actors = self._reports(working, timeout_s)
+        result.status = self.status()
+        for sender, invalid in result.status.invalid_messages.items():
+            if sender not in self._reported:
+                self._reported.add(sender)
+                text = f"the buffer rejects messages from {sender}; the first: {invalid.first}"
+                self._notify("invalid_messages", text)
+        return result
 
-    def hear_actors(self) -> PollResult:
-        """Return the reports of ready actors while they evaluate before or after training; restart nothing."""
+    def poll_actors(self) -> PollResult:
+        """Return the reports of ready actors during an evaluation before or after training; restart nothing."""
         ready = self.actors.ready()
         names = frozenset(actor_name(actor.number) for actor in ready)
-        return PollResult(actors=self._reports(ready, PATIENCE_S), working=names, processes=self.processes())
+        return PollResult(actors=self._reports(ready, POLL_TIMEOUT_S), working=names, processes=self.processes())
 
-    def _reports(self, actors: Sequence[ActorProcess], patience_s: float) -> list[ActorReport]:
+    def _reports(self, actors: Sequence[ActorProcess], timeout_s: float) -> list[ActorReport]:
         reports = []
         for actor in actors:
-            report = actor.ask("report", patience_s, self._notify)
+            report = actor.ask("report", timeout_s, self._notify)
             if report is not None:
                 if report.task_fingerprint != self._plan.task.fingerprint:
                     raise RunFailed(
-                        f"{actor.name} sees other prompts than this command does, so its groups would be mixed up: "
-                        f"its files or its reasoning-gym differ from those here; see {actor.log}"
+                        f"the prompts of {actor.name} differ from the launcher's, which would mix up its groups: "
+                        f"install the same task files and reasoning-gym there; see {actor.log}"
                     )
                 reports.append(report)
         return reports
 
     def processes(self) -> tuple[ProcessStatus, ...]:
-        """Return buffer, weights, ranker, stages, actors, as they are now; never blocks."""
+        """Return the status of buffer, weights, ranker, stages and actors now; never blocks."""
         rankers: Sequence[RoleProcess] = () if self._ranker is None else self._ranker.processes
         return (
             *(each.facts() for each in (*self._buffer.processes, *self._weights.processes, *rankers)),
@@ -180,9 +181,9 @@ class Supervisor:
     # --- evaluate, drain, end ---------------------------------------------------------------------
 
     def evaluate(self, num_problems: int, min_version: PolicyVersion | None) -> Evaluation:
-        """Begin a held-out evaluation on the actors, of this version at the earliest.
+        """Start a held-out evaluation on the ready actors, at `min_version` or later.
 
-        It waits for a ready actor, so in training it is called only while there is one.
+        Blocks until an actor is ready; during training, call it only while one is.
         """
         return Evaluation(
             self.actors.wait_until_ready(),
@@ -195,18 +196,18 @@ class Supervisor:
         )
 
     def request_stop(self) -> None:
-        """End the learner after the step at hand, with a checkpoint, and close admission."""
+        """Stop the learner after its current step, with a checkpoint, and close admission."""
         self.learner.request_stop()
-        self.actors.are_ending = True
+        self.actors.stop_requested = True
         self.drain()
 
     def drain(self) -> None:
-        """Grant no further leases, whatever happens to the learner."""
+        """Grant no further leases, even if the learner restarts."""
         self._drained = True
         self._drain_again()
 
     def _drain_again(self) -> None:
-        """Close admission again, which a restarted learner opens."""
+        """Close admission again, because a restarted learner opens it."""
         if self._drained:
             self._buffer.ask(lambda client: client.drain())
 
@@ -218,37 +219,37 @@ class Supervisor:
         self._drain_again()
 
     def stop(self) -> None:
-        """End every process, in order if there is time. Idempotent."""
+        """Stop every process, gracefully within the grace periods. Idempotent."""
         try:
             self._buffer.close()
         finally:
             self._end_processes()
 
     def _end_processes(self) -> None:
-        with contextlib.suppress(RunFailed):  # it may have died since the last look
+        with contextlib.suppress(RunFailed):  # Ray may have died since the last check
             self._check_ray()
         if self._ray is not None and self._ray.is_dead:
             abandon_ray(self._ray)
             return
         if not ray.is_initialized():
-            end_ray()  # it may have been stopped in the middle of its start
+            end_ray()  # its start may have been interrupted
             return
-        # in a thread, for a Ray that is half dead, as where every process got a signal, answers nothing for minutes
-        ending = DaemonThreads("ending", max_threads=1).submit(self._end_politely)
+        # in a thread: calls block for minutes if some of Ray's processes died, as after a signal to every process
+        ending = DaemonThreads("ending", max_threads=1).submit(self._end_gracefully)
         try:
-            ending.result(2 * self.goodbye_s + ENDING_S)
+            ending.result(2 * self.shutdown_grace_s + ENDING_S)
         except TimeoutError:
             if self._ray is None:
                 raise
             abandon_ray(self._ray)
 
-    def _end_politely(self) -> None:
-        # the actors first: what they hand back goes to the services
-        self.actors.stop(self.goodbye_s)
+    def _end_gracefully(self) -> None:
+        # actors first: they requeue samples through the services
+        self.actors.stop(self.shutdown_grace_s)
         if self._ranker is not None:
             self._ranker.stop()
-        if goodbyes := self._buffer.ask_to_stop() + self._weights.ask_to_stop():
-            ray.wait(goodbyes, num_returns=len(goodbyes), timeout=self.goodbye_s)
+        if calls := self._buffer.request_stop() + self._weights.request_stop():
+            ray.wait(calls, num_returns=len(calls), timeout=self.shutdown_grace_s)
         self.learner.kill()
         self._buffer.kill()
         self._weights.kill()

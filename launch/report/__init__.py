@@ -1,8 +1,8 @@
-"""One page that shows a run: `leeway report`.
+"""The report of a run as one HTML page: `leeway report`.
 
-Everything is read from the run's folder, live, over or broken; the page says what is missing.
+Everything is read from the run's folder, during or after the run; the page lists missing or damaged parts.
 
-data        RunData: all that is known of one run, with its curves and a few samples of its buffer
+data        RunData: data of one run, with its curves and a few samples of its buffer
 charts      the charts of charts.toml with the values of the run, as JSON
-page        the page: answers, figures and tables (page.html, page.css); page.js draws the charts by uPlot
+page        the page: answers, figures and tables (page.html, page.css); page.js draws the charts with uPlot
 """

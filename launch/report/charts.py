@@ -1,4 +1,4 @@
-"""Charts: those of charts.toml with the values of a run, as JSON that page.js hands to uPlot."""
+"""The charts of charts.toml with the values of a run, as JSON that page.js passes to uPlot."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from launch.observe.metrics import PART_PREFIX, POOL_PREFIX, labelled
-from launch.observe.status import LAG_METRICS, said_of_control
-from launch.observe.trace import Event
-from launch.report.data import Point, RunData, thinned
-from launch.text import shortened
+from leeway.launch.observe.metrics import PART_PREFIX, POOL_PREFIX, labelled
+from leeway.launch.observe.status import LAG_METRICS, lag_control_effect
+from leeway.launch.observe.trace import Event
+from leeway.launch.report.data import Point, RunData, thinned
+from leeway.launch.text import shortened
 
 DASH = "\N{EN DASH}"
 COLORS = ("c1", "c2", "c3", "c4", "c5", "c6")
-"""Colours of the curves of a chart, as page.css names them."""
+"""Colours of the curves of a chart; CSS classes of page.css."""
 FEW = 12
-"""Curves of fewer points have marks."""
+"""Number of points below which a curve is drawn with markers."""
 MAX_NAME = 60
 STEPS_SHOWN, MAX_LANES, MAX_SPANS = 10, 16, 20_000
-"""Steps that are shown span by span, their actors, and their spans."""
+"""Limits of the chart of spans: steps, actors and spans."""
 KINDS = ("state", "wait_for_batch", "step", "evaluate", "generate", "update")
-"""Kinds of spans in the order in which they are drawn."""
+"""Kinds of spans, in drawing order."""
 
 
 class Chart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A chart as charts.toml describes it."""
+    """A chart as defined in charts.toml."""
 
     part: str
-    """The question that it answers: "learning", "health", "waiting" or "lag"."""
+    """Question that it answers: "learning", "health", "waiting" or "lag"."""
     title: str
     unit: str
     good: str
@@ -40,10 +40,10 @@ class Chart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     x: str = "step"
     curves: dict[str, str] = {}
     right: dict[str, str] = {}
-    """Curves of another unit, with an axis on the right."""
+    """Curves with another unit, on the right axis."""
     of_pools: str = ""
     bound: str = ""
-    """Key of the config whose value is drawn as a line."""
+    """Config key whose value is drawn as a horizontal line."""
     floor: float | None = None
     ceiling: float | None = None
     may_be_log: bool = False
@@ -51,12 +51,12 @@ class Chart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 CHARTS = msgspec.convert(
-    tomllib.loads(resources.files("launch.report").joinpath("charts.toml").read_text("utf-8")), dict[str, Chart]
+    tomllib.loads(resources.files("leeway.launch.report").joinpath("charts.toml").read_text("utf-8")), dict[str, Chart]
 )
 
 
 def short(value: float | None) -> str:
-    """Return a figure with three digits; a dash for None."""
+    """Return a number with three significant digits; a dash for None."""
     if value is None:
         return DASH
     size = abs(value)
@@ -69,7 +69,7 @@ def short(value: float | None) -> str:
 
 
 class Curve(NamedTuple):
-    """A curve in the legend, with the numbers that stand beside its name."""
+    """A legend entry: a curve with the numbers shown beside its name."""
 
     name: str
     color: str
@@ -77,29 +77,29 @@ class Curve(NamedTuple):
 
 
 class Figure(NamedTuple):
-    """A chart with its values: `plot` is for page.js, None if the run has no values for it."""
+    """A chart with its values. `plot` is the input of page.js; None if the run has no values."""
 
     chart: Chart
     plot: dict[str, Any] | None = None
     legend: Sequence[Curve] = ()
     note: str = ""
     words: str = ""
-    """The chart in words, for readers who do not see it."""
+    """Text alternative of the chart, for screen readers."""
 
 
 def figures(run: RunData) -> list[Figure]:
-    """Return the charts of a run; those that compare pools are left out if there is one."""
-    made = (SPECIAL[name](run, chart) if name in SPECIAL else _metrics(run, chart) for name, chart in CHARTS.items())
-    return [figure for figure in made if figure is not None]
+    """Return the charts of a run, without comparisons of pools if there is only one pool."""
+    found = (SPECIAL[name](run, chart) if name in SPECIAL else _metrics(run, chart) for name, chart in CHARTS.items())
+    return [figure for figure in found if figure is not None]
 
 
 def lines(run: RunData, chart: Chart, curves: Mapping[str, Sequence[Point]], note: str = "") -> Figure:
-    """Return a line chart, a logarithmic one if its values span two orders of magnitude and the chart may be.
+    """Return a line chart, with a log scale if `may_be_log` and its values span two orders of magnitude.
 
-    Curves that the chart has on the right are named as it names them.
+    Curves whose names are in `chart.right` use the right axis.
     """
-    if left := [shortened(name, MAX_NAME) for name in [*curves][len(COLORS) :]]:
-        note = f"Not drawn: {', '.join(left)}."
+    if omitted := [shortened(name, MAX_NAME) for name in [*curves][len(COLORS) :]]:
+        note = f"Not drawn: {', '.join(omitted)}."
     drawn = [(name, color, points) for (name, points), color in zip(curves.items(), COLORS, strict=False) if points]
     if not drawn:
         return Figure(chart, note=note)
@@ -114,7 +114,7 @@ def lines(run: RunData, chart: Chart, curves: Mapping[str, Sequence[Point]], not
     for name, color, points in drawn:
         x, y = zip(*points, strict=True)
         first, last, least, greatest = map(short, (y[0], y[-1], min(y), max(y)))
-        words.append(f"{name} from {first} to {last}, least {least}, greatest {greatest}")
+        words.append(f"{name} from {first} to {last}, minimum {least}, maximum {greatest}")
         legend.append(Curve(name, color, last if first == last else f"{first} → {last}"))
         shown = [None if is_log and value <= 0 else float(f"{value:.6g}") for value in y]
         dots = len(y) < FEW and color != "bound"
@@ -126,12 +126,12 @@ def lines(run: RunData, chart: Chart, curves: Mapping[str, Sequence[Point]], not
 
 
 def pools_of(run: RunData) -> list[str]:
-    """Return the names of the pools that have metrics."""
+    """Return the names of the pools with metrics."""
     return sorted({labelled(name)[2] for name in run.metrics.columns if name.startswith(POOL_PREFIX)})
 
 
 def _metrics(run: RunData, chart: Chart) -> Figure | None:
-    """Return the chart of metrics by name, or of one metric of every pool."""
+    """Return the chart of the metrics in `curves`, or of one metric for every pool."""
     curves = chart.curves
     if chart.of_pools:
         curves = {f"{POOL_PREFIX}{pool}/{chart.of_pools}": pool for pool in pools_of(run)}
@@ -141,10 +141,10 @@ def _metrics(run: RunData, chart: Chart) -> Figure | None:
 
 
 def _lag(run: RunData, chart: Chart) -> Figure | None:
-    """Return the lag, what it may be and the drift that it leads to, with a sentence on what limited it."""
+    """Return the chart of lag, allowed lag and drift, with a note on the effect of lag control."""
     figure = _metrics(run, chart)
     lags = {name: [y for _, y in run.metrics.of(name)] for name in LAG_METRICS}
-    return figure and figure._replace(note=said_of_control(lags, run.knob(chart.bound)))
+    return figure and figure._replace(note=lag_control_effect(lags, run.knob(chart.bound)))
 
 
 def _reward(run: RunData, chart: Chart) -> Figure:
@@ -165,7 +165,7 @@ def _queue(run: RunData, chart: Chart) -> Figure:
 
 
 def _lags(run: RunData, chart: Chart) -> Figure:
-    """Return bars of the share of trained tokens by lag, in percent."""
+    """Return bars of the percentage of trained tokens by lag."""
     lags = sum((Counter(of_pool) for of_pool in run.status.lags.values()), Counter[int]())
     if not lags:
         return Figure(chart)
@@ -177,7 +177,7 @@ def _lags(run: RunData, chart: Chart) -> Figure:
 
 
 def _steps(run: RunData, chart: Chart) -> Figure:
-    """Return a few steps as lanes: place of the lane, kind, start and end in seconds of the run, and words."""
+    """Return a few steps as lanes of marks: lane, kind, start and end in seconds of the run, and text."""
     if not run.spans:
         return Figure(chart)
     steps = [each for each in run.spans if each.cat == "step"]
@@ -190,8 +190,8 @@ def _steps(run: RunData, chart: Chart) -> Figure:
     inside = [each for each in of_lanes if each.start_s < end_s and each.end_s > start_s]
     inside.sort(key=lambda each: KINDS.index(each.cat))
 
-    def at(moment_s: float) -> float:
-        return round(moment_s - run.start_s, 4)
+    def at(time_s: float) -> float:
+        return round(time_s - run.start_s, 4)
 
     marks = [(lanes.index(each.who), each.cat, at(each.start_s), at(each.end_s), _words(each)) for each in inside]
     plot = {"kind": "lanes", "lanes": lanes, "marks": marks[:MAX_SPANS], "span": [at(start_s), at(end_s)]}
@@ -201,7 +201,7 @@ def _steps(run: RunData, chart: Chart) -> Figure:
 def _words(span: Event) -> str:
     args = span.args
     version = f" to version {args['version']}" if span.cat == "update" and "version" in args else ""
-    lag = f", lag {args['lag_mean']:.2f} mean, {args.get('lag_max') or 0:g} greatest" if "lag_mean" in args else ""
+    lag = f", lag mean {args['lag_mean']:.2f}, max {args.get('lag_max') or 0:g}" if "lag_mean" in args else ""
     tokens = f", {args['num_tokens']:,} tokens" if args.get("num_tokens") else ""
     return f"{span.who}: {span.name}{version}, {span.end_s - span.start_s:.3f} s{lag}{tokens}"
 
@@ -214,4 +214,4 @@ SPECIAL: Mapping[str, Callable[[RunData, Chart], Figure | None]] = {
     "lag": _lag,
     "lags": _lags,
 }
-"""Charts whose values are not metrics of the steps alone."""
+"""Charts whose values are not only metrics of steps."""

@@ -1,4 +1,4 @@
-"""RunData: all that the report knows of one run. Metrics: its curves; BufferData: some of its samples."""
+"""RunData: the input of the report on one run. Metrics: its curves; BufferData: some of its samples."""
 
 from __future__ import annotations
 
@@ -12,26 +12,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import msgspec
-
-from buffer.errors import BufferError
-from common.staleness import PolicyVersion
-from launch.observe import trace
-from launch.observe.status import BufferStatus, RunStatus, StatusError, StatusView, look
-from launch.run_folder import RunFolder
-from launch.text import TextOf, number, printable
+from leeway.buffer.errors import BufferError
+from leeway.common.staleness import PolicyVersion
+from leeway.launch.observe import trace
+from leeway.launch.observe.status import BufferStatus, RunStatus, StatusError, StatusView, view_run
+from leeway.launch.run_folder import RunFolder, read_json_lines
+from leeway.launch.text import TextOf, number, printable
 
 if TYPE_CHECKING:
-    from buffer.offline.inspect import Inspection
+    from leeway.buffer.offline.inspect import Inspection
 
 Point = tuple[float, float]
 MAX_EVENTS = 300
 BUFFER_LIMIT_S = 12.0
-"""Seconds for reading the buffer, which may hold millions of groups."""
+"""Time limit for reading the buffer, which may hold millions of groups."""
 MAX_EVENT_TEXT, MAX_TEXT = 1200, 4000
-"""Characters of an event on the page, and of a prompt or a completion."""
+"""Maximum characters of an event on the page, and of a prompt or a completion."""
 MAX_BUCKETS = 300
-"""Buckets of a curve; each is drawn by its least and its greatest value."""
+"""Buckets per curve; each is drawn as its minimum and its maximum."""
 TIMES = {
     "wait_for_batch": "waiting for a batch",
     "reference": "reference model",
@@ -42,7 +40,7 @@ TIMES = {
     "publish": "copying weights",
     "other": "other",
 }
-"""Metrics of a step -> what the learner's time is spent on; "other" is the rest of `time/step`."""
+"""`time/` metrics of a step -> labels of the learner's time; "other" is the rest of `time/step`."""
 NO_BUFFER = BufferStatus(
     ready_groups=0,
     drawn_groups=0,
@@ -53,11 +51,11 @@ NO_BUFFER = BufferStatus(
     is_draining=False,
 )
 UNKNOWN = RunStatus(run="", run_id="", folder="", pid=0, host="", started_s=0.0, num_steps=0, max_lag="unknown")
-"""Stands for the status of a run that has none."""
+"""Placeholder for a missing status."""
 
 
 def thinned(points: Sequence[Point]) -> list[Point]:
-    """Return the least and the greatest point of each of MAX_BUCKETS buckets of neighbours, so that spikes stay."""
+    """Return the minimum and maximum of each of MAX_BUCKETS buckets of consecutive points, which preserves spikes."""
     width = max(1, math.ceil(len(points) / MAX_BUCKETS))
     if width <= 2:
         return list(points)
@@ -70,7 +68,7 @@ def thinned(points: Sequence[Point]) -> list[Point]:
 
 @dataclass
 class Metrics:
-    """The rows of the steps by metric: 8 bytes for each value, and NaN for what a step has no value of."""
+    """Columnar rows of the steps, 8 bytes per value; NaN if a step has no value."""
 
     steps: array[float] = field(default_factory=lambda: array("d"))
     columns: dict[str, array[float]] = field(default_factory=dict)
@@ -79,7 +77,7 @@ class Metrics:
     def num_steps(self) -> int:
         return int(self.steps[-1]) if self.steps else 0
 
-    def take_in(self, row: Mapping[str, Any]) -> None:
+    def ingest(self, row: Mapping[str, Any]) -> None:
         for name, value in row.items():
             if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
                 column = self.columns.setdefault(name, array("d"))
@@ -89,18 +87,18 @@ class Metrics:
 
     def points(self, name: str) -> list[Point]:
         """Return every (step, value) of a metric."""
-        pairs = zip(self.steps, self.columns.get(name, ()), strict=False)  # a column may end early
+        pairs = zip(self.steps, self.columns.get(name, ()), strict=False)  # columns may be shorter than `steps`
         return [(step, value) for step, value in pairs if not math.isnan(value)]
 
     def of(self, name: str) -> list[Point]:
-        """Return a curve; empty if the run has no values of it."""
+        """Return the thinned curve of a metric; empty if the run has no values."""
         return thinned(self.points(name))
 
     def values(self, name: str) -> list[float]:
         return [value for _, value in self.points(name)]
 
     def mean(self, name: str) -> float | None:
-        """Return the mean over all steps; None without a value."""
+        """Return the mean over all steps; None if there are no values."""
         values = self.values(name)
         return math.fsum(values) / len(values) if values else None
 
@@ -109,49 +107,49 @@ class Metrics:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Return the learner's seconds, by the names of `TIMES`."""
+        """Return the learner's seconds, keyed as `TIMES`."""
         seconds = {name: self.total(f"time/{name}") for name in TIMES}
         in_steps = math.fsum(seconds.values()) - seconds["wait_for_batch"]
         return {**seconds, "other": max(0.0, self.total("time/step") - in_steps)}
 
 
 class ShownSample(NamedTuple):
-    """A sample of the buffer, as text."""
+    """A sample of the buffer as text."""
 
     kind: str
     reward: float
     prompt: str | None
-    """None if the run has no tokenizer, as the completion."""
+    """None if the run has no tokenizer; the same for the completion."""
     completion: str | None
     facts: Sequence[str]
 
 
 @dataclass
 class BufferData:
-    """What the buffer of a run holds."""
+    """Samples and damage found in the buffer of a run."""
 
     num_groups: int
-    num_looked_at: int = 0
-    """Groups that were read before the time was over."""
+    num_read: int = 0
+    """Groups read within the time limit."""
     samples: list[ShownSample] = field(default_factory=list)
     damaged: list[str] = field(default_factory=list)
 
 
 def read_buffer(root: Path, limit_s: float, clock: Callable[[], float] = time.monotonic) -> BufferData:
-    """Read the buffer of a run for up to `limit_s`; show the samples of the best and worst reward, and a random one.
+    """Read the buffer for up to `limit_s`; return the samples of the best and worst reward, and a random one.
 
     Raises:
-        BufferError: there is none, or it cannot be read.
+        BufferError: the buffer is missing or unreadable.
         OSError: likewise.
     """
-    from buffer.offline.inspect import Inspection
+    from leeway.buffer.offline.inspect import Inspection
 
     deadline, pick, num_rated = clock() + limit_s, random.Random(0), 0
     best, worst, other = (-math.inf, 0, 0), (math.inf, 0, 0), (0.0, 0, 0)  # reward, group, sample
     with Inspection.open(root) as inspection:
         data = BufferData(inspection.num_groups())
         for group in inspection.groups():
-            data.num_looked_at += 1
+            data.num_read += 1
             row = group.row
             of_samples = enumerate(zip(row.rewards, row.records, row.completion_lengths, strict=True))
             rated = [
@@ -159,7 +157,7 @@ def read_buffer(root: Path, limit_s: float, clock: Callable[[], float] = time.mo
                 for index, (reward, record, length) in of_samples
                 if reward is not None and record >= 0 and length
             ]
-            if rated:  # of equal ones the newest
+            if rated:  # among equal rewards, the newest
                 num_rated += 1
                 best, worst = max(best, *rated), min(worst, *rated, key=lambda each: (each[0], -each[1]))
                 other = pick.choice(rated) if pick.random() * num_rated < 1 else other
@@ -178,8 +176,8 @@ def read_buffer(root: Path, limit_s: float, clock: Callable[[], float] = time.mo
 
 
 def _shown(inspection: Inspection, group_id: int, index: int, kind: str, decode: TextOf) -> ShownSample | None:
-    """Return a sample; None if its group was evicted since, or is damaged."""
-    from buffer.offline.inspect import joined
+    """Return a sample; None if its group was evicted meanwhile, or is damaged."""
+    from leeway.buffer.offline.inspect import joined
 
     group = inspection.group(group_id)
     stored = [each for each in group.samples if each.sample_index == index] if group is not None else []
@@ -203,7 +201,7 @@ def _shown(inspection: Inspection, group_id: int, index: int, kind: str, decode:
 
 
 def _text(text: str | None) -> str | None:
-    """Return a text with its lines kept, and everything else that does not print escaped."""
+    """Return a text with non-printable characters escaped, except line breaks."""
     if text is None:
         return None
     shown = "\n".join(printable(line.replace("\t", "    ")) for line in text[:MAX_TEXT].split("\n"))
@@ -218,32 +216,32 @@ class RunData:
     config_text: str = ""
     metrics: Metrics = field(default_factory=Metrics)
     events: list[dict[str, Any]] = field(default_factory=list)
-    """The newest ones, in their order."""
+    """The newest events, in order."""
     num_older: int = 0
-    """Events that are not among them."""
+    """Number of omitted older events."""
     failed: str = ""
-    """Why the run failed; empty if it did not."""
+    """Reason of the failure; empty if the run did not fail."""
     seen: StatusView | None = None
     status: RunStatus = UNKNOWN
     spans: list[trace.Event] = field(default_factory=list)
-    """Of the trace, in order of time; a trace is bounded."""
+    """Spans of the trace, sorted by start."""
     ready: list[Point] = field(default_factory=list)
-    """Groups ready in the buffer, over wall clock."""
+    """(wall time, groups ready in the buffer)."""
     start_s: float = 0.0
-    """Start of the first span."""
+    """Wall time of the start of the first span."""
     buffer: BufferData | None = None
     missing: list[str] = field(default_factory=list)
-    """What could not be read, a sentence each."""
+    """One sentence per missing or unreadable part."""
 
     @property
     def exit_status(self) -> int | None:
-        """Exit status of the last command of the run; None while it lives, or if it was killed."""
+        """Exit status of the last launch; None while it runs, or if it was killed."""
         ended = self.status.ended if self.seen is not None and not self.seen.resuming else None
         return ended.exit_status if ended is not None else None
 
     @property
     def ended(self) -> str:
-        """How the run ended, in a word or two."""
+        """State or outcome of the run in one or two words."""
         if self.exit_status is not None:
             known = {0: "finished", 1: "failed", 130: "interrupted"}
             return known.get(self.exit_status, f"ended with {self.exit_status}")
@@ -253,12 +251,12 @@ class RunData:
 
     @property
     def num_steps(self) -> int:
-        """Number of the last step; metrics.jsonl may still lack it."""
+        """Number of the last step, which metrics.jsonl may not have yet."""
         return max(self.metrics.num_steps, self.status.step)
 
     @property
     def counts(self) -> BufferStatus:
-        """Counts of samples, as the status has them; empty without one."""
+        """Counts of samples from the status; empty without one."""
         return self.status.buffer or NO_BUFFER
 
     def knob(self, dotted: str) -> Any:  # noqa: ANN401 -- any TOML value
@@ -273,9 +271,9 @@ class RunData:
 
 
 def collect(folder: RunFolder) -> RunData:
-    """Read the folder of a run, live or over.
+    """Read the folder of a run, during or after the run.
 
-    Parts that are missing, torn or damaged are no error: `missing` names them.
+    Missing, incomplete or damaged parts raise no error; `missing` lists them.
     """
     run = RunData(folder.name, folder.root)
     for read in (_read_config, _read_metrics, _read_events, _read_status, _read_timeline, _read_buffer):
@@ -283,9 +281,9 @@ def collect(folder: RunFolder) -> RunData:
             read(folder, run)
         except FileNotFoundError as error:
             name = Path(str(error.filename)).name
-            run.missing.append(f"{name} is not there.")
+            run.missing.append(f"{name} is missing.")
         except StatusError as error:
-            run.missing.append(f"How the run does or ended is not known: {error}.")
+            run.missing.append(f"The status of the run is unknown: {error}.")
         except BufferError as error:
             run.missing.append(f"The buffer cannot be read, so there are no samples: {error}.")
         except (OSError, ValueError) as error:
@@ -294,17 +292,15 @@ def collect(folder: RunFolder) -> RunData:
 
 
 def _json_lines(path: Path, run: RunData) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a file of JSON lines; lines that cannot be read are counted in `missing`."""
-    decode = msgspec.json.Decoder(dict[str, Any]).decode
-    num_torn = 0
-    with path.open("rb") as lines:
-        for line in lines:
-            try:
-                yield decode(line)
-            except msgspec.MsgspecError:
-                num_torn += 1
-    if num_torn:
-        run.missing.append(f"{num_torn} line{'s' * (num_torn > 1)} of {path.name} could not be read and left out.")
+    """Yield the objects of a file of JSON lines; the number of unreadable lines goes to `missing`."""
+    num_bad = 0
+    for found in read_json_lines(path):
+        if found is None:
+            num_bad += 1
+        else:
+            yield found
+    if num_bad:
+        run.missing.append(f"Skipped {num_bad} unreadable line{'s' * (num_bad > 1)} of {path.name}.")
 
 
 def _read_config(folder: RunFolder, run: RunData) -> None:
@@ -314,12 +310,12 @@ def _read_config(folder: RunFolder, run: RunData) -> None:
 
 def _read_metrics(folder: RunFolder, run: RunData) -> None:
     of_actors = {}
-    if folder.actors.exists():  # a run of an older Leeway has all columns in metrics.jsonl
+    if folder.actors.exists():  # runs of an older Leeway have all columns in metrics.jsonl
         of_actors = {row.get("step"): row for row in _json_lines(folder.actors, run)}
     for row in _json_lines(folder.metrics, run):
-        # rows of an evaluation have a step too, and no version of the learner
+        # rows of evaluations have a step too, but no version
         if isinstance(row.get("step"), int) and isinstance(row.get("version"), int):
-            run.metrics.take_in(row | of_actors.get(row["step"], {}))
+            run.metrics.ingest(row | of_actors.get(row["step"], {}))
     if not run.metrics.num_steps:
         run.missing.append("metrics.jsonl has no step yet, so there are no curves.")
 
@@ -328,7 +324,7 @@ def _read_events(folder: RunFolder, run: RunData) -> None:
     events = list(_json_lines(folder.events, run))
     for event in events:
         kind = event.get("kind")
-        if kind in ("failed", "resumed"):  # what ended a run that is resumed is over
+        if kind in ("failed", "resumed"):  # a resume supersedes the failure
             run.failed = str(event.get("text", "")) if kind == "failed" else ""
     run.events, run.num_older = events[-MAX_EVENTS:], len(events[:-MAX_EVENTS])
     for event in run.events:
@@ -338,7 +334,7 @@ def _read_events(folder: RunFolder, run: RunData) -> None:
 
 
 def _read_status(folder: RunFolder, run: RunData) -> None:
-    run.seen = look(folder)
+    run.seen = view_run(folder)
     run.status = run.seen.status
 
 
@@ -357,10 +353,10 @@ def _read_timeline(folder: RunFolder, run: RunData) -> None:
 
 def _read_buffer(folder: RunFolder, run: RunData) -> None:
     buffer = run.buffer = read_buffer(folder.root, BUFFER_LIMIT_S)
-    if 0 < buffer.num_looked_at < buffer.num_groups:
+    if 0 < buffer.num_read < buffer.num_groups:
         run.missing.append(
-            f"Of {buffer.num_groups:,} groups in the buffer the first {buffer.num_looked_at:,} were looked at: "
-            "there was no time for more."
+            f"Only the first {buffer.num_read:,} of {buffer.num_groups:,} groups in the buffer were read within "
+            f"{BUFFER_LIMIT_S:g} s."
         )
     if buffer.damaged:
-        run.missing.append(f"{buffer.damaged[0]}. `leeway buffer verify {run.root}` names all that is damaged.")
+        run.missing.append(f"{buffer.damaged[0]}. `leeway buffer verify {run.root}` lists all damage.")

@@ -1,5 +1,5 @@
 "use strict";
-// Draws the charts by uPlot. A legend shows the values under the pointer, or under the cursor that the arrow keys move.
+// Draws the charts with uPlot. Legends show the values under the pointer, or under the cursor moved by the arrow keys.
 (() => {
   const plots = JSON.parse(document.getElementById("plots").textContent);
   const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
@@ -18,7 +18,7 @@
     filter: powersOnly, grid: { stroke: () => color("line"), width: 1, filter: powersOnly },
     values: (u, splits) => splits.map((each) => (each === null ? "" : each.toExponential(0))),
   };
-  // rows of several charts are joined by x: the value of a curve is that of its point nearest to the pointer
+  // curves of a chart are joined by x: show the value of each curve at its point nearest to the pointer
   const nearest = (u, series, at) => {
     for (let far = 0; far < u.data[0].length; far++)
       for (const each of [at - far, at + far]) if (u.data[series][each] != null) return each;
@@ -63,7 +63,7 @@
         ctx.clip();
         for (const [lane, kind, start, end] of plot.marks) {
           const left = u.valToPos(start, "x", true), width = Math.max(1, u.valToPos(end, "x", true) - left);
-          // a pause is short: it is drawn on the lower edge, over what it interrupts
+          // pauses are short: draw them on the lower edge, over the span that they interrupt
           const top = bbox.top + high * (lane + (kind === "update" ? 0.6 : 0.12)), tall = high * (kind === "update" ? 0.28 : 0.76);
           ctx.fillStyle = color(kind);
           ctx.fillRect(left, top, width, tall);

@@ -1,4 +1,4 @@
-"""The page: one HTML file that needs nothing else. It answers four questions, each with figures, charts and tables."""
+"""The page: a self-contained HTML file that answers four questions with figures, charts and tables."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from typing import NamedTuple
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from buffer.ledger import COUNTS
-from common.files import private_file
-from launch.observe.metrics import METRICS, POOL_PREFIX
-from launch.observe.view import commonest
-from launch.report.charts import DASH, figures, pools_of, short
-from launch.report.data import TIMES, RunData
-from launch.text import duration, share_of
+from leeway.buffer.ledger import COUNTS
+from leeway.common.files import private_file
+from leeway.launch.observe.metrics import METRICS, POOL_PREFIX
+from leeway.launch.observe.view import most_common
+from leeway.launch.report.charts import DASH, figures, pools_of, short
+from leeway.launch.report.data import TIMES, RunData
+from leeway.launch.text import duration, share_of
 
 LONG_WAIT, MUCH_ESS, LITTLE_ESS, FEW_STEPS = 0.2, 0.9, 0.5, 20
-"""Thresholds of the answers: share of the time, effective shares of a batch, and rows of steps."""
+"""Thresholds of the answers: fraction of the time, effective fractions of a batch, and number of steps."""
 POOL_COLUMNS = {
     "tokens_per_s": "tokens/s",
     "slots_used": "slots used",
@@ -35,7 +35,7 @@ POOL_COLUMNS = {
     "lag_mean": "lag",
     "mismatch_lag0_abs": "mismatch",
 }
-"""Metrics of a pool -> their columns in the table."""
+"""Metric of a pool -> column of the table."""
 
 
 def render(run: RunData) -> str:
@@ -63,19 +63,19 @@ def render(run: RunData) -> str:
 
 
 def write(run: RunData, path: Path) -> int:
-    """Write the page for its owner alone; return its size in bytes.
+    """Write the page, readable by its owner only; return its size in bytes.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
-    data = render(run).encode(errors="replace")  # a name of a folder may be no text
+    data = render(run).encode(errors="replace")  # a folder name may be invalid Unicode
     with private_file(path) as file:
         file.write(data)
     return len(data)
 
 
 def _resource(name: str) -> str:
-    return resources.files("launch.report").joinpath(name).read_text(encoding="utf-8")
+    return resources.files("leeway.launch.report").joinpath(name).read_text(encoding="utf-8")
 
 
 def _verdict(run: RunData) -> str:
@@ -107,23 +107,23 @@ def _percent(share: float | None) -> str:
 def _learning(run: RunData) -> str:
     rewards = run.metrics.values("reward/mean")
     if len(rewards) < FEW_STEPS:
-        return "Not known yet: the run has taken too few steps."
+        return "Unknown: the run has too few steps."
     first, last = _ends(rewards, 0.25)
     gain = fmean(last) - fmean(first)
     noise = 2 * sqrt(variance(first) / len(first) + variance(last) / len(last))
     if abs(gain) <= noise:
-        return f"Not visibly: the mean reward changed by {gain:+.3f}, within its noise of {noise:.3f}."
+        return f"Not visibly: the mean reward changed by {gain:+.3f}, within the noise of {noise:.3f}."
     return f"{'Yes' if gain > 0 else 'No'}: the mean reward changed by {gain:+.3f}."
 
 
 def _health(run: RunData) -> str:
     if run.seen is None:
-        return "Not known: the run has no status."
+        return "Unknown: the run has no status."
     status = run.status
-    wrong = [each for each in (run.failed, run.seen.gone, *status.tripped) if each]
-    wrong += [f"{status.ledger_gap} samples are unaccounted for, which is a bug"] if status.ledger_gap else []
-    if wrong:
-        return f"No: {'; '.join(wrong)}"
+    faults = [each for each in (run.failed, run.seen.gone, *status.alerts) if each]
+    faults += [f"{status.ledger_gap} samples are unaccounted for, which is a bug"] if status.ledger_gap else []
+    if faults:
+        return f"No: {'; '.join(faults)}"
     restarts = int(max((y for _, y in run.metrics.of("restarts")), default=0))
     again = f"; the learner was restarted {restarts} times" if restarts else ""
     return f"Yes: no alert is active and every sample is accounted for{again}."
@@ -132,27 +132,27 @@ def _health(run: RunData) -> str:
 def _waiting(run: RunData) -> str:
     shares = _shares(run)
     if not shares:
-        return "Not known yet: no step was taken."
+        return "Unknown: no step yet."
     learner, actors = shares["wait_for_batch"], shares["wait_for_policy"]
     longest = max(learner, actors)
-    said = "Neither side waits long" if longest < LONG_WAIT else "The learner" if learner == longest else "The actors"
-    return f"{said}: the learner waits {learner:.0%} of the time for batches, an actor {actors:.0%} for weights."
+    answer = "Neither side waits long" if longest < LONG_WAIT else "The learner" if learner == longest else "The actors"
+    return f"{answer}: the learner waits {learner:.0%} of the time for batches, an actor {actors:.0%} for weights."
 
 
 def _lag_hurts(run: RunData) -> str:
     ess, status = run.metrics.mean("off_policy/ess_sequence"), run.status
     lag = f" at a mean lag of {status.lag_mean:.2f} versions" if status.lag_mean is not None else ""
     if ess is None:
-        return f"Not measured by this loss{lag}." if run.num_steps else "Not known yet: no step was taken."
-    said = "Little" if ess >= MUCH_ESS else "Somewhat" if ess >= LITTLE_ESS else "Yes"
-    return f"{said}: {_percent(ess)} of a batch is effective{lag}."
+        return f"Not measured by this loss{lag}." if run.num_steps else "Unknown: no step yet."
+    answer = "Little" if ess >= MUCH_ESS else "Somewhat" if ess >= LITTLE_ESS else "Yes"
+    return f"{answer}: {_percent(ess)} of a batch is effective{lag}."
 
 
 QUESTIONS = {
     "learning": ("Is it learning?", _learning),
     "health": ("Is it healthy?", _health),
-    "waiting": ("Who waits for what?", _waiting),
-    "lag": ("Does the lag hurt?", _lag_hurts),
+    "waiting": ("Which side waits?", _waiting),
+    "lag": ("Does lag hurt?", _lag_hurts),
 }
 
 
@@ -165,20 +165,20 @@ class Tile(NamedTuple):
     value: str
     detail: str = ""
     tone: str = ""
-    """`good` or `bad` if it is one of them."""
+    """`good`, `bad` or ''."""
 
 
 def tiles(run: RunData) -> list[Tile]:
-    """Return the headline figures; a dash stands for one that is not known."""
+    """Return the headline figures; unknown ones are a dash."""
     metrics, status, overlap = run.metrics, run.status, run.metrics.of("overlap/frac")
     generated, trained = (short(metrics.mean(f"perf/{what}_tokens_per_s")) for what in ("generated", "trained"))
     took = f" in {duration(status.wall_s)}" if status.wall_s else ""
     end = f"{run.num_steps:,} steps{took}" + (f"; exit status {run.exit_status}" if run.exit_status is not None else "")
     gap = str(status.ledger_gap) if status.step else DASH
     lag_is_over = isinstance(status.max_lag, int) and status.lag_max > status.max_lag
-    lags = "no step" if status.lag_mean is None else f"versions; greatest {status.lag_max}, max_lag {status.max_lag}"
+    lags = "no step" if status.lag_mean is None else f"versions; maximum {status.lag_max}, max_lag {status.max_lag}"
     failed, issued = (run.counts.ledger.get(name, 0) for name in ("failed", "issued"))
-    why = f": {commonest(run.counts.failed_by_reason, 2)}" if run.counts.failed_by_reason else ""
+    why = f": {most_common(run.counts.failed_by_reason, 2)}" if run.counts.failed_by_reason else ""
     of_failed = [Tile("health", "Failed samples", share_of(failed, issued), f"{failed:,} of {issued:,}{why}", "bad")]
     learner, actors = (_percent(_shares(run).get(name)) for name in ("wait_for_batch", "wait_for_policy"))
     return [
@@ -218,13 +218,13 @@ def _reward_tile(run: RunData) -> Tile:
 
 
 def _ends(values: Sequence[float], share: float) -> tuple[Sequence[float], Sequence[float]]:
-    """Return the first and the last values, this share of all of them."""
+    """Return the first and the last values, `share` of all each."""
     num = max(1, int(share * len(values)))
     return values[:num], values[-num:]
 
 
 def _shares(run: RunData) -> dict[str, float]:
-    """Return shares of the learner's time: by `TIMES`, and what an actor waits for weights; empty without a step."""
+    """Return fractions of the learner's time by `TIMES`, and an actor's wait for weights; empty without a step."""
     seconds = run.metrics.seconds
     total = sum(seconds.values())
     seconds["wait_for_policy"] = run.metrics.total("time/wait_for_policy")
@@ -232,7 +232,7 @@ def _shares(run: RunData) -> dict[str, float]:
 
 
 def pool_rows(run: RunData) -> list[tuple[str, list[str]]]:
-    """Return the means of every pool over the steps; of what counts up, the last value."""
+    """Return means over the steps for every pool; for counters, the last value."""
     rows = []
     for pool in pools_of(run):
         actors = run.metrics.of(f"{POOL_PREFIX}{pool}/actors")
@@ -248,13 +248,13 @@ def pool_rows(run: RunData) -> list[tuple[str, list[str]]]:
 
 
 def ledger_rows(run: RunData) -> list[tuple[str, str, str]]:
-    """Return name, count and meaning of every column of the ledger; empty if it is not known."""
+    """Return name, count and meaning of every column of the ledger; empty if the ledger is unknown."""
     ledger = run.counts.ledger
     return [(name, f"{ledger.get(name, 0):,}", METRICS[f"buffer/{name}"]) for name in COUNTS if ledger]
 
 
 def reasons(run: RunData) -> list[tuple[str, int]]:
-    """Return why samples failed, and why rows and messages were quarantined, the most frequent first."""
+    """Return the reasons of failures and quarantines with their counts, most frequent first."""
     found = [*run.counts.failed_by_reason.items()]
     found += [(f"quarantined: {reason}", count) for reason, count in run.counts.quarantined_by_reason.items()]
     return sorted(found, key=lambda each: -each[1])

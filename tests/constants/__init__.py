@@ -1,4 +1,4 @@
-"""Constants of the product with other values in the processes that a test starts; see `sitecustomize`."""
+"""Override constants of the product in the processes that a test starts; see `sitecustomize`."""
 
 import json
 import os
@@ -9,7 +9,7 @@ HERE = Path(__file__).parent
 
 
 def environment(values: Mapping[str, object]) -> dict[str, str]:
-    """The variables with which a process and those that it starts have these values, by dotted name."""
+    """Return the environment variables that set these values, by dotted name, in a process and its children."""
     others = [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each and each != str(HERE)]
     known = json.loads(os.environ.get("LEEWAY_TEST_CONSTANTS", "{}"))
     return {

@@ -1,12 +1,12 @@
-"""Gives constants of the product other values in every process that has this folder in PYTHONPATH.
+"""Override constants of the product in every process that has this folder in PYTHONPATH.
 
 Python imports a module of this name at its start. LEEWAY_TEST_CONSTANTS holds the values by dotted name, as JSON:
 
-    {"learner.coordinator.BATCH_TIMEOUT_S": 2}
+    {"leeway.learner.coordinator.BATCH_TIMEOUT_S": 2}
 
-Each is put in place as soon as its module is imported, before another module can take it from there. So a test waits
-seconds for what takes minutes in a run, and the product has no way in for it. `tests.constants.environment` makes both
-variables; a test of one process patches the module instead.
+Each value is set as soon as its module is imported, before another module can import it from there. This shortens
+timeouts in tests without a hook in the product. `tests.constants.environment` returns both variables; a test of one
+process patches the module instead.
 """
 
 import json
@@ -18,7 +18,7 @@ VALUES = json.loads(os.environ.get("LEEWAY_TEST_CONSTANTS", "{}"))
 
 
 class _Finder:
-    """Finds the modules that have constants to change."""
+    """Finder of the modules with overridden constants."""
 
     @staticmethod
     def find_spec(name, path=None, target=None):
@@ -35,7 +35,7 @@ class _Finder:
             def exec_module(module):
                 run(module)
                 for constant, value in values.items():
-                    getattr(module, constant)  # one that is gone would change nothing
+                    getattr(module, constant)  # raises if the product no longer has it
                     setattr(module, constant, value)
 
             spec.loader.exec_module = exec_module

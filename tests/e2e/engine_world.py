@@ -1,4 +1,4 @@
-"""What the tests of the engine share: small policies as the learner holds them, and who publishes them."""
+"""Shared by the engine tests: small policies in the form of the learner, and their publishers."""
 
 import itertools
 from pathlib import Path
@@ -7,23 +7,23 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from actors.config import ActorsConfig
-from actors.engine import Engine
-from actors.engine_output import Generation
-from common.staleness import PolicyVersion
-from learner.model import load_stage
-from learner.packing import PackingRule, pack
+from leeway.actors.config import ActorsConfig
+from leeway.actors.engine import Engine
+from leeway.actors.engine_output import Generation
+from leeway.common.staleness import PolicyVersion
+from leeway.learner.model import load_stage
+from leeway.learner.packing import PackingRule, pack
+from leeway.weight_sync.publisher import Publisher
+from leeway.weight_sync.puller import Puller
+from leeway.weight_sync.store import WeightStore
 from tests.unit.small_models import run
-from weight_sync.publisher import Publisher
-from weight_sync.puller import Puller
-from weight_sync.store import WeightStore
 
 EOS = 2
 TEMPERATURE = 0.8
 CONFIG = ActorsConfig(
     temperature=TEMPERATURE, max_new_tokens=100, max_prompt_tokens=140, max_running_samples=48, kv_cache_gib=0.009
 )
-"""Of 73 blocks of 128 tokens: 32 samples fit, however long they become, and 48 do not."""
+"""The cache has 73 blocks of 128 tokens: 32 samples fit at any length, and 48 do not."""
 DTYPES = ("float32", "bfloat16")
 NUM_STAGES = 2
 HIDDEN_SIZE = 64
@@ -47,18 +47,18 @@ def tiny_llama(seed: int, *, tied: bool, hidden_size: int = HIDDEN_SIZE) -> Llam
     return LlamaForCausalLM(config).eval()
 
 
-def prompts(num: int) -> list[list[int]]:
+def make_prompts(num: int) -> list[list[int]]:
     generator = np.random.default_rng(0)
     return [[1, *generator.integers(3, 64, size=int(n)).tolist()] for n in generator.integers(3, 19, size=num)]
 
 
 def long_prompt(seed: int) -> list[int]:
-    """Longer than a cache block (128 tokens), so that a second request would find it."""
+    """Return a prompt longer than a cache block (128 tokens), so that a second request could reuse the block."""
     return [1, *np.random.default_rng(seed).integers(3, 64, size=135).tolist()]
 
 
-def of_transformers(model: LlamaForCausalLM, prompt: list[int], completion: Generation) -> np.ndarray:
-    """Teacher-forced log-probabilities of the completion under plain Transformers."""
+def transformers_logprobs(model: LlamaForCausalLM, prompt: list[int], completion: Generation) -> np.ndarray:
+    """Return teacher-forced log-probabilities of the completion under plain Transformers."""
     tokens = torch.tensor([[*prompt, *completion.token_ids.tolist()]])
     with torch.no_grad():
         logprobs = torch.log_softmax(model(tokens).logits[0, :-1] / TEMPERATURE, dim=-1)
@@ -67,7 +67,7 @@ def of_transformers(model: LlamaForCausalLM, prompt: list[int], completion: Gene
 
 
 class Policy:
-    """The weights of one version, as the stages of the learner hold them."""
+    """The weights of one version, in the stages of the learner."""
 
     def __init__(self, folder: Path, model: LlamaForCausalLM) -> None:
         self.model = model
@@ -77,10 +77,10 @@ class Policy:
             load_stage(folder, i, NUM_STAGES, temperature=TEMPERATURE, device=cpu) for i in range(NUM_STAGES)
         ]
 
-    def logprobs(self, asked: list[list[int]], completions: list[Generation]) -> Logprobs:
-        """What the learner says of every completion."""
-        sequences = [np.array([*p, *c.token_ids]) for p, c in zip(asked, completions, strict=True)]
-        packed = pack(sequences, [len(prompt) for prompt in asked], PackingRule(256))
+    def logprobs(self, prompts: list[list[int]], completions: list[Generation]) -> Logprobs:
+        """Return the learner's log-probabilities of all completions."""
+        sequences = [np.array([*p, *c.token_ids]) for p, c in zip(prompts, completions, strict=True)]
+        packed = pack(sequences, [len(prompt) for prompt in prompts], PackingRule(256))
         with torch.no_grad():
             output_T = run(self.stages, packed).flatten()[torch.from_numpy(packed.output_T)].numpy()
         edges = np.cumsum([len(c.token_ids) for c in completions])
@@ -88,7 +88,7 @@ class Policy:
 
 
 def gap(found: list[Generation], truth: Logprobs) -> float:
-    """Mean absolute difference over all tokens."""
+    """Return the mean absolute difference over all tokens."""
     return float(np.concatenate([np.abs(c.logprobs - t) for c, t in zip(found, truth, strict=True)]).mean())
 
 
@@ -101,7 +101,7 @@ def assert_spans_cover(completion: Generation) -> None:
 
 
 class World:
-    """The engine, the store that feeds it, and what each version's weights are."""
+    """An engine, the store that feeds it, and the weights of each version."""
 
     def __init__(self, engine: Engine, folder: Path, first: Policy) -> None:
         self.engine = engine
@@ -117,12 +117,12 @@ class World:
         ]
 
     def publish(self, *, tied: bool = True, hidden_size: int = HIDDEN_SIZE, only: str = "") -> PolicyVersion:
-        """The next version, from all stages of the learner.
+        """Publish the next version from all stages of the learner.
 
         Args:
             tied: share head and embedding.
-            hidden_size: of the model.
-            only: what to change since the last version: tensors with this in their name; "": all of them.
+            hidden_size: hidden size of the model.
+            only: change only tensors with this in their name since the last version; "": all tensors.
         """
         newest = max(self.policies)
         version = PolicyVersion(0, newest.version + 1)
@@ -131,7 +131,7 @@ class World:
             before = self.policies[newest].model.state_dict()
             model.load_state_dict({name: t if only in name else before[name] for name, t in model.state_dict().items()})
         policy = Policy(self.folder.parent / f"hf-{version}", model)
-        # a model of other shapes is another learner's
+        # a model of other shapes belongs to another learner
         publishers = self.learner if hidden_size == HIDDEN_SIZE else self._publishers()
         for publisher, stage in zip(publishers, policy.stages, strict=True):
             publisher.publish(version, stage.published_tensors())
@@ -148,14 +148,14 @@ class World:
             publisher.close()
         self.puller.close()
 
-    def gaps(self, asked: list[list[int]], completions: list[Generation]) -> tuple[float, float]:
-        """Mean absolute differences from the learner under the version that each span names.
+    def gaps(self, prompts: list[list[int]], completions: list[Generation]) -> tuple[float, float]:
+        """Return mean absolute differences from the learner, under the version of each span.
 
         Returns:
-            That of all first spans, and that of all later ones.
+            The difference of all first spans, and that of all later ones.
         """
-        named = {span.version for completion in completions for span in completion.spans}
-        truths = {version: self.policies[version].logprobs(asked, completions) for version in named}
+        versions = {span.version for completion in completions for span in completion.spans}
+        truths = {version: self.policies[version].logprobs(prompts, completions) for version in versions}
         first, later = [np.zeros(0)], [np.zeros(0)]
         for index, completion in enumerate(completions):
             for span in completion.spans:

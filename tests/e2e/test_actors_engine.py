@@ -1,4 +1,4 @@
-"""A real vLLM engine on CPU, one for the whole module: what it generates, and updates under its feet."""
+"""A real vLLM engine on CPU, shared by the module: generation, and updates while requests run."""
 
 import asyncio
 import contextlib
@@ -15,12 +15,16 @@ import pytest
 import pytest_asyncio
 import torch
 
-from actors.engine import Engine, EngineDead, UpdateRefused
-from actors.engine_output import Generation, RequestRefused
-from buffer.schema import COMPLETE, HANDED_ON, Prefix
-from common.hf_folder import HEAD
-from common.serving_model import prepare_serving_model
-from common.staleness import PolicyVersion
+from leeway.actors.engine import Engine, EngineDead, UpdateRefused
+from leeway.actors.engine_output import Generation, RequestRefused
+from leeway.buffer.schema import COMPLETE, REQUEUED, Prefix
+from leeway.common.hf_folder import HEAD
+from leeway.common.serving_model import prepare_serving_model
+from leeway.common.staleness import PolicyVersion
+from leeway.weight_sync.client import StoreAccess
+from leeway.weight_sync.config import WeightSyncConfig
+from leeway.weight_sync.puller import Puller, open_puller
+from leeway.weight_sync.service import WeightService
 from tests.e2e.engine_world import (
     CONFIG,
     EOS,
@@ -29,19 +33,15 @@ from tests.e2e.engine_world import (
     assert_spans_cover,
     gap,
     long_prompt,
-    of_transformers,
-    prompts,
+    make_prompts,
     tiny_llama,
+    transformers_logprobs,
 )
 from tests.world.serving import serving
-from weight_sync.client import StoreAccess
-from weight_sync.config import WeightSyncConfig
-from weight_sync.puller import Puller, open_puller
-from weight_sync.service import WeightService
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
-    # of vLLM's own imports
+    # from vLLM's own imports
     pytest.mark.filterwarnings("ignore"),
 ]
 
@@ -61,21 +61,21 @@ async def world(tmp_path_factory: pytest.TempPathFactory):
     await engine.stop()
 
 
-async def answers(world: World, asked: list[list[int]]) -> list[Generation]:
-    return list(await asyncio.gather(*[world.engine.generate(prompt) for prompt in asked]))
+async def answers(world: World, prompts: list[list[int]]) -> list[Generation]:
+    return list(await asyncio.gather(*[world.engine.generate(prompt) for prompt in prompts]))
 
 
-async def test_logprobs_are_the_learners_and_those_of_transformers_at_the_sampling_temperature(world: World):
-    asked = prompts(8)
-    completions = await answers(world, asked)
+async def test_logprobs_match_the_learner_and_transformers_at_the_sampling_temperature(world: World):
+    prompts = make_prompts(8)
+    completions = await answers(world, prompts)
     policy = world.policies[world.engine.version]
-    assert gap(completions, policy.logprobs(asked, completions)) < 1e-5
-    plain = [of_transformers(policy.model, p, c) for p, c in zip(asked, completions, strict=True)]
+    assert gap(completions, policy.logprobs(prompts, completions)) < 1e-5
+    plain = [transformers_logprobs(policy.model, p, c) for p, c in zip(prompts, completions, strict=True)]
     assert gap(completions, plain) < 1e-5
 
 
-async def test_a_completion_that_stops_ends_with_the_end_of_sequence_token(world: World):
-    completions = await asyncio.gather(*[world.engine.generate(prompt) for prompt in prompts(32)])
+async def test_a_stopped_completion_ends_with_the_end_of_sequence_token(world: World):
+    completions = await asyncio.gather(*[world.engine.generate(prompt) for prompt in make_prompts(32)])
     stopped = [c for c in completions if c.finish_reason == "stop"]
     assert stopped
     assert all(c.token_ids[-1] == EOS and EOS not in c.token_ids[:-1] for c in stopped)
@@ -83,7 +83,7 @@ async def test_a_completion_that_stops_ends_with_the_end_of_sequence_token(world
 
 
 async def test_temperature_zero_takes_the_likeliest_token(world: World):
-    prompt = prompts(1)[0]
+    prompt = make_prompts(1)[0]
     completion = await world.engine.generate(prompt, temperature=0, max_new_tokens=20)
     model = world.policies[world.engine.version].model
     tokens = torch.tensor([[*prompt, *completion.token_ids.tolist()]])
@@ -92,32 +92,32 @@ async def test_temperature_zero_takes_the_likeliest_token(world: World):
     assert completion.token_ids.tolist() == likeliest.tolist()
 
 
-async def test_samples_that_are_preempted_go_on_as_the_learner_scores_them(world: World):
+async def test_preempted_samples_resume_with_the_logprobs_of_the_learner(world: World):
     chance, policy = random.Random(0), world.policies[world.engine.version]
-    asked = [[chance.randrange(3, 64) for _ in range(120)] for _ in range(48)]  # a block each, and soon two
+    prompts = [[chance.randrange(3, 64) for _ in range(120)] for _ in range(48)]  # one block each, and soon two
     before = world.engine.stats.report().num_preempted
-    for first in range(0, 480, 48):  # where the machine is slow, some end before the last ones start, and all fit
+    for first in range(0, 480, 48):  # on a slow machine some end before the last start, and all fit
         completions = list(
-            await asyncio.gather(*[world.engine.generate(prompt, seed=first + i) for i, prompt in enumerate(asked)])
+            await asyncio.gather(*[world.engine.generate(prompt, seed=first + i) for i, prompt in enumerate(prompts)])
         )
         if world.engine.stats.report().num_preempted > before:
             break
     else:
-        pytest.fail("ten times 48 samples ran, and the cache held all that were in flight")
-    assert gap(completions, policy.logprobs(asked, completions)) < 1e-5
-    alone = await world.engine.generate(asked[-1], seed=first + 47)
-    assert alone.token_ids.tolist() == completions[-1].token_ids.tolist(), "its own chance, wherever it was computed"
+        pytest.fail("no sample was preempted in ten batches of 48")
+    assert gap(completions, policy.logprobs(prompts, completions)) < 1e-5
+    alone = await world.engine.generate(prompts[-1], seed=first + 47)
+    assert alone.token_ids.tolist() == completions[-1].token_ids.tolist(), "the same seed gives the same tokens"
 
 
 async def update_amid(
-    world: World, asked: list[list[int]], kv_cache
+    world: World, prompts: list[list[int]], kv_cache
 ) -> tuple[PolicyVersion, PolicyVersion, list[Generation]]:
-    """Update the engine while requests run, and once more where it came before or after all of them."""
+    """Update the engine while requests run; retry if the update came before or after all of them."""
     pause_s = 0.02
     for _ in range(10):
         old, version = world.engine.version, world.publish()
         with world.puller.fetch(version) as staged:
-            running = asyncio.gather(*[world.engine.generate(prompt) for prompt in asked])
+            running = asyncio.gather(*[world.engine.generate(prompt) for prompt in prompts])
             await asyncio.sleep(pause_s)
             await world.engine.prepare(staged)
             pause_s, load_s = await world.engine.apply(staged, kv_cache)
@@ -129,33 +129,33 @@ async def update_amid(
             assert {span.version for completion in completions for span in completion.spans} == {old, version}
             return old, version, completions
         pause_s *= 2 if completions[0].spans[0].version == version else 0.5
-    pytest.fail("of ten updates none came while requests ran")
+    pytest.fail("none of ten updates came while requests ran")
 
 
 @pytest.mark.parametrize("kv_cache", ["recompute", "keep"])
-async def test_after_an_update_under_32_running_requests_logprobs_are_the_learners_for_the_new_version(
+async def test_logprobs_match_the_learner_after_an_update_with_32_running_requests(
     world: World, kv_cache, record_property
 ):
-    asked = prompts(32)
-    old, version, completions = await update_amid(world, asked, kv_cache)
-    first, later = world.gaps(asked, completions)
+    prompts = make_prompts(32)
+    old, version, completions = await update_amid(world, prompts, kv_cache)
+    first, later = world.gaps(prompts, completions)
     assert first < BOUND
     if kv_cache == "recompute":
         assert later < BOUND
     else:
-        # keys of the old version remain under later spans: they are of no version exactly
+        # later spans attend to keys of the old version, so they match no version exactly
         record_property("kept_keys_gap", later)
         print(f"kv_cache = keep: later spans differ by {later:.3f} from their version on average")
         assert later > 10 * BOUND
-    # fixed prompts: the new version's log-probabilities, and nothing is left of the old one's
-    fresh = await answers(world, asked)
+    # on fixed prompts log-probabilities match the new version and no longer the old one
+    fresh = await answers(world, prompts)
     assert {span.version for completion in fresh for span in completion.spans} == {version} == {world.engine.version}
-    assert gap(fresh, world.policies[version].logprobs(asked, fresh)) < BOUND
-    assert gap(fresh, world.policies[old].logprobs(asked, fresh)) > 0.1
+    assert gap(fresh, world.policies[version].logprobs(prompts, fresh)) < BOUND
+    assert gap(fresh, world.policies[old].logprobs(prompts, fresh)) > 0.1
 
 
-async def with_stale_prefix(world: World, kv_cache, seed: int) -> float:
-    """Ask the same long prompt before and after an update: how far the second answer is from the new version."""
+async def gap_with_stale_prefix(world: World, kv_cache, seed: int) -> float:
+    """Generate from one long prompt before and after an update; return the second gap to the new version."""
     prompt = long_prompt(seed)
     await world.engine.generate(prompt)
     version = world.publish()
@@ -169,21 +169,19 @@ async def with_stale_prefix(world: World, kv_cache, seed: int) -> float:
 
 @pytest.mark.parametrize("kv_cache", ["recompute", "keep"])
 async def test_a_prefix_cached_under_one_version_is_not_reused_under_the_next(world: World, kv_cache):
-    assert await with_stale_prefix(world, kv_cache, seed=1) < BOUND
+    assert await gap_with_stale_prefix(world, kv_cache, seed=1) < BOUND
 
 
-async def test_with_one_salt_for_all_versions_a_stale_prefix_would_show_unless_the_cache_is_cleared(
-    world: World, monkeypatch
-):
+async def test_a_shared_salt_would_reuse_stale_prefixes_unless_the_cache_is_cleared(world: World, monkeypatch):
     from vllm.inputs import engine as inputs
 
     real = inputs.tokens_input
-    monkeypatch.setattr(inputs, "tokens_input", lambda ids, cache_salt: real(ids, cache_salt="one for all"))
-    assert await with_stale_prefix(world, "keep", seed=2) > 10 * BOUND
-    assert await with_stale_prefix(world, "recompute", seed=3) < BOUND
+    monkeypatch.setattr(inputs, "tokens_input", lambda ids, cache_salt: real(ids, cache_salt="shared"))
+    assert await gap_with_stale_prefix(world, "keep", seed=2) > 10 * BOUND
+    assert await gap_with_stale_prefix(world, "recompute", seed=3) < BOUND
 
 
-async def test_a_request_that_waited_in_the_engine_for_an_update_does_not_start_from_a_stale_prefix(world: World):
+async def test_a_request_queued_during_an_update_does_not_use_a_stale_prefix(world: World):
     prompt = long_prompt(4)
     await world.engine.generate(prompt)
     version = world.publish()
@@ -199,20 +197,18 @@ async def test_a_request_that_waited_in_the_engine_for_an_update_does_not_start_
     assert world.gaps([prompt], [completion])[0] < BOUND
 
 
-async def test_a_published_head_is_used_even_where_the_served_copy_was_tied(world: World):
+async def test_a_published_head_is_used_even_if_the_served_copy_was_tied(world: World):
     version = world.publish(tied=False)
     with world.puller.fetch(version) as staged:
         await world.engine.prepare(staged)
         await world.engine.apply(staged, "keep")
-    asked = prompts(4)
-    completions = await answers(world, asked)
-    assert world.gaps(asked, completions)[0] < BOUND
+    prompts = make_prompts(4)
+    completions = await answers(world, prompts)
+    assert world.gaps(prompts, completions)[0] < BOUND
 
 
-async def test_weights_that_came_over_the_network_as_a_delta_are_served_like_any_others(
-    world: World, tmp_path: Path, monkeypatch
-):
-    monkeypatch.setattr("weight_sync.host_folder._SHM", tmp_path)
+async def test_weights_fetched_as_a_delta_over_the_network_are_served(world: World, tmp_path: Path, monkeypatch):
+    monkeypatch.setattr("leeway.weight_sync.host_folder._SHM", tmp_path)
     config = WeightSyncConfig(transport="network")
     with (
         serving(WeightService("run", world.folder)) as address,
@@ -220,33 +216,33 @@ async def test_weights_that_came_over_the_network_as_a_delta_are_served_like_any
             open_puller(StoreAccess(config, Path("/nowhere"), address, "run"), "actor-0", "float32")
         ) as puller,
     ):
-        # from now on the learner knows that somebody reads over the network, and keeps the next as a parent
+        # after a fetch over the network the learner keeps the next version as a parent of deltas
         puller.fetch(world.publish()).close()
         first = world.publish(only="layers.1.self_attn")
         puller.fetch(first).close()
         version = world.publish(only="layers.1.self_attn")
-        for whole in (world.folder / version.key).glob("*.safetensors"):
-            whole.unlink()
+        for full in (world.folder / version.key).glob("*.safetensors"):
+            full.unlink()
         with await asyncio.to_thread(puller.fetch, version) as staged:
             assert {entry.delta.encoding for entry in staged.manifest.variant("float32")} >= {"same"}
             assert staged.folder.is_relative_to(tmp_path)
             await world.engine.prepare(staged)
             await world.engine.apply(staged, "keep")
-    asked_prompts = prompts(8)
-    completions = await answers(world, asked_prompts)
+    prompts = make_prompts(8)
+    completions = await answers(world, prompts)
     assert world.engine.version == version
-    assert gap(completions, world.policies[version].logprobs(asked_prompts, completions)) < BOUND
-    assert gap(completions, world.policies[first].logprobs(asked_prompts, completions)) > 0.1
+    assert gap(completions, world.policies[version].logprobs(prompts, completions)) < BOUND
+    assert gap(completions, world.policies[first].logprobs(prompts, completions)) > 0.1
 
 
 async def assert_still_serves(world: World, version: PolicyVersion) -> None:
-    asked = prompts(4)
-    completions = await answers(world, asked)
+    prompts = make_prompts(4)
+    completions = await answers(world, prompts)
     assert {span.version for completion in completions for span in completion.spans} == {version}
-    assert world.gaps(asked, completions)[0] < BOUND
+    assert world.gaps(prompts, completions)[0] < BOUND
 
 
-async def test_weights_that_change_after_staging_are_refused_and_the_old_ones_still_serve(world: World):
+async def test_weights_that_change_after_staging_are_refused_and_the_old_ones_stay(world: World):
     serving, version = world.engine.version, world.publish()
     with world.puller.fetch(version) as staged:
         part = world.folder / version.key / "part-0.float32.safetensors"
@@ -258,9 +254,9 @@ async def test_weights_that_change_after_staging_are_refused_and_the_old_ones_st
     await assert_still_serves(world, serving)
 
 
-async def test_weights_of_another_architecture_are_refused_by_name_and_the_old_ones_still_serve(world: World):
+async def test_weights_of_another_architecture_are_refused_and_the_old_ones_stay(world: World):
     serving, version = world.engine.version, world.publish(hidden_size=32)
-    # an actor that has fetched of the old architecture would not even stage it; one that just began does
+    # a puller that fetched the old architecture would not stage it; a new one does
     with contextlib.closing(Puller.of_folder(world.folder, "float32")) as puller, puller.fetch(version) as staged:
         with pytest.raises(UpdateRefused, match=r"tensor '.*' has shape \[.*32.*the served model .*64"):
             await world.engine.prepare(staged)
@@ -269,8 +265,8 @@ async def test_weights_of_another_architecture_are_refused_by_name_and_the_old_o
     await assert_still_serves(world, serving)
 
 
-async def test_a_variant_in_another_dtype_than_the_engine_serves_is_refused_and_its_own_is_read_exactly(world: World):
-    from weight_sync.vllm_engine import fitting_tensors
+async def test_a_variant_in_another_dtype_is_refused_and_the_matching_one_is_exact(world: World):
+    from leeway.weight_sync.vllm_engine import verified_tensors
 
     version = world.publish()
     with world.puller.fetch(version) as staged:
@@ -279,7 +275,7 @@ async def test_a_variant_in_another_dtype_than_the_engine_serves_is_refused_and_
             await world.engine.prepare(other)
         folder = prepare_serving_model(world.folder.parent / "model", world.folder.parent)
         served = SimpleNamespace(model=folder, dtype=torch.bfloat16)
-        found = fitting_tensors({"folder": str(staged.folder), "version": version.key, "dtype": "bfloat16"}, served)
+        found = verified_tensors({"folder": str(staged.folder), "version": version.key, "dtype": "bfloat16"}, served)
     truth = world.policies[version].model.state_dict()
     assert found.keys() == truth.keys() | {HEAD}
     for name, tensor in found.items():
@@ -287,9 +283,9 @@ async def test_a_variant_in_another_dtype_than_the_engine_serves_is_refused_and_
         assert torch.equal(tensor, truth[name].to(torch.bfloat16)), name
 
 
-async def test_a_prompt_that_is_too_long_is_refused_and_others_go_on(world: World):
+async def test_a_prompt_that_is_too_long_is_rejected_and_others_continue(world: World):
     too_long, fine = await asyncio.gather(
-        world.engine.generate([1] * 500), world.engine.generate(prompts(1)[0]), return_exceptions=True
+        world.engine.generate([1] * 500), world.engine.generate(make_prompts(1)[0]), return_exceptions=True
     )
     assert isinstance(too_long, RequestRefused)
     assert "500 tokens" in str(too_long)
@@ -297,15 +293,15 @@ async def test_a_prompt_that_is_too_long_is_refused_and_others_go_on(world: Worl
 
 
 async def test_the_same_seed_gives_the_same_completion(world: World):
-    prompt = prompts(1)[0]
+    prompt = make_prompts(1)[0]
     first, again, other = [await world.engine.generate(prompt, seed=seed) for seed in (7, 7, 8)]
     assert first.token_ids.tolist() == again.token_ids.tolist() != other.token_ids.tolist()
 
 
-async def interrupted(world: World, asked: list[list[int]], prefixes: list[Prefix | None], num_tokens: int):
-    """Generate from these prefixes until each sample has so many tokens more, or has ended; what there is of each."""
+async def interrupted(world: World, prompts: list[list[int]], prefixes: list[Prefix | None], num_tokens: int):
+    """Generate from these prefixes until each sample gains `num_tokens` or ends; return the tokens of each so far."""
     engine, tasks, least = world.engine, {}, {}
-    for index, (prompt, prefix) in enumerate(zip(asked, prefixes, strict=True)):
+    for index, (prompt, prefix) in enumerate(zip(prompts, prefixes, strict=True)):
         least[1, index] = num_tokens + (0 if prefix is None else len(prefix.token_ids))
         tasks[1, index] = asyncio.create_task(engine.generate(prompt, prefix=prefix, key=(1, index)))
 
@@ -320,33 +316,33 @@ async def interrupted(world: World, asked: list[list[int]], prefixes: list[Prefi
     return await asyncio.wait_for(asyncio.gather(*tasks.values()), 60)
 
 
-async def handed_on_twice(world: World) -> tuple[list[list[int]], list[Prefix]]:
-    """The prompts that have not ended meanwhile, and what there is of each; an update came after each time."""
-    asked = prompts(16)
-    prefixes: list[Prefix | None] = [None] * len(asked)
+async def requeued_twice(world: World) -> tuple[list[list[int]], list[Prefix]]:
+    """Interrupt samples twice, each time before an update; return unfinished prompts and their prefixes."""
+    prompts = make_prompts(16)
+    prefixes: list[Prefix | None] = [None] * len(prompts)
     for _ in range(2):
-        completions = await interrupted(world, asked, prefixes, num_tokens=3)
+        completions = await interrupted(world, prompts, prefixes, num_tokens=3)
         found = [Prefix(c.token_ids, c.logprobs, c.spans, 0.0) for c in completions]
-        whole = [world.engine.ended(prefix) for prefix in found]
-        assert [c.finish_reason for c in completions] == [why or HANDED_ON for why in whole]
-        asked = [prompt for prompt, why in zip(asked, whole, strict=True) if why is None]
-        prefixes = [prefix for prefix, why in zip(found, whole, strict=True) if why is None]
+        reasons = [world.engine.ended(prefix) for prefix in found]
+        assert [c.finish_reason for c in completions] == [why or REQUEUED for why in reasons]
+        prompts = [prompt for prompt, why in zip(prompts, reasons, strict=True) if why is None]
+        prefixes = [prefix for prefix, why in zip(found, reasons, strict=True) if why is None]
         with world.puller.fetch(world.publish()) as staged:
             await world.engine.prepare(staged)
             await world.engine.apply(staged, "keep")
-    return asked, prefixes
+    return prompts, prefixes
 
 
-async def test_a_sample_handed_on_twice_is_of_three_versions_and_each_token_is_its_versions(world: World):
-    """fp32: every span is scored anew; what came later never saw a key of the version before."""
-    for _ in range(10):  # on a busy machine all may have ended before we look
-        asked, prefixes = await handed_on_twice(world)
-        if len(asked) > 4:
+async def test_a_sample_requeued_twice_has_three_versions_with_matching_logprobs(world: World):
+    """In float32 every span matches its version: later spans never use keys of an earlier version."""
+    for _ in range(10):  # on a busy machine all may end before the first check
+        prompts, prefixes = await requeued_twice(world)
+        if len(prompts) > 4:
             break
     else:
-        pytest.fail("ten times hardly a sample was interrupted twice")
+        pytest.fail("too few samples were interrupted twice in ten attempts")
     finished = await asyncio.gather(
-        *[world.engine.generate(prompt, prefix=prefix) for prompt, prefix in zip(asked, prefixes, strict=True)]
+        *[world.engine.generate(prompt, prefix=prefix) for prompt, prefix in zip(prompts, prefixes, strict=True)]
     )
     for completion, prefix in zip(finished, prefixes, strict=True):
         assert_spans_cover(completion)
@@ -354,29 +350,29 @@ async def test_a_sample_handed_on_twice_is_of_three_versions_and_each_token_is_i
         assert completion.token_ids[: len(prefix.token_ids)].tolist() == prefix.token_ids.tolist()
         assert completion.finish_reason in COMPLETE
         assert len(completion.token_ids) <= CONFIG.max_new_tokens
-    first, later = world.gaps(asked, list(finished))
+    first, later = world.gaps(prompts, list(finished))
     assert max(first, later) < 1e-5
 
 
-async def test_a_killed_engine_is_reported_as_dead_and_stays_dead_and_says_what_there_was(world: World):
+async def test_a_killed_engine_stays_dead_and_keeps_the_tokens_received_so_far(world: World):
     engines = [child for child in psutil.Process().children(recursive=True) if "Engine" in child.name()]
     assert engines
-    for _ in range(10):  # where the machine has other work, it may answer all before it is suspended
-        asked = [world.engine.generate(prompt, key=(2, i)) for i, prompt in enumerate(prompts(32))]
-        before = asyncio.gather(*asked, return_exceptions=True)
+    for _ in range(10):  # on a busy machine it may complete all before it is suspended
+        requests = [world.engine.generate(prompt, key=(2, i)) for i, prompt in enumerate(make_prompts(32))]
+        before = asyncio.gather(*requests, return_exceptions=True)
         async with asyncio.timeout(60):
             while not (before.done() or any(world.engine.so_far((2, i)) for i in range(32))):
                 await asyncio.sleep(0.001)
         for engine in engines:
             engine.suspend()
-        await asyncio.sleep(0.1)  # what it had answered is heard
+        await asyncio.sleep(0.1)  # let its replies arrive
         if any(world.engine.runs((2, i)) for i in range(32)):
             break
         for engine in engines:
             engine.resume()
     else:
-        pytest.fail("ten times it answered all")
-    running = asyncio.gather(*[world.engine.generate(prompt) for prompt in prompts(32)])
+        pytest.fail("the engine completed all requests in ten attempts")
+    running = asyncio.gather(*[world.engine.generate(prompt) for prompt in make_prompts(32)])
     await asyncio.sleep(0.02)
     for engine in engines:
         engine.kill()
@@ -386,19 +382,19 @@ async def test_a_killed_engine_is_reported_as_dead_and_stays_dead_and_says_what_
         await world.engine.generate([1, 5])
     outcomes = await before
     left = [i for i, outcome in enumerate(outcomes) if isinstance(outcome, EngineDead)]
-    there = {i: found for i in left if (found := world.engine.so_far((2, i))) is not None}
-    assert there
-    truths = world.policies[world.engine.version].logprobs([prompts(32)[i] for i in there], list(there.values()))
-    assert gap(list(there.values()), truths) < 1e-5
+    saved = {i: found for i in left if (found := world.engine.so_far((2, i))) is not None}
+    assert saved
+    truths = world.policies[world.engine.version].logprobs([make_prompts(32)[i] for i in saved], list(saved.values()))
+    assert gap(list(saved.values()), truths) < 1e-5
 
 
 OWNER = """
 import asyncio, sys, time
 from pathlib import Path
 import psutil
-from actors.config import ActorsConfig
-from actors.engine import Engine
-from common.staleness import PolicyVersion
+from leeway.actors.config import ActorsConfig
+from leeway.actors.engine import Engine
+from leeway.common.staleness import PolicyVersion
 
 async def main():
     config = ActorsConfig(max_new_tokens=8, max_prompt_tokens=8, max_running_samples=2, kv_cache_gib=0.05)
@@ -411,8 +407,8 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.full  # test_life_of_a_run.py kills a command, and none of its engines is left
-async def test_an_engine_does_not_outlive_an_owner_that_was_killed(tmp_path: Path):
+@pytest.mark.full  # test_life_of_a_run.py kills a launcher and checks its engines
+async def test_an_engine_does_not_outlive_its_killed_owner(tmp_path: Path):
     tiny_llama(0, tied=False).save_pretrained(tmp_path / "model")
     script = tmp_path / "owner.py"
     script.write_text(OWNER)
@@ -428,7 +424,7 @@ async def test_an_engine_does_not_outlive_an_owner_that_was_killed(tmp_path: Pat
         owner.send_signal(signal.SIGKILL)
         owner.wait(10)
         if owner.stdout is not None:
-            # not read to its end, which an engine that lives on would never reach
+            # not read to the end, which a surviving engine would never let it reach
             owner.stdout.close()
     deadline_s = time.monotonic() + 60
     alive = pids

@@ -1,4 +1,4 @@
-"""One actor end to end: real vLLM engine, real buffer service, real weight store, the demo's model and task."""
+"""One actor end to end: real vLLM engine, buffer service and weight store, with the demo's model and task."""
 
 import asyncio
 from pathlib import Path
@@ -7,23 +7,23 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
-from actors.config import ActorsConfig
-from actors.loop import ActorLoop
-from actors.report import EvalRequest
-from actors.tasks.config import ReasoningGymTask
-from buffer.client import BufferClient
-from buffer.config import BufferConfig
-from buffer.service import BufferService
-from common.hf_folder import check_model_folder
-from common.staleness import PolicyVersion
+from leeway.actors.config import ActorsConfig
+from leeway.actors.loop import ActorLoop
+from leeway.actors.report import EvalRequest
+from leeway.actors.tasks.config import ReasoningGymTask
+from leeway.buffer.client import BufferClient
+from leeway.buffer.config import BufferConfig
+from leeway.buffer.service import BufferService
+from leeway.common.hf_folder import check_model_folder
+from leeway.common.staleness import PolicyVersion
+from leeway.weight_sync.config import WeightSyncConfig
+from leeway.weight_sync.publisher import Publisher
+from leeway.weight_sync.store import WeightStore
 from tests.trajectories import decode
 from tests.world.run_context import run_context, run_facts
 from tests.world.serving import serving
-from weight_sync.config import WeightSyncConfig
-from weight_sync.publisher import Publisher
-from weight_sync.store import WeightStore
 
-# importing vLLM warns about other libraries' use of each other
+# vLLM's imports warn about other libraries
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
 MODEL = Path(__file__).parents[2] / "examples" / "demo_model"
@@ -34,7 +34,7 @@ SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 2}
 
 @pytest.fixture
 def context(tmp_path):
-    """Of a run without a learner, whose buffer service is up."""
+    """Context of a run without a learner, with its buffer service running."""
     actors = ActorsConfig(group_size=K, max_prompt_tokens=8, max_new_tokens=8, max_running_samples=16)
     task = ReasoningGymTask(
         type="reasoning_gym", name="chain_sum", params=SUMS, template="{metadata[expression]:compact}=",
@@ -72,8 +72,8 @@ async def drawn(learner, step, version):
     return decode(draw.body)
 
 
-@pytest.mark.full  # the same holds for the actors of test_life_of_a_run.py, in roles of their own
-async def test_an_actor_feeds_the_learner_follows_its_weights_and_the_ledger_closes(context):
+@pytest.mark.full  # test_life_of_a_run.py covers actors in their own processes
+async def test_an_actor_feeds_the_learner_follows_its_weights_and_the_ledger_balances(context):
     address = context.buffer_address
     learner = BufferClient(address, run_id="e2e", role="learner", name="learner")
     learner.connect()
@@ -99,14 +99,14 @@ async def test_an_actor_feeds_the_learner_follows_its_weights_and_the_ledger_clo
     async with asyncio.timeout(120):
         while actor.report().version != (0, 1):
             await asyncio.sleep(0.01)
-    # what is leased from here on, for step 3, is generated under the new weights
+    # samples leased from now on, for step 3, are generated with the new weights
     await reply(learner.step_finished(1, 1))
     await reply(learner.published(0, 1))
     await drawn(learner, 2, 1)
     await reply(learner.step_finished(2, 2))
     late = await drawn(learner, 3, 2)
     assert {one.spans[0].version for one in late} == {PolicyVersion(0, 1)}
-    # a model of zeros is uniform over its vocabulary, which only the new weights can be
+    # a model of zeros is uniform over its vocabulary, and only the new weights are
     uniform = -np.log(check_model_folder(MODEL).vocab_size)
     assert np.concatenate([one.logprobs for one in late]) == pytest.approx(uniform, abs=1e-3)
 
@@ -115,8 +115,8 @@ async def test_an_actor_feeds_the_learner_follows_its_weights_and_the_ledger_clo
     assert before.greedy.num_scored == after.greedy.num_scored == 32
     assert before.greedy.num_correct > after.greedy.num_correct == 0
 
-    # it ends in the middle of its samples, and whoever leases them next has their tokens
-    await reply(learner.step_finished(3, 2, skipped=True))  # which makes room for more
+    # the actor stops amid its samples, and the next lease has their tokens
+    await reply(learner.step_finished(3, 2, skipped=True))  # makes room for more groups
     engine = actor._parts.engine
     async with asyncio.timeout(120):
         while not any(engine.so_far(key) for key in list(engine._running)):
@@ -126,7 +126,7 @@ async def test_an_actor_feeds_the_learner_follows_its_weights_and_the_ledger_clo
     counts, status = actor._maker.counts, await reply(learner.status())
     ledger = status.ledger
     assert (ledger["gap"], ledger["in_flight"], ledger["failed"]) == (0, 0, 0)
-    assert ledger["handed_on"] == counts.num_handed_on > 0
+    assert ledger["requeued"] == counts.num_requeued > 0
     assert ledger["committed"] == counts.outcomes["committed"]
     assert counts.num_tokens_lost == 0
     heir = BufferClient(address, run_id="e2e", role="actor", name="heir")

@@ -1,4 +1,4 @@
-"""Real runs of the other algorithms, each with what it has of its own, from actor to export."""
+"""Real runs of the other algorithms with their own features, from actor to export."""
 
 import json
 import os
@@ -11,11 +11,11 @@ from safetensors import safe_open
 
 from tests.world.live_run import LIMIT_S, ROOT, start
 
-pytestmark = pytest.mark.full  # what each loss has of its own is held by the unit tests
+pytestmark = pytest.mark.full  # unit tests cover the features of each loss
 
 
 def finished(folder, *overrides, example):
-    """Train to the end; the steps' metrics, and the run's summary."""
+    """Train to the end; return the metrics of the steps and the summary of the run."""
     process = start(folder, *overrides, "--actors.eval_every", "0", example=example)
     output, _ = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 0, output
@@ -23,7 +23,7 @@ def finished(folder, *overrides, example):
     return [row for row in rows if "loss" in row], json.loads((folder / "run" / "summary.json").read_text())
 
 
-def test_ppo_takes_several_updates_per_draw_with_a_critic_within_the_bound(tmp_path):
+def test_ppo_takes_several_updates_per_batch_with_a_critic_within_the_bound(tmp_path):
     steps, summary = finished(
         tmp_path,
         *("--learner.num_steps", "8", "--learner.num_minibatches", "2", "--learner.num_epochs", "2"),
@@ -34,10 +34,10 @@ def test_ppo_takes_several_updates_per_draw_with_a_critic_within_the_bound(tmp_p
     assert [row["step"] for row in steps] == list(range(1, 9))
     assert {row["updates/taken"] for row in steps} == {4}
     assert {row["buffer/ledger_gap"] for row in steps} == {0}
-    assert steps[0]["mismatch/lag0_abs"] < 1e-3, "pi_prox is that of the draw's start, so fresh tokens agree"
+    assert steps[0]["mismatch/lag0_abs"] < 1e-3, "pi_prox is from the start of the batch, so fresh tokens agree"
     assert 4 < summary["lag_max"] <= summary["max_lag"] == 9, "lags count updates"
     assert any(row["off_policy/clip_frac_low"] + row["off_policy/clip_frac_high"] > 0 for row in steps)
-    assert all(5 <= row["lag/allowed"] <= 9 for row in steps), "from one step of four updates above the least bound"
+    assert all(5 <= row["lag/allowed"] <= 9 for row in steps), "one step of four updates above the least bound"
     assert all(row["ppo/value_loss"] > 0 and row["off_policy/token_tis_frac"] is not None for row in steps)
     with safe_open(next((tmp_path / "run" / "model").glob("*00002-of-00002.safetensors")), "pt") as exported:
         assert not [name for name in exported.keys() if "value" in name and "head" in name]  # noqa: SIM118 -- no mapping
@@ -57,7 +57,7 @@ def test_dpo_pairs_answers_of_a_prompt_across_policy_versions(tmp_path):
     assert summary["lag_max"] > 0
 
 
-def test_a_baseline_and_a_weight_from_files_train(tmp_path):
+def test_a_baseline_and_a_sampler_from_files_train(tmp_path):
     steps, _ = finished(
         tmp_path,
         *("--algorithm.baseline", "examples/baseline.py:median", "--buffer.sampler", "examples/samplers.py:hard_ones"),
@@ -68,8 +68,8 @@ def test_a_baseline_and_a_weight_from_files_train(tmp_path):
     assert any(row["ppo/advantage_abs"] > 0 for row in steps)
 
 
-def test_the_loss_of_the_page_trains_from_any_folder_and_after_it_was_resumed(tmp_path, monkeypatch):
-    """Its text is that of docs/algorithms/README.md."""
+def test_the_documented_loss_trains_from_any_folder_and_after_a_resume(tmp_path, monkeypatch):
+    """The loss is that of docs/algorithms/README.md."""
     for name in ("own-loss.toml", "reinforce.py", "samplers.py", "file_reward.py", "file_rows.jsonl"):
         shutil.copy(ROOT / "examples" / name, tmp_path)
     steps, summary = finished(
@@ -80,7 +80,7 @@ def test_the_loss_of_the_page_trains_from_any_folder_and_after_it_was_resumed(tm
         example=str(tmp_path / "own-loss"),
     )
     assert summary["lag_max"] == 0
-    command = [sys.executable, "-m", "launch.cli", "resume", "run", "--learner.num_steps", "6"]
+    command = [sys.executable, "-m", "leeway", "resume", "run", "--learner.num_steps", "6"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False
@@ -116,8 +116,8 @@ token_budget = 256
 """
 
 
-def test_teachers_score_the_prompts_of_their_names_and_prompts_seldom_solved_have_larger_groups(tmp_path):
-    """Of all processes of a run only the actors see prompts without asking who teaches them."""
+def test_teachers_score_their_own_prompts_under_a_uniform_prompt_law(tmp_path):
+    """All processes except actors look up the teacher of each prompt."""
     sums = [(a, b) for a in range(10, 18) for b in range(10, 18)]
     rows = [{"question": f"{a} + {b}", "answer": str(a + b), "kind": ("even", "odd")[(a + b) % 2]} for a, b in sums]
     for row in rows[::2]:

@@ -1,4 +1,4 @@
-"""What only shows once a run is under way: one sentence, an exit status, and no process left behind."""
+"""Errors that appear only during a run: one sentence, an exit status, and no process left."""
 
 import contextlib
 import os
@@ -30,27 +30,27 @@ def mounts(tmp_path):
 
 
 def only_sentence(output: str) -> str:
-    """What the command said on the subject, which is a line."""
-    said = [line for line in output.splitlines() if line.startswith("leeway: ")]
-    assert len(said) == 1, output
+    """Return the only line of error of the launcher."""
+    lines = [line for line in output.splitlines() if line.startswith("leeway: ")]
+    assert len(lines) == 1, output
     assert "Traceback" not in output
-    return said[0]
+    return lines[0]
 
 
 def test_a_disk_without_space_for_the_folder_is_refused_before_anything_starts(mounts, capsys):
     disk = mounts.tmpfs("small", 1)
     fill(disk, leave_bytes=0)
-    status, _, said = leeway_here(capsys, "train", "examples/demo.toml", "--run.dir", disk, "--run.name", "run")
-    assert status == 2, said
-    assert "No space left on device" in only_sentence(said)
+    status, _, error = leeway_here(capsys, "train", "examples/demo.toml", "--run.dir", disk, "--run.name", "run")
+    assert status == 2, error
+    assert "No space left on device" in only_sentence(error)
     assert not (disk / "run").exists()
 
 
 @pytest.mark.full
 @pytest.mark.timeout(600)
-def test_a_disk_that_fills_up_ends_the_run_with_a_sentence_and_no_process_stays_and_it_can_be_gone_on_with(mounts):
+def test_a_full_disk_ends_the_run_with_one_sentence_and_the_run_can_be_resumed(mounts):
     disk = mounts.tmpfs("disk", 96)
-    # a checkpoint a step: one that cannot be written ends a run, weights that cannot wait for space until max_lag
+    # a checkpoint per step: its failed write ends a run; weights wait for space until max_lag
     often = ("--learner.checkpoint_every", "1")
     process = start(disk, "--learner.num_steps", "400", "--actors.eval_every", "0", *often)
     wait_for_steps(process, disk, 4, timeout_s=LIMIT_S)
@@ -61,12 +61,12 @@ def test_a_disk_that_fills_up_ends_the_run_with_a_sentence_and_no_process_stays_
     assert "leeway resume" in only_sentence(output)
     assert wait_for_end(family) == []
     ballast.unlink()
-    command = [sys.executable, "-m", "launch.cli", "resume", disk / "run", "--learner.num_steps", "15"]
+    command = [sys.executable, "-m", "leeway", "resume", disk / "run", "--learner.num_steps", "15"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_a_cluster_that_does_not_answer_is_refused_in_time(tmp_path):
+def test_an_unreachable_cluster_is_refused_in_time(tmp_path):
     process = start(tmp_path, "--launch.ray_address", "127.0.0.1:9")
     output, _ = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 2, output
@@ -76,24 +76,22 @@ def test_a_cluster_that_does_not_answer_is_refused_in_time(tmp_path):
 
 @pytest.fixture
 def other_ray(monkeypatch):
-    """Another cluster of this machine, which the environment names; (its command, its address)."""
+    """The process and the address of another cluster on this machine, which RAY_ADDRESS names."""
     folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # a socket's path has to be short
     port = free_port()
     address = f"127.0.0.1:{port}"
     options = ["--head", f"--port={port}", "--node-ip-address=127.0.0.1", f"--temp-dir={folder}", "--num-cpus=1"]
     options += ["--include-dashboard=false", f"--object-store-memory={80 * 2**20}", "--block"]
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
-    with (Path(folder) / "said").open("wb") as said:
-        other = subprocess.Popen(
-            [RAY, "start", *options], stdout=said, stderr=subprocess.STDOUT, start_new_session=True
-        )
+    with (Path(folder) / "log").open("wb") as log:
+        other = subprocess.Popen([RAY, "start", *options], stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
     try:
         wait_for_ray(address)
         monkeypatch.setenv("RAY_ADDRESS", address)
         yield other, address
     finally:
         family = descendants_of(other)
-        for each in (*family, psutil.Process(other.pid)):  # asked to end, it would drain for half a minute
+        for each in (*family, psutil.Process(other.pid)):  # on SIGTERM it would drain for 30 s
             with contextlib.suppress(psutil.NoSuchProcess):
                 each.kill()
         other.wait(timeout=30)
@@ -107,7 +105,7 @@ def test_a_run_beside_another_ray_neither_joins_nor_disturbs_it(tmp_path, other_
     other, address = other_ray
     deadline = time.monotonic() + LIMIT_S
     while len(before := servers(other)) < 2:
-        assert time.monotonic() < deadline, "the other Ray does not start"
+        assert time.monotonic() < deadline, "the other Ray did not start"
         time.sleep(0.5)
     process = start(tmp_path, "--learner.num_steps", "4", "--actors.eval_every", "0")
     wait_for_steps(process, tmp_path, 1, timeout_s=LIMIT_S)
@@ -120,7 +118,7 @@ def test_a_run_beside_another_ray_neither_joins_nor_disturbs_it(tmp_path, other_
 
 
 def fill_up(disk: Path) -> Path:
-    """A file that takes all the space of a disk that others write meanwhile; remove it to free the space."""
+    """Fill a disk that others write to; remove the returned file to free the space."""
     ballast = disk / "ballast"
     with ballast.open("wb", buffering=0) as file, contextlib.suppress(OSError):
         while True:
@@ -133,7 +131,7 @@ def wait_for_ray(address: str) -> None:
     while subprocess.run(
         [RAY, "status", "--address", address], capture_output=True, timeout=60, check=False
     ).returncode:
-        assert time.monotonic() < deadline, "the other Ray does not answer"
+        assert time.monotonic() < deadline, "the other Ray did not respond"
         time.sleep(0.5)
 
 

@@ -1,4 +1,4 @@
-"""A real run across three hosts; what calls launch/cluster.sh on Slurm and SkyPilot; and what its host file may be."""
+"""A real run across three hosts; calls of launch/cluster.sh on Slurm and SkyPilot; and checks of the host file."""
 
 import json
 import os
@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-
 from benchmarks.lib.runs import joined
-from launch.run_folder import RunFolder
+
+from leeway.launch.run_folder import RunFolder
 from tests.faults import hosts as machines
 from tests.faults.cluster import SCRIPT, Cluster, end
 
@@ -32,20 +32,20 @@ def hosts(tmp_path):
 
 
 @pytest.mark.full
-def test_a_run_across_three_hosts_trains_though_those_of_the_actors_do_not_see_its_folder(hosts, tmp_path):
+def test_a_run_across_three_hosts_trains_if_actors_do_not_share_its_folder(hosts, tmp_path):
     cluster = Cluster(hosts, tmp_path)
     cluster.up()
     run = tmp_path / "shared" / "run"
     try:
         process = cluster.run(tmp_path / "shared", "examples/pools.toml", *SHORT)
         machines.wait_until("both engines", lambda: all(has_engine(host) for host in hosts[1:]), 180)
-        assert not has_engine(hosts[0]), "an actor runs on the learner's host"
-        said = end(process, 300)
+        assert not has_engine(hosts[0]), "an actor runs on the host of the learner"
+        output = end(process, 300)
     finally:
         done = cluster.call("down")
     assert done.returncode == 0, done.stderr
     summary = json.loads((run / "summary.json").read_text())
-    assert (summary["num_steps"], summary["ledger_gap"], summary["trained_trajectories"]) == (8, 0, 8 * 64), said
+    assert (summary["num_steps"], summary["ledger_gap"], summary["trained_trajectories"]) == (8, 0, 8 * 64), output
     rows = [*joined(RunFolder(run))]
     exact, fast = (newest(rows, f"pool/{pool}/mismatch_lag0_abs") for pool in ("exact", "fast"))
     assert exact < 1e-4 < fast, "a pool does not serve in its own precision"
@@ -87,7 +87,7 @@ transport = "network"
 
 
 @pytest.mark.full
-def test_a_loss_of_a_users_trains_on_another_host_and_one_that_lacks_the_file_is_named(tmp_path):
+def test_a_user_loss_trains_on_another_host_and_a_host_without_it_is_named(tmp_path):
     """The last stage, which evaluates the loss, is on the second host; the file is in the /tmp of each host."""
     if reason := machines.missing():
         pytest.skip(reason)
@@ -100,17 +100,17 @@ def test_a_loss_of_a_users_trains_on_another_host_and_one_that_lacks_the_file_is
         try:
             made[0].inside(*copy)
             process = cluster.run(shared, str(shared / "own.toml"))
-            said, _ = process.communicate(timeout=300)
+            output, _ = process.communicate(timeout=300)
             assert process.returncode != 0
-            assert "stage.1: " in said
-            assert "there is no file /tmp/own/reinforce.py on host host-2" in said
-            assert "Traceback" not in said
+            assert "stage.1: " in output
+            assert "no file /tmp/own/reinforce.py on host host-2" in output
+            assert "Traceback" not in output
             made[1].inside(*copy)
-            said = end(cluster.run(shared, str(shared / "own.toml"), "--run.name", "second"), 300)
+            output = end(cluster.run(shared, str(shared / "own.toml"), "--run.name", "second"), 300)
         finally:
             cluster.call("down")
         rows = [json.loads(line) for line in (shared / "second" / "metrics.jsonl").read_text().splitlines()]
-        assert [row["step"] for row in rows if "reinforce/advantage_abs" in row] == [1, 2, 3], said
+        assert [row["step"] for row in rows if "reinforce/advantage_abs" in row] == [1, 2, 3], output
 
 
 def newest(rows: list[dict], key: str) -> float:
@@ -133,7 +133,7 @@ HOSTS = "node-1 learner\nnode-2 exact\nnode-3 fast\nnode-4 fast\n"
 
 @pytest.fixture
 def checkout(tmp_path):
-    """A folder whose launch/cluster.sh writes down its calls and the host file, and whose scontrol knows four nodes."""
+    """A folder whose launch/cluster.sh records its calls and the host file, and whose scontrol lists four nodes."""
     for path, text in (("launch/cluster.sh", RECORDER), ("bin/scontrol", f"#!/bin/sh\nprintf '{NODES}\\n'\n")):
         (tmp_path / path).parent.mkdir(exist_ok=True)
         (tmp_path / path).write_text(text)
@@ -142,7 +142,7 @@ def checkout(tmp_path):
 
 
 def calls_of(checkout: Path, command: list[str], **environment: str) -> list[str]:
-    """How a script called launch/cluster.sh; it leaves no file behind."""
+    """Return the calls of launch/cluster.sh by a script, which leaves no file behind."""
     (checkout / "calls").unlink(missing_ok=True)
     path = f"{checkout / 'bin'}:{os.environ['PATH']}"
     subprocess.run(command, cwd=checkout, env={"PATH": path, **environment}, check=True, timeout=60)
@@ -151,7 +151,7 @@ def calls_of(checkout: Path, command: list[str], **environment: str) -> list[str
     return (checkout / "calls").read_text().splitlines()
 
 
-def test_slurm_turns_the_nodes_of_its_job_into_hosts_and_takes_them_down_again(checkout):
+def test_a_job_of_slurm_uses_its_nodes_as_hosts_and_takes_them_down(checkout):
     script = [str(machines.CHECKOUT / "launch" / "slurm.sbatch"), "examples/pools.toml", "--run.seed", "1"]
     job = {"SLURM_SUBMIT_DIR": str(checkout), "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node-[1-4]"}
     calls = calls_of(checkout, ["bash", *script], SLURM_JOB_NAME="leeway", **job)
@@ -159,23 +159,23 @@ def test_slurm_turns_the_nodes_of_its_job_into_hosts_and_takes_them_down_again(c
     assert (checkout / "settings").read_text() == "/tmp/leeway-job-7.0 \n", "two jobs share the files of Ray"
 
 
-def test_a_job_of_slurm_goes_on_with_the_run_of_its_name_also_when_it_is_requeued(checkout):
+def test_a_job_of_slurm_resumes_the_run_of_its_name_also_after_a_requeue(checkout):
     script = [str(machines.CHECKOUT / "launch" / "slurm.sbatch"), "examples/pools.toml", "--learner.num_steps", "9"]
     job = {"SLURM_SUBMIT_DIR": str(checkout), "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node-[1-4]"}
     for name, restarts, run in (("mine", {}, "mine"), ("leeway", {"SLURM_RESTART_COUNT": "1"}, "leeway-7")):
-        made_before(checkout, run)
+        create_run(checkout, run)
         calls = calls_of(checkout, ["bash", *script], SLURM_JOB_NAME=name, **job, **restarts)
         assert calls == ["up", f"resume runs/{run} --learner.num_steps 9", "down"]
-    assert (checkout / "settings").read_text() == "/tmp/leeway-job-7.1 \n", "the hosts of before may not be its own now"
+    assert (checkout / "settings").read_text() == "/tmp/leeway-job-7.1 \n", "the earlier hosts may belong to other jobs"
 
 
-def made_before(checkout: Path, name: str) -> None:
-    """A run of which there is nothing but its config."""
+def create_run(checkout: Path, name: str) -> None:
+    """Create a run that has only a config."""
     (checkout / "runs" / name).mkdir(parents=True)
     (checkout / "runs" / name / "config.toml").touch()
 
 
-def test_skypilot_turns_its_nodes_into_hosts_and_takes_them_down_again(checkout):
+def test_a_task_of_skypilot_uses_its_nodes_as_hosts_and_takes_them_down(checkout):
     task = yaml.safe_load((machines.CHECKOUT / "launch" / "skypilot.yaml").read_text())
     assert task["setup"].strip() == "make install"
     node = {"SKYPILOT_NODE_RANK": "0", "SKYPILOT_NODE_IPS": NODES, **task["envs"]}
@@ -185,11 +185,11 @@ def test_skypilot_turns_its_nodes_into_hosts_and_takes_them_down_again(checkout)
     named = {**node, "RUN": "mine"}
     calls = calls_of(checkout, ["bash", "-euo", "pipefail", "-c", task["run"]], **named)
     assert calls == ["up", "run examples/pools.toml --run.dir runs --run.name mine", "down"]
-    made_before(checkout, "mine")
+    create_run(checkout, "mine")
     assert calls_of(checkout, ["bash", "-euo", "pipefail", "-c", task["run"]], **named)[1] == "resume runs/mine"
     (checkout / "calls").unlink()
     subprocess.run(["bash", "-c", task["run"]], cwd=checkout, env={**node, "SKYPILOT_NODE_RANK": "1"}, check=True)
-    assert not (checkout / "calls").exists(), "a node that is not the first one starts a cluster of its own"
+    assert not (checkout / "calls").exists(), "a node other than the first one started a cluster"
 
 
 # --- the host file ----------------------------------------------------------------------------------
@@ -198,24 +198,24 @@ def test_skypilot_turns_its_nodes_into_hosts_and_takes_them_down_again(checkout)
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("# nobody\n\n", "the host file FILE names no host; examples/hosts.txt shows one"),
-        ("10.0.0.1 a b c", "FILE:1: 'c' is too much; a line is HOST [POOL[,POOL...] [ADDRESS]]"),
-        ("10.0.0.1 a,,b", "FILE:1: 'a,,b' is not a list of pools; it is written a,b without spaces"),
-        ("10.0.0.1 a\n10.0.0.1 b", "FILE:2: 10.0.0.1 is there twice; give all its pools in one line"),
+        ("# no host\n\n", "the host file FILE has no hosts; see examples/hosts.txt"),
+        ("10.0.0.1 a b c", "FILE:1: remove 'c'; a line is HOST [POOL[,POOL...] [ADDRESS]]"),
+        ("10.0.0.1 a,,b", "FILE:1: 'a,,b' is not a list of pools; write it as a,b without spaces"),
+        ("10.0.0.1 a\n10.0.0.1 b", "FILE:2: 10.0.0.1 is listed twice; give all its pools in one line"),
         ("-oProxyCommand=x a", "FILE:1: '-oProxyCommand=x' is not a host"),
         (
             "localhost a\n10.0.0.2 b",
-            "the address of localhost is 127.0.0.1 here, where no other host reaches it; give its private address as "
+            "localhost resolves to 127.0.0.1 here, which other hosts cannot reach; give its private address as "
             "the third word of its line in FILE",
         ),
         (
             "nowhere.invalid a\n10.0.0.2 b",
-            "the address of nowhere.invalid is not known here; give its private address as the third word of its line "
-            "in FILE",
+            "the address of nowhere.invalid cannot be resolved here; give its private address as the third word of its "
+            "line in FILE",
         ),
     ],
 )
-def test_a_host_file_that_cannot_be_meant_so_is_refused_in_one_sentence(tmp_path, text, sentence):
+def test_an_invalid_host_file_is_refused_in_one_sentence(tmp_path, text, sentence):
     path = tmp_path / "hosts.txt"
     path.write_text(text)
     environment = {**os.environ, "HOME": str(tmp_path), "LEEWAY_SSH": "false"}

@@ -1,4 +1,4 @@
-"""Real runs that end before they have lived: interrupted while they start, without a restart left."""
+"""Real runs that end early: interrupted during the start, or without a restart left."""
 
 import json
 import os
@@ -22,7 +22,7 @@ from tests.world.live_run import (
 )
 
 
-def test_an_interrupt_while_starting_ends_at_once_and_without_processes(tmp_path):
+def test_an_interrupt_during_the_start_ends_at_once_and_without_processes(tmp_path):
     process = start(tmp_path)
     deadline = time.monotonic() + LIMIT_S
     while not any("ray::" in command_of(each) for each in descendants(process)):
@@ -37,8 +37,8 @@ def test_an_interrupt_while_starting_ends_at_once_and_without_processes(tmp_path
 
 
 @pytest.mark.full
-def test_a_killed_stage_ends_a_run_that_allows_no_restart_with_its_name_and_log(tmp_path, constants):
-    constants({"launch.processes.role_process.MAX_RESTARTS": 0})
+def test_a_killed_stage_ends_a_run_without_restarts_with_its_name_and_log(tmp_path, constants):
+    constants({"leeway.launch.processes.role_process.MAX_RESTARTS": 0})
     process = start(tmp_path, "--learner.num_steps", "100000")
     wait_for_steps(process, tmp_path, 1, timeout_s=LIMIT_S)
     family = descendants(process)
@@ -50,7 +50,7 @@ def test_a_killed_stage_ends_a_run_that_allows_no_restart_with_its_name_and_log(
     assert wait_for_end(family) == []
 
 
-@pytest.mark.full  # an interrupt is the same to the command, and ends the first life of test_life_of_a_run.py
+@pytest.mark.full  # test_life_of_a_run.py tests an interrupt, which the launcher handles alike
 def test_sigterm_ends_with_a_checkpoint_and_without_processes(tmp_path):
     process = start(tmp_path, "--learner.num_steps", "100000", "--learner.checkpoint_every", "100000")
     wait_for_steps(process, tmp_path, 2, timeout_s=LIMIT_S)
@@ -72,10 +72,8 @@ def judge(completions, answer, **_):
 """
 
 
-@pytest.mark.full  # its parts are in tests/unit: who counts, who stops the run, and with which words
-def test_a_run_whose_samples_all_fail_ends_with_the_reward_its_reason_and_a_prompt_and_goes_on_once_that_is_mended(
-    tmp_path,
-):
+@pytest.mark.full  # tests/unit has the parts: the count, the end of the run and its message
+def test_a_run_whose_samples_all_fail_ends_with_the_reason_and_can_be_resumed(tmp_path):
     broken = tmp_path / "broken"
     (tmp_path / "judge.py").write_text(REWARD.format(broken=str(broken)))
     rewards = ("--task.rewards", json.dumps([f"{tmp_path / 'judge.py'}:judge"]))
@@ -86,12 +84,12 @@ def test_a_run_whose_samples_all_fail_ends_with_the_reward_its_reason_and_a_prom
     output, _ = run.process.communicate(timeout=LIMIT_S)
     assert run.process.returncode == 1, output
     assert wait_for_end(family) == []
-    (said,) = [line for line in output.splitlines() if "failed in" in line][-1:]
-    assert "reward judge failed in actor-" in said
-    assert "samples in a row: KeyError: 'answer'; the last had the prompt '" in said
+    (error,) = [line for line in output.splitlines() if "failed in" in line][-1:]
+    assert "reward judge failed in actor-" in error
+    assert "samples in a row: KeyError: 'answer'; the last had the prompt '" in error
     broken.unlink()
     steps = run.steps()[-1]["step"] + 4
-    command = [sys.executable, "-m", "launch.cli", "resume", str(run.folder), "--learner.num_steps", str(steps)]
+    command = [sys.executable, "-m", "leeway", "resume", str(run.folder), "--learner.num_steps", str(steps)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=LIMIT_S)
     assert done.returncode == 0, done.stdout + done.stderr
     summary = json.loads((run.folder / "summary.json").read_text())

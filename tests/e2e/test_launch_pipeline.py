@@ -14,7 +14,7 @@ pytestmark = pytest.mark.full
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """The run, and the folder of its model: the demo's with four layers of random weights."""
+    """The run and the folder of its model, the demo's with four layers of random weights."""
     folder = tmp_path_factory.mktemp("runs")
     model_path = folder / "model"
     shutil.copytree(ROOT / "examples" / "demo_model", model_path)
@@ -35,21 +35,21 @@ def rows(run) -> list[dict]:
     return [row for row in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if "loss" in row]
 
 
-def test_every_step_is_there_and_the_ledger_closes(finished):
+def test_every_step_is_recorded_and_the_ledger_closes(finished):
     run, _ = finished
     assert [row["step"] for row in rows(run)] == list(range(1, 7))
     assert {row["buffer/ledger_gap"] for row in rows(run)} == {0}
     assert len(list((run / "logs").glob("stage.*.log"))) == 4
 
 
-def test_what_the_actor_samples_from_is_what_the_chunks_compute(finished):
+def test_the_actor_and_the_chunks_compute_the_same_logprobs(finished):
     run, _ = finished
     seen = [row["mismatch/lag0_abs"] for row in rows(run) if row["mismatch/lag0_tokens"]]
     assert seen, "step 1 trains on version 0 alone"
     assert max(seen) < 1e-3
 
 
-def test_the_export_is_the_whole_model_trained(finished):
+def test_the_export_is_the_whole_trained_model(finished):
     run, model_path = finished
     before = AutoModelForCausalLM.from_pretrained(model_path).state_dict()
     after = AutoModelForCausalLM.from_pretrained(run / "model").state_dict()

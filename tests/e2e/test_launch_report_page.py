@@ -1,6 +1,6 @@
-"""The report as a browser shows it: nothing overflows, every chart is drawn, all text can be read, nothing is fetched.
+"""The report in a browser: nothing overflows, every chart is drawn, all text is legible, nothing is fetched.
 
-Skipped where no Chromium is installed (Debian: apt-get install chromium).
+Skipped if Chromium is not installed (Debian: apt-get install chromium).
 """
 
 import html
@@ -11,8 +11,8 @@ import subprocess
 
 import pytest
 
-from launch.report.data import collect
-from launch.report.page import render
+from leeway.launch.report.data import collect
+from leeway.launch.report.page import render
 from tests.unit.report_run import make_run
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -20,7 +20,7 @@ LIMIT_S = 90
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed: apt-get install chromium")
 
-LOOK = """
+MEASURE = """
 const luminance = (text) => {
   const parts = text.match(/[\\d.]+/g).map(Number);
   const [r, g, b] = parts.slice(0, 3).map((c) => (c /= 255) <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4);
@@ -54,10 +54,10 @@ const channels = (name) => {
 };
 const plots = JSON.parse(document.getElementById("plots").textContent);
 const pixelsOf = (image, name) => {
-  const wanted = channels(name);
+  const target = channels(name);
   let count = 0;
   for (let i = 0; i < image.length; i += 4)
-    if (image[i + 3] > 128 && [0, 1, 2].every((c) => Math.abs(image[i + c] - wanted[c]) < 40)) count += 1;
+    if (image[i + 3] > 128 && [0, 1, 2].every((c) => Math.abs(image[i + c] - target[c]) < 40)) count += 1;
   return count;
 };
 for (const place of document.querySelectorAll(".plot")) {
@@ -96,12 +96,12 @@ addEventListener("message", (event) => {
 });
 </script>
 """
-"""A window is never narrower than 500 px, and a frame is."""
+"""Frames, because a window is never narrower than 500 px."""
 
 
 @pytest.fixture(scope="module", params=["whole", "one step", "long", "broken"])
 def page(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("runs") / ("b" * 60)  # a long name has to break
+    folder = tmp_path_factory.mktemp("runs") / ("b" * 60)  # a long name must wrap
     run = make_run(folder, num_steps={"one step": 1, "long": 20_000, "broken": 3}.get(request.param, 40))
     if request.param == "broken":
         run.status.unlink()
@@ -109,9 +109,9 @@ def page(request, tmp_path_factory):
     return request.param, render(collect(run))
 
 
-def look(page, folder, scheme):
-    """What a browser of this colour scheme sees of a page at both widths, and what it complains about."""
-    (folder / "page.html").write_text(page.replace("</body>", f"<script>{LOOK}</script></body>"))
+def measure(page, folder, scheme):
+    """Return the measurements of a page at both widths in this colour scheme, and the console messages."""
+    (folder / "page.html").write_text(page.replace("</body>", f"<script>{MEASURE}</script></body>"))
     (folder / "frames.html").write_text(FRAMES)
     command = [
         CHROMIUM,
@@ -124,29 +124,29 @@ def look(page, folder, scheme):
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=True)
     result = re.search(r'<pre id="result">(.+?)</pre>', done.stdout, flags=re.S)
     assert result is not None, done.stderr
-    complaints = [line for line in done.stderr.splitlines() if ":CONSOLE" in line]
-    return {each["width"]: each for each in json.loads(html.unescape(result.group(1)))}, complaints
+    messages = [line for line in done.stderr.splitlines() if ":CONSOLE" in line]
+    return {each["width"]: each for each in json.loads(html.unescape(result.group(1)))}, messages
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_browser_shows_the_page_as_it_is_meant(page, tmp_path, scheme):
-    which, text = page
-    seen, complaints = look(text, tmp_path, scheme)
-    assert complaints == []
+def test_a_browser_shows_the_page_correctly(page, tmp_path, scheme):
+    kind, text = page
+    seen, messages = measure(text, tmp_path, scheme)
+    assert messages == []
     assert sorted(seen, reverse=True) == list(WIDTHS)
     for width, found in seen.items():
         assert found["resources"] == []
         assert found["dark"] == (scheme == "dark")
-        assert found["title"].endswith("Leeway"), "a script of the run was run"
+        assert found["title"].endswith("Leeway"), "a script from the run was executed"
         assert found["wide"] == []
         assert found["scroll"] <= width
         assert found["texts"] > 100
-        assert found["low"] == [], "text that is hard to read"
-        assert len(found["charts"]) >= {"broken": 13}.get(which, 15)
+        assert found["low"] == [], "text with low contrast"
+        assert len(found["charts"]) >= {"broken": 13}.get(kind, 15)
         for label, num_pixels, num_of_axes in found["charts"]:
             assert label
-            assert num_of_axes > 0, f"an axis has no colour of the page: {label}"
-            if which == "whole" and not label.startswith("Failed samples"):  # of which one curve hides another
+            assert num_of_axes > 0, f"an axis lacks the colour of the page: {label}"
+            if kind == "whole" and not label.startswith("Failed samples"):  # one of its curves hides another
                 assert min(num_pixels) > 0, f"a curve is not drawn: {label}"
             assert sum(num_pixels) > 0, f"nothing is drawn: {label}"
         assert found["values"] == len(found["charts"]), "the arrow keys show values"

@@ -1,8 +1,7 @@
-"""One real run from its first step to its report: watched, scaled, robbed of its roles, interrupted, killed, resumed.
+"""One real run from its first step to its report: observed, scaled, interrupted, killed and resumed.
 
-Ray, vLLM, LMDB and ZeroMQ are real; the sockets are locked and weights travel over the network. The tests are the acts
-of one life, in this order, and each reads what the run itself left behind. An act that fails ends the life: those
-behind it are skipped.
+Ray, vLLM, LMDB and ZeroMQ are real; the sockets require keys, and weights are sent over the network. The tests run in
+this order on the same run, and each reads the files of the run. After a failed test, the later ones are skipped.
 """
 
 import contextlib
@@ -29,10 +28,10 @@ import torch
 import zmq
 from safetensors.torch import load_file
 
-from buffer import protocol as p
-from buffer.offline.inspect import Inspection, check_store, export
-from launch.observe.trace import read
-from learner.checkpoint_files import steps_in
+from leeway.buffer import protocol as p
+from leeway.buffer.offline.inspect import Inspection, check_store, export
+from leeway.launch.observe.trace import read
+from leeway.learner.checkpoint_files import steps_in
 from tests.constants import environment
 from tests.full import FULL
 from tests.world.command import leeway_here
@@ -52,7 +51,7 @@ ENDLESS = (
     *("--actors.eval_every", "10"),
 )
 LAST_STEPS = 20
-"""That the run has left when it is resumed for the last time."""
+"""Steps of the run after it is resumed for the last time."""
 REWARD = """
 import time
 from pathlib import Path
@@ -64,7 +63,7 @@ def exact(prompts, completions, answer, **columns):
         time.sleep(2)
     return [float(given.strip() == right) for given, right in zip(completions, answer)]
 """
-"""The task's own, which holds the run back where the file beside it is."""
+"""The reward of the task, which slows down the run if the file `slow` exists beside it."""
 LOSS = """
 from __future__ import annotations
 
@@ -73,8 +72,8 @@ from decimal import Decimal
 
 import numpy as np
 
-from algorithms.base import Algorithm, LossInputs, LossOutput
-from algorithms.trajectory_balance import TrajectoryBalanceConfig, trajectory_balance
+from leeway.algorithms.base import Algorithm, LossInputs, LossOutput
+from leeway.algorithms.trajectory_balance import TrajectoryBalanceConfig, trajectory_balance
 from beside import Shares
 
 
@@ -97,7 +96,7 @@ class Oldest:
 
 MINE, oldest = Algorithm(Mine, mine), Oldest()
 """
-"""The demo's loss and the default sampler, out of a file of a user's."""
+"""The loss of the demo and the default sampler, from a user's file."""
 BESIDE = """
 from dataclasses import dataclass
 
@@ -109,7 +108,7 @@ class Shares:
 
 
 class Life(LiveRun):
-    """The run, and what an act leaves for those behind it."""
+    """The run, and state that a test leaves for later ones."""
 
     def __init__(self, folder: Path) -> None:
         self.prometheus_port = free_port()
@@ -121,17 +120,17 @@ class Life(LiveRun):
         rewarded = ("--task.rewards", json.dumps([f"{reward}:exact"]), "--actors.reward_processes", "1")
         super().__init__(folder, *ENDLESS, *rewarded, *own, "--tracking.prometheus_port", str(self.prometheus_port))
         self.failed = ""
-        """The act in which it ended."""
+        """The test that failed."""
         self.family: list[psutil.Process] = []
         self.engine_sockets: list[Path] = []
         self.acknowledged: dict[tuple, dict] = {}
         self.step_when_killed = 0
-        self.said = ""
+        self.output = ""
 
     def resume(self, *overrides: object) -> None:
-        """Start `leeway resume`, as `start` starts `leeway train`."""
+        """Start `leeway resume`, like `start` for `leeway train`."""
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "launch.cli", "resume", str(self.folder), *map(str, overrides)],
+            [sys.executable, "-m", "leeway", "resume", str(self.folder), *map(str, overrides)],
             cwd=ROOT,
             text=True,
             stdout=subprocess.PIPE,
@@ -143,18 +142,18 @@ class Life(LiveRun):
     def last_step(self) -> int:
         return self.steps()[-1]["step"]
 
-    def wait_for_restart(self, who: str) -> None:
-        """Until it is told that a role was started again, and the run has trained since."""
-        self.wait_for(f"{who} to be started again", lambda: any(who in each["text"] for each in self.events("restart")))
+    def wait_for_restart(self, text: str) -> None:
+        """Wait until the restart of a role is reported and the run has trained since."""
+        self.wait_for(f"the restart: {text}", lambda: any(text in each["text"] for each in self.events("restart")))
         self.wait_for_steps(3)
 
     def actors(self) -> dict[str, dict]:
-        """What is known of each, by name."""
+        """Return the status of each actor by name."""
         return {each["name"]: each for each in json.loads((self.folder / "status.json").read_text())["actors"]}
 
     @contextlib.contextmanager
-    def held_back(self) -> Iterator[None]:
-        """Rewards take long for the length of a block: else an engine that starts has little of two cores."""
+    def slowed_down(self) -> Iterator[None]:
+        """Slow down rewards within the block; otherwise a starting engine gets little of two cores."""
         self._slow.touch()
         yield
         self._slow.unlink()
@@ -163,7 +162,7 @@ class Life(LiveRun):
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patched:
-        for name, value in environment({"learner.mesh.COLLECTIVE_TIMEOUT_S": COLLECTIVE_TIMEOUT_S}).items():
+        for name, value in environment({"leeway.learner.mesh.COLLECTIVE_TIMEOUT_S": COLLECTIVE_TIMEOUT_S}).items():
             patched.setenv(name, value)
         life = Life(tmp_path_factory.mktemp("life"))
         yield life
@@ -171,10 +170,10 @@ def run(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def act(run: Life, request):
-    """An act needs all those before it."""
+def needs_earlier_tests(run: Life, request):
+    """Skip the test if an earlier one failed."""
     if run.failed:
-        pytest.skip(f"the run's life ended in {run.failed}")
+        pytest.skip(f"{run.failed} failed")
     failed_before = request.session.testsfailed
     yield
     if request.session.testsfailed > failed_before:
@@ -182,20 +181,20 @@ def act(run: Life, request):
 
 
 def acknowledged(run: Life, capsys: pytest.CaptureFixture[str]) -> dict[tuple, dict]:
-    """Every stored trajectory by the key that it was acknowledged under."""
+    """Return every stored trajectory by the key of its acknowledgement."""
     out = run.folder.parent / "acknowledged.parquet"
-    status, *said = leeway_here(capsys, "buffer", "export", run.folder, out)
-    assert status == 0, said
+    status, *output = leeway_here(capsys, "buffer", "export", run.folder, out)
+    assert status == 0, output
     return {(row["actor"], row["epoch"], row["seq"]): row for row in pq.read_table(out).to_pylist()}
 
 
-# --- it lives -----------------------------------------------------------------------------------------
+# --- training -----------------------------------------------------------------------------------------
 
 
-def test_it_trains_on_what_actors_sample_meanwhile_within_the_bound(run: Life):
+def test_a_run_trains_on_concurrent_samples_within_the_bound(run: Life):
     run.wait_for_steps(12)
-    # rarely where steps are short: an actor that waits for a lease gets it when a version comes out
-    run.wait_for("what lived through an update", lambda: any(row["lag/in_flight"] > 0 for row in run.steps()))
+    # rare if steps are short: an actor that waits for a lease gets it when a version is published
+    run.wait_for("a sample across an update", lambda: any(row["lag/in_flight"] > 0 for row in run.steps()))
     rows = run.steps()
     assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
     assert {row["buffer/ledger_gap"] for row in rows} == {0}
@@ -207,27 +206,27 @@ def test_it_trains_on_what_actors_sample_meanwhile_within_the_bound(run: Life):
         assert row["mismatch/lag0_abs"] is None or row["mismatch/lag0_abs"] < 1e-3
 
 
-def test_it_is_its_owners_alone_and_a_stranger_is_not_answered(run: Life):
+def test_files_and_ports_of_a_run_are_private(run: Life):
     family = [psutil.Process(run.process.pid), *descendants(run.process)]
     listening = {address for each in family for address in listening_on(each)}
-    assert listening, "it listens on nothing: the test shows nothing"
+    assert listening, "nothing listens, so the test shows nothing"
     assert not [ip for ip, _ in listening if ip.removeprefix("::ffff:") not in ("127.0.0.1", "::1")]
-    # os.walk passes over a version of weights that goes meanwhile, which rglob does not
+    # unlike rglob, os.walk tolerates a version of weights that is deleted meanwhile
     everything = [Path(at, name) for at, folders, files in os.walk(run.folder) for name in (*folders, *files)]
     ports = {port for ip, port in listening if ip == "127.0.0.1"}
     services = {int((run.folder / name).read_text()) for name in ("buffer/port", "weights/PORT")}
     assert services <= ports, "the services of the buffer and of the weights listen"
-    assert answered_a_stranger(ports) == []
+    assert ports_without_keys(ports) == []
     assert len(everything) > 50
     assert not [path for path in (run.folder, *everything) if is_open_to_others(path)]
-    run.engine_sockets = folders_for_sockets(family)
+    run.engine_sockets = socket_folders(family)
     assert run.engine_sockets
 
 
-def test_it_is_seen_from_outside(run: Life, tmp_path, request, capsys):
-    status, said, errors = leeway_here(capsys, "status", run.folder, "--json")
+def test_status_metrics_top_and_export_work_during_a_run(run: Life, tmp_path, request, capsys):
+    status, output, errors = leeway_here(capsys, "status", run.folder, "--json")
     assert status == 0, errors
-    document = json.loads(said)
+    document = json.loads(output)
     assert (document["phase"], document["gone"], document["ended"]) == ("training", "", None)
     assert [each["state"] for each in document["actors"]] == ["working"]
     assert all(each["pid"] and each["host"] for each in document["actors"] + document["stages"])
@@ -241,7 +240,7 @@ def test_it_is_seen_from_outside(run: Life, tmp_path, request, capsys):
     assert 'leeway_actor_tokens_per_s{actor="actor-0",pool="first"}' in served
     assert "\nleeway_lag_token_max " in served
 
-    terminal = Terminal([sys.executable, "-m", "launch.cli", "top", str(run.folder)], 80, 24)
+    terminal = Terminal([sys.executable, "-m", "leeway", "top", str(run.folder)], 80, 24)
     request.addfinalizer(terminal.close)
     terminal.wait_for(lambda grid: any("groups ready" in line for line in grid.lines))
     step = terminal.grid.lines[1]
@@ -257,60 +256,60 @@ def test_it_is_seen_from_outside(run: Life, tmp_path, request, capsys):
     assert run.process.poll() is None, "the run ended when it was exported from"
 
 
-def caught_at_work(run: Life, engine: psutil.Process) -> bool:
-    """Stop the engine of actor 1, so that what it runs is in the middle; one with nothing to run goes on at once.
+def suspended_at_work(run: Life, engine: psutil.Process) -> bool:
+    """Suspend the engine of actor 1 in the middle of its samples; resume it at once if it has none.
 
-    An engine that is stopped for longer than `UPDATE_TIMEOUT_S` counts as dead, and its actor with it.
+    An engine that is suspended for longer than `UPDATE_TIMEOUT_S` counts as dead, and its actor too.
     """
 
-    def looked_at() -> int:
+    def polled_at() -> int:
         return (run.folder / "status.json").stat().st_mtime_ns
 
     engine.suspend()
-    stopped_at = looked_at()
-    run.wait_for("a look at the actors", lambda: looked_at() > stopped_at)
+    stopped_at = polled_at()
+    run.wait_for("a poll of the actors", lambda: polled_at() > stopped_at)
     if at_work := run.actors()["actor-1"]["running"] > 0:
         return at_work
     engine.resume()
     return False
 
 
-def is_back(actor: dict, told: psutil.Process) -> bool:
-    """It works in another process: what is known of it is for a moment that of the one that left."""
-    return actor["state"] == "working" and actor["pid"] != told.pid
+def is_back(actor: dict, old: psutil.Process) -> bool:
+    """Return whether the actor works in a new process; its status may still be of the old one."""
+    return actor["state"] == "working" and actor["pid"] != old.pid
 
 
-def test_actors_come_and_go(run: Life, capsys):
-    with run.held_back():
+def test_actors_can_be_added_terminated_and_removed(run: Life, capsys):
+    with run.slowed_down():
         more = leeway_here(capsys, "scale", run.folder, "--pool", "first", "--count", 2)
-        assert more[:2] == (0, "pool 'first' had 1 actor and is to have 2\n"), more
-        run.wait_for("samples of who came", lambda: run.actors().get("actor-1", {}).get("acknowledged"))
-    told, *below = run.processes("actor", 1)
+        assert more[:2] == (0, "pool 'first' scales from 1 to 2 actors\n"), more
+        run.wait_for("samples of the new actor", lambda: run.actors().get("actor-1", {}).get("acknowledged"))
+    old, *below = run.processes("actor", 1)
     (engine,) = [each for each in below if "EngineCore" in command_of(each)]
-    run.wait_for("samples in its engine", lambda: caught_at_work(run, engine))
+    run.wait_for("samples in its engine", lambda: suspended_at_work(run, engine))
     before = run.steps()[-1]
-    told.terminate()  # it is to be back once it has left
+    old.terminate()  # it restarts after its exit
     engine.resume()
     (left,) = run.wait_for("an actor to leave", lambda: run.events("left"))
-    # where others have the cores the buffer may not answer within a goodbye
+    # on a busy machine the buffer may not respond within the grace period
     lost = r"()" if FULL else r"(, [\d,]+ tokens lost)?"
-    told_us = re.fullmatch(rf"actor\.1 left by SIGTERM, (\d+) samples? handed on{lost}", left["text"])
-    assert wait_for_end([told], timeout_s=30) == []
-    run.wait_for("the ledger", lambda: run.steps()[-1]["buffer/handed_on"] > before["buffer/handed_on"])
+    match = re.fullmatch(rf"actor\.1 exited on SIGTERM, (\d+) samples? requeued{lost}", left["text"])
+    assert wait_for_end([old], timeout_s=30) == []
+    run.wait_for("the ledger", lambda: run.steps()[-1]["buffer/requeued"] > before["buffer/requeued"])
     row = run.steps()[-1]
-    if not told_us[2]:
-        assert row["buffer/handed_on"] - before["buffer/handed_on"] == int(told_us[1])
+    if not match[2]:
+        assert row["buffer/requeued"] - before["buffer/requeued"] == int(match[1])
         assert row["buffer/failed_lease"] == before["buffer/failed_lease"]
-    with run.held_back():
-        run.wait_for("who left to be back", lambda: is_back(run.actors()["actor-1"], told))
+    with run.slowed_down():
+        run.wait_for("the actor's restart", lambda: is_back(run.actors()["actor-1"], old))
     assert (run.actors()["actor-1"]["restarts"], run.events("restart")) == (0, []), "it was planned"
     before = run.steps()[-1]
     assert leeway_here(capsys, "scale", run.folder, "--pool", "first", "--count", 1)[0] == 0
-    for count, pool, why in ((0, "first", "keep 1"), (2, "second", "no pool 'second'")):
+    for count, pool, why in ((0, "first", "keep at least 1"), (2, "second", "unknown pool 'second'")):
         status, _, refused = leeway_here(capsys, "scale", run.folder, "--pool", pool, "--count", count)
         assert status == 2
         assert why in refused
-    run.wait_for("one to leave", lambda: run.actors().keys() == {"actor-0"})
+    run.wait_for("an actor to leave", lambda: run.actors().keys() == {"actor-0"})
     assert run.actors()["actor-0"]["state"] == "working"
     left = [each["text"] for each in run.events("left")]
     assert len(left) == 2
@@ -321,21 +320,21 @@ def test_actors_come_and_go(run: Life, capsys):
         assert after["pool/first/tokens_lost"] == 0
 
 
-# --- its roles die, and are started again --------------------------------------------------------------
+# --- restarts of roles ---------------------------------------------------------------------------------
 
 
-def test_a_killed_service_or_actor_is_started_again(run: Life):
-    for who, told in (("buffer", "the buffer service ended"), ("weights", "the weight service ended")):
-        (old, *_) = run.processes(who)
-        run.kill(who)
-        run.wait_for_restart(told)
+def test_a_killed_service_or_actor_is_restarted(run: Life):
+    for role, text in (("buffer", "the buffer service exited"), ("weights", "the weight service exited")):
+        (old, *_) = run.processes(role)
+        run.kill(role)
+        run.wait_for_restart(text)
         # its process may have no command line yet
-        run.wait_for(f"another {who}", lambda who=who, old=old: [e for e in run.processes(who) if e.pid != old.pid])
+        run.wait_for(f"another {role}", lambda role=role, old=old: [e for e in run.processes(role) if e.pid != old.pid])
     run.kill("actor", 0)
     run.wait_for_restart("actor.0 died")
 
 
-def test_a_stage_that_dies_or_hangs_is_started_again_with_the_others_while_all_else_carries_on(run: Life):
+def test_stages_restart_together_and_without_other_roles(run: Life):
     others = [each for role in ("buffer", "weights", "actor") for each in run.processes(role)]
     killed = run.processes("stage", 0)[0]
     killed.kill()
@@ -343,20 +342,20 @@ def test_a_stage_that_dies_or_hangs_is_started_again_with_the_others_while_all_e
     hung = run.processes("stage", 1)[0]
     hung.suspend()
     run.wait_for("their second restart", lambda: run.steps()[-1]["restarts"] == 2)
-    assert all(other.is_running() for other in others), "somebody else was started again"
-    assert wait_for_end([killed, hung]) == [], "a process that was replaced is left behind"
+    assert all(other.is_running() for other in others), "another role was restarted"
+    assert wait_for_end([killed, hung]) == [], "a replaced process is left"
     restarts = [each["text"] for each in run.events("restart") if each["text"].startswith("stage")]
-    died = "died" if FULL else "(died|did not answer the others)"  # a busy Ray tells late of a death
-    assert re.match(rf"stage\.[01] {died} .* all stages are started again from the checkpoint of step", restarts[0])
-    assert re.match(rf"stage\.[01] did not answer the others .* within {COLLECTIVE_TIMEOUT_S} s", restarts[1])
+    died = "died" if FULL else "(died|did not respond to the other ranks)"  # a busy Ray reports a death late
+    assert re.match(rf"stage\.[01] {died} .* all stages restart from the checkpoint of step", restarts[0])
+    assert re.match(rf"stage\.[01] did not respond to the other ranks .* within {COLLECTIVE_TIMEOUT_S} s", restarts[1])
 
 
-# --- it ends, and is gone on with ------------------------------------------------------------------------
+# --- end and resume -------------------------------------------------------------------------------------
 
 
-def test_one_interrupt_ends_it_with_a_checkpoint_and_without_a_process(run: Life):
+def test_an_interrupt_ends_a_run_with_a_checkpoint_and_without_a_process(run: Life):
     family = descendants(run.process)
-    os.killpg(run.process.pid, signal.SIGINT)  # as a terminal does it: every process gets the signal
+    os.killpg(run.process.pid, signal.SIGINT)  # like a terminal: every process gets the signal
     output, _ = run.process.communicate(timeout=LIMIT_S)
     assert run.process.returncode == 130, output
     assert wait_for_end(family) == []
@@ -364,107 +363,107 @@ def test_one_interrupt_ends_it_with_a_checkpoint_and_without_a_process(run: Life
     assert [path for path in run.engine_sockets if path.exists()] == []
 
 
-def test_killed_with_its_command_it_is_gone_and_says_how_to_go_on(run: Life, request, capsys):
+def test_status_of_a_killed_run_names_the_command_to_resume_it(run: Life, request, capsys):
     run.resume("--learner.checkpoint_every", 4)
     run.wait_for_steps(8)
-    terminal = Terminal([sys.executable, "-m", "launch.cli", "top", str(run.folder)], 80, 24)
+    terminal = Terminal([sys.executable, "-m", "leeway", "top", str(run.folder)], 80, 24)
     request.addfinalizer(terminal.close)
     terminal.wait_for(lambda grid: any("groups ready" in line for line in grid.lines))
     family = descendants(run.process)
     assert any("EngineCore" in command_of(each) for each in family)
     run.process.kill()
     run.process.communicate(timeout=LIMIT_S)
-    terminal.wait_for(lambda grid: "is gone since" in grid.lines[0])
+    terminal.wait_for(lambda grid: "exited at" in grid.lines[0])
     terminal.press("q")
     assert terminal.end() == 0
     assert wait_for_end(family) == []
-    status, said, _ = leeway_here(capsys, "status", run.folder)
+    status, output, _ = leeway_here(capsys, "status", run.folder)
     assert status == 1
-    assert f"nothing runs; `leeway resume {run.folder}` goes on" in said
-    # a checkpoint may be of a later step than the last that the command heard of
+    assert f"without a final status: run `leeway resume {run.folder}`" in output
+    # a checkpoint may be of a later step than the last reported one
     run.acknowledged, run.step_when_killed = (
         acknowledged(run, capsys),
         max(run.last_step, *steps_in(run.folder / "checkpoints")),
     )
     with (run.folder / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 30, "l')  # as a power cut leaves it
+        file.write('{"step": 30, "l')  # as after a power failure
 
 
-def test_resumed_on_another_layout_it_trains_to_its_end(run: Life):
+def test_a_run_resumed_on_another_layout_trains_to_its_end(run: Life):
     num_steps = run.step_when_killed + LAST_STEPS
-    # nothing of the run's own config is lost by what is given here
+    # these overrides keep the other keys of the run's config
     run.resume("--learner.num_stages", 1, "--learner.num_steps", num_steps)
-    run.said, _ = run.process.communicate(timeout=LIMIT_S)
-    assert run.process.returncode == 0, run.said
-    assert "changed: learner.num_stages = 1 (was 2)" in run.said
+    run.output, _ = run.process.communicate(timeout=LIMIT_S)
+    assert run.process.returncode == 0, run.output
+    assert "changed: learner.num_stages = 1 (was 2)" in run.output
     assert len(json.loads((run.folder / "run.json").read_text())["started_s"]) == 3
     kept = tomllib.loads((run.folder / "config.toml").read_text())
-    assert kept["learner"]["checkpoint_every"] == 4, "it was said when it was resumed before"
+    assert kept["learner"]["checkpoint_every"] == 4, "it was set at the first resume"
 
 
-# --- what it leaves -------------------------------------------------------------------------------------
+# --- results --------------------------------------------------------------------------------------------
 
 
-def test_nothing_acknowledged_was_lost_and_nothing_was_counted_twice(run: Life, capsys):
+def test_no_acknowledged_sample_is_lost_or_counted_twice(run: Life, capsys):
     names = ("group_id", "sample_index", "prompt_id", "token_ids", "logprobs", "reward", "spans")
     before, after = run.acknowledged, acknowledged(run, capsys)
     assert len(before) > 1000
     assert {actor for actor, _, _ in before} == {"actor-0", "actor-1"}
     lost = [key for key in before if key not in after or any(before[key][n] != after[key][n] for n in names)]
     assert lost == []
-    status, *said = leeway_here(capsys, "buffer", "verify", run.folder)
-    assert status == 0, said
+    status, *output = leeway_here(capsys, "buffer", "verify", run.folder)
+    assert status == 0, output
 
 
-def test_the_summary_is_of_the_whole_life(run: Life):
+def test_the_summary_covers_all_launches_of_a_run(run: Life):
     summary = json.loads((run.folder / "summary.json").read_text())
     num_steps = run.step_when_killed + LAST_STEPS
     assert (summary["num_steps"], summary["ledger_gap"], summary["num_heldout"]) == (num_steps, 0, 16)
     assert [row["step"] for row in run.steps()] == list(range(1, num_steps + 1)), "one row per step"
     assert {row["buffer/ledger_gap"] for row in run.steps()} == {0}
     counted = [row["restarts"] for row in run.steps()]
-    assert counted == sorted(counted), "each row is that of the learner that counts"
+    assert counted == sorted(counted), "each row is from the learner that counts"
     assert summary["trained_trajectories"] == summary["ledger"]["uses"] - summary["ledger"]["redone_uses"]
-    # where all attempts at a sample were lost with those who were killed, its group goes on without it
+    # if all attempts at a sample were lost with killed processes, its group continues without it
     missing = num_steps * 8 * 8 - summary["trained_trajectories"]
     assert missing <= summary["ledger"]["failed"]
     assert 0 < summary["lag_mean"] <= summary["lag_max"] <= summary["max_lag"] == 4
     assert summary["overlap_frac"] > 0
     ledger = summary["ledger"]
-    assert ledger["issued"] == ledger["in_flight"] + ledger["committed"] + ledger["failed"] + ledger["handed_on"]
+    assert ledger["issued"] == ledger["in_flight"] + ledger["committed"] + ledger["failed"] + ledger["requeued"]
     evaluations = json_rows(run.folder / "eval.jsonl")
     assert all(type(value) in (int, float) for row in evaluations for value in row.values())
     assert (evaluations[0]["policy_version"], evaluations[-1]["policy_version"]) == (0, num_steps)
     assert evaluations[0]["start"] == 0 < evaluations[-1]["start"]
     assert len(evaluations) >= 3, "no evaluation during the run"
-    told = json.loads((run.folder / "status.json").read_text())
-    assert told["buffer"]["ledger"] == ledger, "the ledger of the end"
-    assert told["published"] == f"{num_steps} (start {evaluations[-1]['start']})"
+    status = json.loads((run.folder / "status.json").read_text())
+    assert status["buffer"]["ledger"] == ledger, "the ledger of the end"
+    assert status["published"] == f"{num_steps} (start {evaluations[-1]['start']})"
 
 
-def test_what_it_cost_is_a_profile_that_foretells_what_it_did(run: Life):
-    from launch.config import load_config
-    from launch.run_folder import RunFolder
-    from planning.plans import predict, world_of
-    from planning.profiling import profile_of
+def test_a_profile_of_a_run_predicts_its_rate(run: Life):
+    from leeway.launch.config import load_config
+    from leeway.launch.run_folder import RunFolder
+    from leeway.planning.plans import predict, world_of
+    from leeway.planning.profiling import profile_of
 
     profile = profile_of([RunFolder(run.folder)])
     assert profile.engines["first"].law.seconds(8, 80) > 0
     assert 2 <= profile.samples.lengths.mean <= 8
     assert profile.learner.score_token_s > 0, "trajectory balance has a reference"
-    foretold = predict(world_of(load_config(run.folder / "config.toml"), profile), samples=8000)
+    predicted = predict(world_of(load_config(run.folder / "config.toml"), profile), samples=8000)
     rows = run.steps()[-LAST_STEPS + 3 :]
     seconds = rows[-1]["finished_s"] - rows[0]["finished_s"]
     measured = sum(row["batch/trajectories"] for row in rows[1:]) / seconds
-    most = 2.5 if FULL else 10  # others may have the cores for some of its steps
-    assert 1 / most < foretold.samples_per_s / measured < most, (foretold.samples_per_s, measured)
+    most = 2.5 if FULL else 10  # the cores may be busy during some of its steps
+    assert 1 / most < predicted.samples_per_s / measured < most, (predicted.samples_per_s, measured)
 
 
-def test_its_model_loads_in_plain_transformers_and_answers_as_the_run_said(run: Life):
+def test_the_model_loads_in_plain_transformers_with_the_reported_accuracy(run: Life):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from actors.tasks import load_task
-    from launch.config import load_config
+    from leeway.actors.tasks import load_task
+    from leeway.launch.config import load_config
 
     summary = json.loads((run.folder / "summary.json").read_text())
     model = AutoModelForCausalLM.from_pretrained(run.folder / "model")
@@ -478,10 +477,10 @@ def test_its_model_loads_in_plain_transformers_and_answers_as_the_run_said(run: 
     assert correct / len(problems) == pytest.approx(summary["accuracy_after"], abs=0.07)
 
 
-def test_it_exports_as_it_did_itself_and_passes_over_a_damaged_checkpoint(run: Life, tmp_path, capsys):
-    status, _, said = leeway_here(capsys, "resume", run.folder)
+def test_an_export_equals_that_of_the_run_and_skips_a_damaged_checkpoint(run: Life, tmp_path, capsys):
+    status, _, error = leeway_here(capsys, "resume", run.folder)
     assert status == 2
-    assert "Give it more to go on: --learner.num_steps" in said
+    assert "raise it to continue, as in --learner.num_steps" in error
     assert leeway_here(capsys, "export", run.folder, tmp_path / "newest")[0] == 0
     same_weights(tmp_path / "newest", run.folder / "model")
     newest = sorted((run.folder / "checkpoints").glob("step-*"))[-1]
@@ -489,42 +488,42 @@ def test_it_exports_as_it_did_itself_and_passes_over_a_damaged_checkpoint(run: L
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
-    status, _, said = leeway_here(capsys, "export", run.folder, tmp_path / "out", "--step", int(newest.name[5:]))
+    status, _, error = leeway_here(capsys, "export", run.folder, tmp_path / "out", "--step", int(newest.name[5:]))
     assert status == 2
-    assert "does not have the checksum that it was written with; there are those of step" in said
-    status, _, said = leeway_here(capsys, "export", run.folder, tmp_path / "out")
+    assert "is damaged: checksum mismatch; give a step that has one" in error
+    status, _, error = leeway_here(capsys, "export", run.folder, tmp_path / "out")
     assert status == 0
-    assert "the checkpoint before it is used" in said
+    assert "using the checkpoint before it" in error
 
 
-def test_the_last_line_names_its_report_and_the_timeline_has_every_role(run: Life):
-    assert run.said.splitlines()[-1] == f"report: {run.folder / 'report.html'}"
-    assert "What is missing" not in (run.folder / "report.html").read_text()
+def test_the_last_line_names_the_report_and_the_timeline_has_every_role(run: Life):
+    assert run.output.splitlines()[-1] == f"report: {run.folder / 'report.html'}"
+    assert "Missing data" not in (run.folder / "report.html").read_text()
     events = list(read(run.folder / "timeline.json"))
     kinds = {(event.who, event.cat) for event in events if event.ph == "X"}
-    of_actors = {(f"actor-{number}", what) for number in (0, 1) for what in ("generate", "update")}
+    of_actors = {(f"actor-{number}", kind) for number in (0, 1) for kind in ("generate", "update")}
     assert kinds >= of_actors | {("learner", "step"), ("learner", "wait_for_batch"), ("evaluation", "evaluate")}
     assert ("launch", "phase") in kinds
     assert ("buffer-0", "groups ready") in {(event.who, event.name) for event in events if event.ph == "C"}
 
 
-def test_its_folder_is_not_trained_into_again(run: Life, capsys):
+def test_the_folder_of_a_run_cannot_be_reused(run: Life, capsys):
     place = ("--run.dir", run.folder.parent, "--run.name", run.folder.name)
-    status, _, said = leeway_here(capsys, "train", "examples/demo.toml", *place)
+    status, _, error = leeway_here(capsys, "train", "examples/demo.toml", *place)
     assert status == 2
-    assert "exists already" in said
+    assert "already exists" in error
 
 
-# --- what others make of it ----------------------------------------------------------------------------
+# --- reuse of its samples -------------------------------------------------------------------------------
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("loss", ["trajectory_balance", "oapl"])
-def test_its_samples_train_another_run_by_any_loss_without_an_actor(run: Life, tmp_path, loss):
+def test_samples_of_a_run_train_another_run_by_any_loss_without_actors(run: Life, tmp_path, loss):
     store = run.folder / "buffer" / "data.mdb"
     before = store.read_bytes()
     command = (
-        *(sys.executable, "-m", "launch.cli"),
+        *(sys.executable, "-m", "leeway"),
         *("train", "examples/demo.toml", "--from", run.folder, "--run.dir", tmp_path, "--run.name", "offline"),
         *("--algorithm.type", loss, "--weight_sync.max_lag", "unbounded", "--actors.num_actors", 0),
         *("--learner.num_steps", 3, "--learner.groups_per_step", 8, "--learner.num_stages", 1),
@@ -552,18 +551,18 @@ def test_its_samples_train_another_run_by_any_loss_without_an_actor(run: Life, t
     assert (summary["num_steps"], summary["accuracy_before"], summary["accuracy_after"]) == (3, None, None)
 
 
-# --- looking closely ------------------------------------------------------------------------------------
+# --- helpers --------------------------------------------------------------------------------------------
 
 
 def is_open_to_others(path: Path) -> bool:
-    with contextlib.suppress(FileNotFoundError):  # it has just gone
+    with contextlib.suppress(FileNotFoundError):  # just deleted
         mode = path.lstat().st_mode
         return not stat.S_ISLNK(mode) and bool(mode & 0o077)
     return False
 
 
-def folders_for_sockets(processes: list[psutil.Process]) -> list[Path]:
-    """Those that vLLM's sockets in these processes lie in."""
+def socket_folders(processes: list[psutil.Process]) -> list[Path]:
+    """Return the folders of vLLM's sockets in these processes."""
     numbers = {str(process.pid) for process in processes}
     places = {Path(tempfile.gettempdir()), Path("/tmp")}
     found = (path for place in places for path in place.glob("leeway-*-vllm-*"))
@@ -574,28 +573,28 @@ def listening_on(process: psutil.Process) -> list[tuple[str, int]]:
     try:
         return [tuple(each.laddr) for each in process.net_connections("inet") if each.status == psutil.CONN_LISTEN]
     except psutil.Error:
-        return []  # it has just ended
+        return []  # just exited
 
 
-def answered_a_stranger(ports: set[int]) -> list[int]:
-    """The ports that answer a request without a key."""
+def ports_without_keys(ports: set[int]) -> list[int]:
+    """Return the ports that reply to a request without a key."""
     with zmq.Context() as context, contextlib.ExitStack() as stack:
-        strangers = {port: stack.enter_context(context.socket(zmq.DEALER)) for port in ports}
-        for port, stranger in strangers.items():
-            stranger.linger = 0
-            stranger.connect(f"tcp://127.0.0.1:{port}")
-            with contextlib.suppress(zmq.Again):  # it was refused already, and has no line any more
-                stranger.send(p.encode(1, p.StatusRequest()), zmq.NOBLOCK)
+        sockets = {port: stack.enter_context(context.socket(zmq.DEALER)) for port in ports}
+        for port, socket in sockets.items():
+            socket.linger = 0
+            socket.connect(f"tcp://127.0.0.1:{port}")
+            with contextlib.suppress(zmq.Again):  # already refused and disconnected
+                socket.send(p.encode(1, p.StatusRequest()), zmq.NOBLOCK)
         time.sleep(2.0)
-        answers = {port: stranger.recv_multipart() for port, stranger in strangers.items() if stranger.poll(0)}
-        # a web server of Ray's tells any peer that it speaks no HTTP
+        answers = {port: socket.recv_multipart() for port, socket in sockets.items() if socket.poll(0)}
+        # a web server of Ray replies to any peer that it expects HTTP
         return [
             port for port, frames in answers.items() if b"HTTP" not in b"".join(frames) and b"Server:" not in frames[0]
         ]
 
 
 def trajectories(run: Path, out: Path) -> pa.Table:
-    """All that are stored, in the order of their groups; nothing in the store is wrong."""
+    """Return all stored trajectories in the order of their groups; the store has no faults."""
     with Inspection.open(run) as inspection:
         assert check_store(inspection.store)["faults"] == []
         export(inspection, out)
@@ -603,12 +602,12 @@ def trajectories(run: Path, out: Path) -> pa.Table:
 
 
 def loss_and_gradient(samples: list[dict], folder: Path) -> tuple[float, float]:
-    """The loss of a run on these samples at its first version, and the norm of its gradient, in plain Transformers."""
+    """Return loss and gradient norm on these samples at the first version, computed with plain Transformers."""
     from transformers import AutoModelForCausalLM
 
-    from algorithms.base import LossInputs
-    from algorithms.registry import loss_for
-    from launch.config import load_config
+    from leeway.algorithms.base import LossInputs
+    from leeway.algorithms.registry import loss_for
+    from leeway.launch.config import load_config
 
     config = load_config(folder / "config.toml")
     model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float64)
@@ -624,7 +623,7 @@ def loss_and_gradient(samples: list[dict], folder: Path) -> tuple[float, float]:
         logprobs_T=logprobs_T,
         proximal_logprobs_T=now_T,
         behaviour_logprobs_T=torch.tensor([each for row in samples for each in row["logprobs"]], dtype=torch.float64),
-        reference_logprobs_T=now_T,  # the model as it starts
+        reference_logprobs_T=now_T,  # the initial model
         sequence_T=torch.tensor([number for number, each in enumerate(logprobs) for _ in each]),
         group_B=torch.tensor([groups.index(row["group_id"]) for row in samples]),
         rewards_B=torch.tensor([row["reward"] for row in samples], dtype=torch.float64),
@@ -639,7 +638,7 @@ def loss_and_gradient(samples: list[dict], folder: Path) -> tuple[float, float]:
 
 
 def same_weights(ours: Path, theirs: Path) -> None:
-    """The weights of two Hugging Face folders are equal, tensor by tensor."""
+    """Assert that the weights of two Hugging Face folders are equal, tensor by tensor."""
     found, expected = (
         {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
         for folder in (ours, theirs)

@@ -1,4 +1,4 @@
-"""A limit on the memory of processes, by a cgroup (version 1) of their own."""
+"""A memory limit for a group of processes: a temporary cgroup (version 1)."""
 
 import contextlib
 import os
@@ -21,30 +21,30 @@ while True:
 
 
 def missing() -> str:
-    """Why there can be none here; '' where there can."""
+    """Return why there can be no limit on this machine, or ''."""
     if not (_ROOT / "memory.limit_in_bytes").exists():
         return "needs the memory controller of cgroup version 1"
     return "" if os.access(_ROOT, os.W_OK) else "needs root"
 
 
 class MemoryLimit:
-    """Processes that together may have so much memory, the cache of their files included; who needs more is killed."""
+    """A memory limit shared by processes, page cache included; the kernel kills a process if the group exceeds it."""
 
     def __init__(self) -> None:
-        """Of none yet."""
+        """Create the group, without a limit and without processes."""
         self._folder = _ROOT / f"leeway-{os.getpid()}-{time.monotonic_ns()}"
         self._folder.mkdir()
         self.processes = self._folder / "cgroup.procs"
-        """Whoever writes its process id here is under the limit from its next allocation on."""
+        """Writing a process id to this file limits that process from its next allocation on."""
         enter = f"echo 0 >{self.processes}; echo 1000 >/proc/self/oom_score_adj"
         self.prefix = ["sh", "-c", f'{enter}; exec "$0" "$@"']
-        """Put before a command to run it under the limit, and have it killed before any other of the group.
+        """Prefix of a command that runs it under the limit, as the first process of the group to be killed.
 
-        To be spared instead would need a privilege.
+        A lower priority of being killed would need a privilege.
         """
 
-    def leave(self, room_bytes: int | None) -> None:
-        """From now on so much more may be used than is used now, and cannot be taken back; None for no limit."""
+    def allow(self, room_bytes: int | None) -> None:
+        """Allow `room_bytes` more than the unreclaimable memory in use; None removes the limit."""
         if room_bytes is None:
             self._write("memory.limit_in_bytes", -1)
             return
@@ -53,36 +53,36 @@ class MemoryLimit:
             try:
                 self._write("memory.limit_in_bytes", limit)
             except OSError:
-                limit += 2**20  # the kernel uses some for itself
+                limit += 2**20  # the kernel itself needs some
             else:
                 return
         raise AssertionError(f"the kernel accepts no limit up to {limit} bytes")
 
     @contextlib.contextmanager
-    def crowd(self) -> Iterator[None]:
-        """Meanwhile somebody else in the group takes all that is left; who came by `prefix` is killed for it, not he.
+    def exhaust(self) -> Iterator[None]:
+        """Use up the memory left by another process in the group; the kernel kills the process started with `prefix`.
 
-        Without him a process at its limit may live on for long, while the kernel takes its files' cache back and back.
+        Otherwise a process at its limit may run for long, while the kernel repeatedly reclaims the cache of its files.
         """
         neighbour = subprocess.Popen([sys.executable, "-c", _NEIGHBOUR, str(self.processes)])
         try:
             yield
         finally:
-            neighbour.kill()  # or the kernel has, once there was nobody else left to kill
-            assert neighbour.wait() == -signal.SIGKILL, "the neighbour ended by itself: the group was not crowded"
+            neighbour.kill()  # or the kernel killed it as the last process of the group
+            assert neighbour.wait() == -signal.SIGKILL, "the neighbour exited by itself: memory was not exhausted"
 
     def add(self, pid: int) -> None:
-        """From now on the process counts; what it has already stays where it was counted."""
+        """Count the process from now on; memory that it already has stays charged elsewhere."""
         self._write("cgroup.procs", pid)
 
     @property
     def used_bytes(self) -> int:
-        """Beside the cache of files, which the kernel takes back before it kills."""
+        """Return the memory in use, without the page cache, which the kernel reclaims before it kills."""
         lines = (self._folder / "memory.stat").read_text().splitlines()
         return next(int(line.split()[1]) for line in lines if line.startswith("total_rss "))
 
     def close(self) -> None:
-        """Remove the group; what still runs in it goes on without a limit."""
+        """Remove the group; processes in it continue without a limit."""
         for pid in self.processes.read_text().split():
             with contextlib.suppress(OSError):
                 (_ROOT / "cgroup.procs").write_text(pid)

@@ -1,4 +1,4 @@
-"""A cluster: launch/cluster.sh on hosts of their own, as a user calls it from a machine that reaches them by ssh."""
+"""`launch/cluster.sh` on simulated hosts, called as by a user whose machine reaches them by ssh."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ LIMIT_S = 240.0
 
 
 class Cluster:
-    """`call("up")` and the like. The host file names a pool for each host."""
+    """Run `launch/cluster.sh`, as in `call("up")`. The host file assigns pools to each host."""
 
     def __init__(self, hosts: Hosts, folder: Path, pools: tuple[str, ...] = POOLS) -> None:
-        """Nothing is started yet.
+        """Write the host file; start nothing.
 
         Args:
-            hosts: where.
-            folder: of the caller's home, and of the host file.
-            pools: of each host, `a,b`.
+            hosts: of the cluster.
+            folder: for the caller's home and the host file.
+            pools: of each host in turn, as `a,b`.
         """
         self.hosts = hosts
         self.home = folder / "caller"
         self.home.mkdir(parents=True)
         self.host_file = folder / "hosts.txt"
-        self.name_hosts(*(f"{host.address} {pool}" for host, pool in zip(hosts, pools, strict=True)))
+        self.write_hosts(*(f"{host.address} {pool}" for host, pool in zip(hosts, pools, strict=True)))
         kept = {key: value for key, value in os.environ.items() if not key.startswith(("RAY_", "LEEWAY_"))}
         self.environment = {**kept, "HOME": str(self.home), "LEEWAY_SSH": hosts.ssh, "LEEWAY_CPUS": "4"}
 
-    def name_hosts(self, *lines: str) -> None:
-        """Write the host file."""
+    def write_hosts(self, *lines: str) -> None:
+        """Write these lines to the host file."""
         self.host_file.write_text("# made by a test\n" + "\n".join(lines) + "\n")
 
     def call(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        """The script, to its end."""
+        """Run the script until it exits."""
         return subprocess.run(
             [str(SCRIPT), *arguments],
             env={**self.environment, **environment},
@@ -50,27 +50,27 @@ class Cluster:
         )
 
     def up(self) -> str:
-        """What `up` prints, after it did well."""
+        """Run `up`, which must succeed, and return its output."""
         done = self.call("up", str(self.host_file))
         assert done.returncode == 0, done.stderr + done.stdout
         return done.stdout
 
     def states(self) -> dict[str, str]:
-        """Of each host, what `status` says: "up" or "lost"."""
+        """Return the state of each host by `status`: "up" or "lost"."""
         done = self.call("status")
         assert done.returncode in (0, 1), done.stderr
-        told = (line.split(":")[0:2] for line in done.stdout.splitlines() if line.startswith("10."))
-        return {host: words.split(",")[0].strip() for host, words in told}
+        lines = (line.split(":")[0:2] for line in done.stdout.splitlines() if line.startswith("10."))
+        return {host: state.split(",")[0].strip() for host, state in lines}
 
     def lost_after_s(self, address: str, limit_s: float) -> float:
-        """Seconds until the head says that a host is lost."""
+        """Return the seconds until the head reports a host as lost."""
         return wait_until(f"{address} to be lost", lambda: self.states()[address] == "lost", limit_s, every_s=1.0)
 
     def run(self, folder: Path, config: str, *overrides: str) -> subprocess.Popen[str]:
-        """Start a run into folder/run."""
-        where = ("--run.dir", str(folder), "--run.name", "run")
+        """Start a run in folder/run."""
+        run_folder = ("--run.dir", str(folder), "--run.name", "run")
         return subprocess.Popen(
-            [str(SCRIPT), "run", config, *where, *overrides],
+            [str(SCRIPT), "run", config, *run_folder, *overrides],
             env=self.environment,
             cwd=CHECKOUT,
             stdout=subprocess.PIPE,
@@ -81,12 +81,12 @@ class Cluster:
 
 
 def end(process: subprocess.Popen[str], limit_s: float) -> str:
-    """What a run has said, after it ended well."""
+    """Wait until a run exits with status 0; return its output."""
     try:
-        said, _ = process.communicate(timeout=limit_s)
+        output, _ = process.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGTERM)
-        said, _ = process.communicate(timeout=60)
-        raise AssertionError(f"the run did not end within {limit_s:g} s: {said}") from None
-    assert process.returncode == 0, said
-    return said
+        output, _ = process.communicate(timeout=60)
+        raise AssertionError(f"the run did not exit within {limit_s:g} s: {output}") from None
+    assert process.returncode == 0, output
+    return output

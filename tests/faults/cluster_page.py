@@ -1,4 +1,4 @@
-"""The table of runs across hosts, written beside that of the fault matrix by a full run."""
+"""The page on runs across hosts, which a full run writes beside the fault matrix."""
 
 import time
 from dataclasses import dataclass
@@ -16,32 +16,32 @@ HEADER = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run showed."""
+    """Result of a run."""
 
     summary: dict[str, Any]
-    """summary.json."""
+    """Contents of summary.json."""
     rows: list[dict[str, Any]]
-    """Of its steps."""
+    """Rows of metrics.jsonl, one per step."""
     events: list[dict[str, Any]]
     by_actor: dict[str, int]
-    """Distinct samples that are stored."""
+    """Distinct stored samples, by actor."""
     acknowledged: dict[str, int]
-    """Samples of which each actor was told, by its own count."""
+    """Samples that each actor counted as acknowledged."""
 
     @property
     def num_lost(self) -> int:
-        """Samples that were acknowledged and are not stored; nothing is evicted in so short a run."""
+        """Return how many acknowledged samples are not stored; so short a run evicts none."""
         return sum(max(0, count - self.by_actor.get(actor, 0)) for actor, count in self.acknowledged.items())
 
     @property
     def accuracy(self) -> float:
-        """Greedy, of the held-out problems, after training."""
+        """Return the greedy accuracy on the held-out problems after training."""
         return float(self.summary["accuracy_after"])
 
     def mismatch(self) -> dict[str, float]:
-        """Of each pool: the mean |difference| of log-probabilities at lag 0, over the steps that had such tokens.
+        """Return each pool's mean |difference| of log-probabilities at lag 0, over the steps that have such tokens.
 
-        Of a single step it says little: a handful of tokens may be all that a pool had at lag 0.
+        A single step is not meaningful: a pool may have only a few tokens at lag 0.
         """
         found: dict[str, list[float]] = {}
         for row in self.rows:
@@ -52,19 +52,19 @@ class Outcome:
 
 
 class Page:
-    """Collects a line per run."""
+    """The rows of the page."""
 
     def __init__(self) -> None:
         self._lines: list[tuple[str, ...]] = []
 
     def add(self, setting: str, outcome: Outcome, against: Outcome | None, note: str) -> None:
-        """One run.
+        """Add the row of a run.
 
         Args:
-            setting: in words.
-            outcome: what it showed.
+            setting: short description of the run.
+            outcome: result of the run.
             against: the run on one host; None for that run itself.
-            note: what else happened.
+            note: further remarks.
         """
         summary = outcome.summary
         took_s = outcome.rows[-1]["finished_s"] - outcome.rows[0]["started_s"]
@@ -86,7 +86,7 @@ class Page:
         )
 
     def write(self, path: Path) -> None:
-        """Make the page."""
+        """Write the page."""
         lines = [
             "# A run across three hosts, measured",
             "",
@@ -95,7 +95,7 @@ class Page:
             "`launch/cluster.sh`; so all of them together have its cores, and samples/s compare settings, not machine "
             "sizes. The config is `examples/pools.toml`: pool `exact` serves in float32, `fast` in bfloat16 with twice "
             "the samples in flight. Accuracy is greedy over the held-out problems. Acknowledged lost: what each actor "
-            "counted as acknowledged, less what the store has of it.",
+            "counted as acknowledged, minus what is stored.",
             "",
             "| " + " | ".join(HEADER) + " |",
             "|" + "---|" * len(HEADER),

@@ -1,11 +1,8 @@
-"""Fixtures of the fault tests, and the table of what they showed."""
+"""Fixtures of the fault tests, and the table of their results."""
 
 from pathlib import Path
 
 import pytest
-
-from buffer import client as client_module
-from buffer.client import BufferClient
 from tests.faults import results
 from tests.faults.actor_process import ActorProcess
 from tests.faults.cluster import Cluster
@@ -13,13 +10,16 @@ from tests.faults.disks import Mounts
 from tests.faults.service_process import REQUEST_TIMEOUT_S, Load, Service
 from tests.full import FULL
 
+from leeway.buffer import client as client_module
+from leeway.buffer.client import BufferClient
+
 _RECORDER = pytest.StashKey[results.Recorder]()
 
 
 def pytest_configure(config):
     config.addinivalue_line(
         "markers",
-        "fault(row, what, control=False, tools=(), root=False, full=False): a row of the fault matrix, or its control",
+        "fault(row, label, control=False, tools=(), root=False, full=False): a row of the fault matrix, or its control",
     )
     config.stash[_RECORDER] = results.Recorder()
 
@@ -56,13 +56,13 @@ def pytest_sessionfinish(session):
 
 @pytest.fixture
 def show(request):
-    """`show("50 kills, 0 lost")`: a note for the table; several are joined by commas."""
+    """`show("50 kills, 0 lost")`: a note for the table; notes are joined by commas."""
     return request.config.stash[_RECORDER].shown[request.node.nodeid].notes.append
 
 
 @pytest.fixture
 def start_service(tmp_path):
-    """`start_service(**arguments of Service)`: a service that ends with the test; by default in tmp_path/buffer."""
+    """`start_service(**arguments of Service)`: a service, closed after the test; by default in tmp_path/buffer."""
     running = []
 
     def start(folder=None, **arguments) -> Service:
@@ -76,19 +76,19 @@ def start_service(tmp_path):
 
 @pytest.fixture(autouse=True)
 def quick_clients(monkeypatch):
-    """Clients of a buffer send again sooner what is not answered."""
+    """Shorten the request timeout of buffer clients, so that lost requests are sent again sooner."""
     monkeypatch.setattr(client_module, "REQUEST_TIMEOUT_S", REQUEST_TIMEOUT_S)
 
 
 @pytest.fixture
 def service(start_service):
-    """A service with the facts and config of `service_process`."""
+    """A service with the default facts and config of `service_process`."""
     return start_service()
 
 
 @pytest.fixture
 def connect(service):
-    """`connect(name, role)`: a client of `service` that is closed with the test."""
+    """`connect(name, role)`: a client of `service` that is closed after the test."""
     clients = []
 
     def make(name, role="actor"):
@@ -103,7 +103,7 @@ def connect(service):
 
 @pytest.fixture
 def load_on():
-    """`load_on(service, **arguments of Load)`: a running load whose clients are closed with the test."""
+    """`load_on(service, **arguments of Load)`: a running load whose clients are closed after the test."""
     loads = []
 
     def start(service, **arguments) -> Load:
@@ -117,7 +117,7 @@ def load_on():
 
 @pytest.fixture
 def mounts(tmp_path):
-    """Small disks that are unmounted with the test, after what runs on them has ended."""
+    """Small disks that are unmounted after the processes on them have exited."""
     folder = tmp_path / "disks"
     folder.mkdir()
     made = Mounts(folder)
@@ -127,7 +127,7 @@ def mounts(tmp_path):
 
 @pytest.fixture
 def start_actor(tmp_path):
-    """`start_actor(service, name, **options)`: an ActorProcess that ends with the test."""
+    """`start_actor(service, name, **options)`: an ActorProcess that is killed after the test."""
     started = []
 
     def start(service, name, **options) -> ActorProcess:
@@ -141,7 +141,7 @@ def start_actor(tmp_path):
 
 @pytest.fixture
 def cluster(hosts, tmp_path):
-    """Hosts on which nothing runs; `hosts` is of the module."""
+    """A cluster on the module's `hosts`, on which nothing runs yet."""
     made = Cluster(hosts, tmp_path)
     yield made
     for host in hosts:

@@ -1,4 +1,4 @@
-"""Small disks of our own: tmpfs, and ext4 on a loop device. Both need root, and are unmounted with the test."""
+"""Small disks for tests: tmpfs, and ext4 on a loop device. They need root and are unmounted after the test."""
 
 import os
 import shutil
@@ -9,24 +9,24 @@ MIB = 2**20
 
 
 def run(*command: object) -> None:
-    """Run a program; its error is shown where it fails."""
+    """Run a program; on failure show its stderr."""
     done = subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, f"{' '.join(map(str, command))}: {done.stderr}"
 
 
 class Mounts:
-    """What is mounted, to be unmounted in reverse."""
+    """Mounted disks, unmounted in reverse order."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._mounted: list[Path] = []
 
     def tmpfs(self, name: str, size_mib: int) -> Path:
-        """A disk in memory of this size."""
+        """Mount a tmpfs of this size; return its folder."""
         return self._mount(name, "-t", "tmpfs", "-o", f"size={size_mib}m", "tmpfs")
 
     def ext4(self, name: str, size_mib: int) -> tuple[Path, Path]:
-        """(its folder, its image): a new ext4 in a file."""
+        """Mount a new ext4 in an image file; return its folder and the image."""
         image = self._folder / f"{name}.img"
         with image.open("wb") as file:
             file.truncate(size_mib * MIB)
@@ -34,7 +34,7 @@ class Mounts:
         return self.image(name, image), image
 
     def image(self, name: str, image: Path) -> Path:
-        """The folder of an ext4 in this file; its journal is replayed as after a power cut."""
+        """Mount the ext4 in this image; its journal is replayed, as after a power cut. Return the folder."""
         return self._mount(name, "-o", "loop", image)
 
     def unmount(self, folder: Path) -> None:
@@ -55,7 +55,7 @@ class Mounts:
 
 
 def fill(folder: Path, *, leave_bytes: int) -> Path:
-    """A file that takes all space but so much; remove it to free the space."""
+    """Write a file that leaves `leave_bytes` of free space; delete it to free the space."""
     ballast = folder / "ballast"
     free = shutil.disk_usage(folder).free
     with ballast.open("wb") as file:
@@ -63,10 +63,10 @@ def fill(folder: Path, *, leave_bytes: int) -> Path:
     return ballast
 
 
-def copy_at_one_moment(image: Path, copy: Path) -> None:
-    """Copy a disk to which nobody but the kernel's own write-back writes: again, until it held still meanwhile."""
+def copy_snapshot(image: Path, copy: Path) -> None:
+    """Copy the image of a disk that only the kernel's write-back writes to; retry until it did not change meanwhile."""
     for _ in range(50):
         run("cp", "--sparse=always", image, copy)
         if subprocess.run(["cmp", "-s", str(image), str(copy)], timeout=60, check=False).returncode == 0:
             return
-    raise AssertionError(f"{image} never held still")
+    raise AssertionError(f"{image} never stopped changing")

@@ -1,8 +1,8 @@
-"""Hosts: machines of their own on this one, for tests of a cluster.
+"""Simulated hosts on this machine, for tests of a cluster.
 
-A host has its own network with an address on a common bridge, its own process table, host name, /tmp, /dev/shm and
-home. It sees the checkout as this process does and, if so wanted, one folder more, where the runs go. `Hosts.ssh` takes
-the place of ssh. A host ends with its first process, and that one with the test process, however that ends.
+A host has its own network with an address on a common bridge, and its own process table, host name, /tmp, /dev/shm
+and home. It sees the checkout and optionally one shared folder, for the runs. `Hosts.ssh` replaces ssh. A host exits
+with its first process, which exits with the test process in every case, crashes included.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ while True:
     except ChildProcessError:
         time.sleep(0.1)'
 """
-"""Of the first process of a host: NAME PYTHON FOLDER..., which stay in sight. It stays, and reaps what parents left."""
+"""Script of the first process of a host: NAME PYTHON FOLDER...; the folders stay visible. It reaps orphans forever."""
 
 _SSH = """#!/usr/bin/env bash
 # SSH HOST COMMAND
@@ -56,36 +56,36 @@ exec nsenter -t "$pid" -n -m -p -u -i -- env -i {environment} bash -c "$2"
 
 
 def missing() -> str:
-    """Why hosts cannot be made here; '' where they can."""
+    """Return why hosts cannot be made on this machine, or ''."""
     if os.geteuid() != 0:
         return "hosts of their own namespaces need root"
-    lacking = [tool for tool in TOOLS if shutil.which(tool) is None]
-    if lacking:
-        return f"the commands {', '.join(lacking)} are missing (Debian: apt-get install iproute2 iptables util-linux)"
+    absent = [tool for tool in TOOLS if shutil.which(tool) is None]
+    if absent:
+        return f"the commands {', '.join(absent)} are missing (Debian: apt-get install iproute2 iptables util-linux)"
     probe = ["unshare", "--net", "--mount", "--pid", "--uts", "--ipc", "--fork", "--mount-proc", "hostname", "probe"]
     made = subprocess.run(probe, capture_output=True, text=True, timeout=20, check=False)
     return f"namespaces cannot be made here: {made.stderr.strip()}" if made.returncode else ""
 
 
 class Host:
-    """One of them. It is on from its making."""
+    """A simulated host; it is powered on at creation."""
 
-    def __init__(self, number: int, net: str, bridge: str, folder: Path, shared: Path, *, sees: bool) -> None:
+    def __init__(self, number: int, net: str, bridge: str, folder: Path, shared: Path, *, sees_shared: bool) -> None:
         self.name = f"host-{number}"
         self.address = f"{net}.{number}"
         self._device, self._bridge, self._folder = f"{bridge}p{number}", bridge, folder
-        # the checkout lies below /tmp, too, where it was cloned there
-        self._seen = [*([shared] if sees else []), *([CHECKOUT] if CHECKOUT.is_relative_to("/tmp") else [])]
+        # the checkout may be below /tmp
+        self._seen = [*([shared] if sees_shared else []), *([CHECKOUT] if CHECKOUT.is_relative_to("/tmp") else [])]
         self._first: subprocess.Popen[str] | None = None
         self._pid = 0
         self.power_on()
 
     def power_on(self) -> None:
-        """Boot it, with an empty /tmp."""
+        """Boot the host with an empty /tmp."""
         spaces = ["--net", "--mount", "--pid", "--uts", "--ipc", "--fork", "--kill-child", "--mount-proc"]
-        tied, python = ("setpriv", "--pdeathsig", "KILL"), os.path.realpath(sys.executable)
+        guard, python = ("setpriv", "--pdeathsig", "KILL"), os.path.realpath(sys.executable)
         self._first = subprocess.Popen(
-            [*tied, "unshare", *spaces, "bash", "-c", _BOOT, "boot", self.name, python, *map(str, self._seen)],
+            [*guard, "unshare", *spaces, "bash", "-c", _BOOT, "boot", self.name, python, *map(str, self._seen)],
             stdout=subprocess.PIPE,
             text=True,
             start_new_session=True,
@@ -102,34 +102,34 @@ class Host:
         (self._folder / f"{self.address}.pid").write_text(str(self._pid))
 
     def power_off(self) -> None:
-        """Every process of it is gone at once, and so is its network; nobody is told."""
+        """Kill every process of the host at once and remove its network, without notifying any peer."""
         if self._first is None:
             return
         (self._folder / f"{self.address}.pid").unlink(missing_ok=True)
-        # Its end of the network first: a host that loses power sends no farewell.
+        # Remove the network first, so that exiting processes cannot notify their peers.
         subprocess.run(["ip", "link", "delete", self._device], capture_output=True, check=False)
         self._first.kill()
         self._first.communicate(timeout=20)
         self._first = None
 
     def prefix(self) -> list[str]:
-        """Put before a command to run it there."""
+        """Return the prefix of a command that runs it on the host."""
         return ["nsenter", "-t", str(self._pid), "-n", "-m", "-p", "-u", "-i", "--"]
 
     def inside(self, *command: str) -> str:
-        """What a command there prints.
+        """Run a command on the host and return its output.
 
         Raises:
-            OSError: it failed.
+            OSError: the command failed.
         """
         return run(*self.prefix(), *command)
 
     def tied_prefix(self) -> list[str]:
-        """The same; the command ends with the process that is made of it."""
+        """Return `prefix` for a command that is killed when its parent exits."""
         return [*self.prefix(), "setpriv", "--pdeathsig", "KILL"]
 
     def processes(self) -> list[str]:
-        """Command lines of all that runs there, but for the first process and this question."""
+        """Return the command lines of the host's processes, except the first one and this `ps`."""
         lines = self.inside("ps", "-eo", "pid=,stat=,args=").splitlines()
         rows = [line.split(maxsplit=2) for line in lines]
         return [
@@ -137,55 +137,55 @@ class Host:
         ]
 
     def listening(self) -> list[str]:
-        """ADDRESS:PORT of all that listens there."""
+        """Return ADDRESS:PORT of every listening socket."""
         return sorted(line.split()[3] for line in self.inside("ss", "-Hltn").splitlines())
 
     def files(self) -> list[str]:
-        """Everything in its /tmp, which holds its home, and in its /dev/shm; not the folders of this machine there."""
+        """Return all files in the host's /tmp (with its home) and /dev/shm, except folders of this machine."""
         pruned = [word for folder in self._seen for word in ("-path", str(folder), "-prune", "-o")]
         found = self.inside("find", "/tmp", "/dev/shm", "-mindepth", "1", *pruned, "-print")
-        own_way = {str(parent) for folder in self._seen for parent in folder.parents} | {
+        expected = {str(parent) for folder in self._seen for parent in folder.parents} | {
             "/tmp/home",
             "/tmp/home/.cache",
         }
-        return sorted(set(found.splitlines()) - own_way)
+        return sorted(set(found.splitlines()) - expected)
 
     # --- its network ------------------------------------------------------------------------------
 
     def cut(self) -> None:
-        """Drop every packet in both directions; neither side is told."""
+        """Drop every packet in both directions, without notifying either side."""
         (self._folder / f"{self.address}.cut").touch()
         self.inside("iptables", "-I", "INPUT", "-i", "eth0", "-j", "DROP")
         self.inside("iptables", "-I", "OUTPUT", "-o", "eth0", "-j", "DROP")
 
     def lose(self, share: float) -> None:
-        """Drop this share of the packets that come, at random."""
+        """Drop this share of the incoming packets at random."""
         chance = ("-m", "statistic", "--mode", "random", "--probability", str(share))
         self.inside("iptables", "-A", "INPUT", "-i", "eth0", *chance, "-j", "DROP")
 
     def slow_down(self, megabits_per_s: float) -> None:
-        """Limit both directions to this rate; what does not fit a queue of 0.4 s is dropped."""
+        """Limit both directions to this rate; packets beyond a queue of 0.4 s are dropped."""
         limit = ("root", "tbf", "rate", f"{megabits_per_s}mbit", "burst", "32kbit", "latency", "400ms")
         run("tc", "qdisc", "replace", "dev", self._device, *limit)
         self.inside("tc", "qdisc", "replace", "dev", "eth0", *limit)
 
     def num_dropped(self) -> int:
-        """How many packets the rules of now have dropped: that an injection took place."""
+        """Return how many packets the current rules dropped, as evidence that the fault was injected."""
         listed = self.inside("iptables", "-L", "-v", "-x", "-n")
         return sum(int(line.split()[0]) for line in listed.splitlines() if " DROP " in line and "Chain" not in line)
 
     def heal(self) -> None:
-        """Take every rule and limit away."""
+        """Remove every rule and limit."""
         (self._folder / f"{self.address}.cut").unlink(missing_ok=True)
         self.inside("iptables", "-F")
-        for where in ([], self.prefix()):
-            device = "eth0" if where else self._device
-            gone = [*where, "tc", "qdisc", "delete", "dev", device, "root"]
-            subprocess.run(gone, capture_output=True, check=False)
+        for prefix in ([], self.prefix()):
+            device = "eth0" if prefix else self._device
+            command = [*prefix, "tc", "qdisc", "delete", "dev", device, "root"]
+            subprocess.run(command, capture_output=True, check=False)
 
 
 class Hosts(Sequence[Host]):
-    """Hosts on one bridge, on which this process is too. A context manager."""
+    """Hosts on a bridge to which this machine is connected too. A context manager."""
 
     def __init__(
         self,
@@ -194,13 +194,13 @@ class Hosts(Sequence[Host]):
         environment: dict[str, str] | None = None,
         seen_by: Sequence[int] | None = None,
     ) -> None:
-        """Nothing is made yet.
+        """Store the settings; the hosts are created on entry.
 
         Args:
-            shared: the folder that hosts see where it is.
-            count: how many.
-            environment: what a login there finds, beside HOME and PATH.
-            seen_by: the hosts that see the folder, from 0; None for all.
+            shared: folder visible to the hosts under its own path.
+            count: number of hosts.
+            environment: of a login shell, added to HOME and PATH.
+            seen_by: indices of the hosts that see the folder; None for all.
         """
         number = random.SystemRandom().randrange(1, 250)
         self._bridge = f"lwb{os.getpid() % 10000}x{number}"[:12]
@@ -214,7 +214,7 @@ class Hosts(Sequence[Host]):
 
     @property
     def ssh(self) -> str:
-        """A command that takes the place of ssh."""
+        """Return the path of the command that replaces ssh."""
         return str(self._folder / "ssh")
 
     def __enter__(self) -> Hosts:
@@ -226,8 +226,8 @@ class Hosts(Sequence[Host]):
             run("ip", "addr", "add", f"{self._net}.254/24", "dev", self._bridge)
             run("ip", "link", "set", self._bridge, "up")
             for index in range(self._count):
-                sees = index in self._seen_by
-                host = Host(index + 1, self._net, self._bridge, self._folder, self._shared, sees=sees)
+                sees_shared = index in self._seen_by
+                host = Host(index + 1, self._net, self._bridge, self._folder, self._shared, sees_shared=sees_shared)
                 self._hosts.append(host)
         except BaseException:
             self.__exit__()
@@ -247,10 +247,10 @@ class Hosts(Sequence[Host]):
 
 
 def run(*command: str) -> str:
-    """What it prints.
+    """Run a command and return its output.
 
     Raises:
-        OSError: it failed.
+        OSError: the command failed.
     """
     done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
     if done.returncode:
@@ -258,15 +258,15 @@ def run(*command: str) -> str:
     return done.stdout
 
 
-def wait_until(what: str, look, limit_s: float, every_s: float = 0.5) -> float:
-    """Seconds until `look()` is true.
+def wait_until(name: str, condition, limit_s: float, every_s: float = 0.5) -> float:
+    """Wait until `condition()` is true; return the seconds that this took.
 
     Raises:
-        TimeoutError: it did not become so.
+        TimeoutError: it was not true within `limit_s`.
     """
     started = time.monotonic()
-    while not look():
+    while not condition():
         if time.monotonic() - started > limit_s:
-            raise TimeoutError(f"waited {limit_s:g} s for {what}")
+            raise TimeoutError(f"waited {limit_s:g} s for {name}")
         time.sleep(every_s)
     return time.monotonic() - started

@@ -1,4 +1,4 @@
-"""A run folder, its buffer service, and the ranks of its learner as processes that can be killed."""
+"""A run folder, its buffer service, and the ranks of its learner as processes that tests can kill."""
 
 import contextlib
 import json
@@ -13,28 +13,28 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.format_utils import _EmptyStateDictLoadPlanner
-from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
-from transformers import LlamaConfig, LlamaForCausalLM
-
-from buffer.client import BufferClient
-from buffer.config import BufferConfig
-from buffer.schema import Trajectory, VersionSpan
-from buffer.service import BufferService
-from common.run import RunFacts
-from common.staleness import PolicyVersion
 from tests.faults.learner_stage_process import run_rank
 from tests.world.buffer import InProcessBuffer
 from tests.world.files import json_rows
 from tests.world.forks import FORKS
 from tests.world.ports import free_port
 from tests.world.run_context import run_facts
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.format_utils import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from leeway.buffer.client import BufferClient
+from leeway.buffer.config import BufferConfig
+from leeway.buffer.schema import Trajectory, VersionSpan
+from leeway.buffer.service import BufferService
+from leeway.common.run import RunFacts
+from leeway.common.staleness import PolicyVersion
 
 ROOT = Path(__file__).parents[2]
 GROUP_SIZE, GROUPS_PER_STEP, VOCABULARY = 4, 3, 32
 MANY = 1000
-"""A bound of lag that lets the groups of all steps be recorded before the first."""
+"""Lag bound that allows recording the groups of all steps before the first one."""
 
 
 def make_model(folder: Path, *, tied: bool = False, num_layers: int = 2) -> None:
@@ -53,8 +53,8 @@ def make_model(folder: Path, *, tied: bool = False, num_layers: int = 2) -> None
     (folder / "tokenizer_config.json").write_text("{}")
 
 
-def make_up(lease, index: int, version: PolicyVersion, random: np.random.Generator, **fields) -> Trajectory:
-    """A sample of uniform tokens, rewarded for small ids."""
+def new_sample(lease, index: int, version: PolicyVersion, random: np.random.Generator, **fields) -> Trajectory:
+    """Return a sample of uniform tokens whose reward is the share of small token ids."""
     length = int(random.integers(2, 8))
     tokens = random.integers(0, VOCABULARY, 4 + length).astype(np.int32)
     made = {
@@ -86,7 +86,7 @@ def facts_of(updates_per_step: int = 1, **staleness) -> RunFacts:
 
 
 def record(folder: Path, num_steps: int, updates_per_step: int = 1) -> None:
-    """Fill a buffer with what so many steps train, so that a learner needs no actor."""
+    """Fill a buffer with the samples of `num_steps` steps, so that a learner needs no actor."""
     random = np.random.default_rng(0)
     buffer = InProcessBuffer(folder, facts_of(updates_per_step, max_lag=MANY))
     epoch, sequence_number, num_groups = buffer.hello("actor-0").epoch, 0, 0
@@ -98,15 +98,15 @@ def record(folder: Path, num_steps: int, updates_per_step: int = 1) -> None:
             rows = []
             for index in lease.sample_indices:
                 named = {"actor": "actor-0", "epoch": epoch, "seq": sequence_number}
-                rows.append(make_up(lease, index, PolicyVersion(0, 0), random, **named))
+                rows.append(new_sample(lease, index, PolicyVersion(0, 0), random, **named))
                 sequence_number += 1
             buffer.push(rows)
             num_groups += 1
     buffer.close()
 
 
-class MadeUpActor:
-    """Leases like an actor; samples tokens uniformly, rewards small token ids."""
+class RandomActor:
+    """An actor that leases groups, samples tokens uniformly and rewards small token ids."""
 
     def __init__(self, address: str) -> None:
         self._client = BufferClient(address, run_id="test", role="actor", name="actor-0")
@@ -133,7 +133,7 @@ class MadeUpActor:
                 time.sleep(0.01)
             for lease in grant.leases if not self.paused.is_set() else ():
                 for index in lease.sample_indices:
-                    sample = make_up(lease, index, PolicyVersion(*grant.newest), self._random)
+                    sample = new_sample(lease, index, PolicyVersion(*grant.newest), self._random)
                     self._client.push(self._rewarded(sample))
 
     def _rewarded(self, sample: Trajectory) -> Trajectory:
@@ -141,25 +141,25 @@ class MadeUpActor:
 
 
 class Rank:
-    """One process of a learner."""
+    """A process of a learner."""
 
-    def __init__(self, orders: Path, number: int, log: Path, *, as_script: bool) -> None:
-        """Start it.
+    def __init__(self, spec: Path, number: int, log: Path, *, as_script: bool) -> None:
+        """Start the process.
 
         Args:
-            orders: of learner_stage_process.
-            number: of the rank.
-            log: its output.
-            as_script: as an interpreter of its own, which ends as such do; else forked, which is quicker.
+            spec: file with the settings of learner_stage_process.
+            number: rank number.
+            log: file for its output.
+            as_script: start a separate interpreter, as a run does; otherwise fork, which is faster.
         """
         self.number, self.log_path = number, log
         self._process: subprocess.Popen | multiprocessing.process.BaseProcess
         if as_script:
             with log.open("w") as file:
-                command = [sys.executable, "-m", "tests.faults.learner_stage_process", str(orders), str(number)]
+                command = [sys.executable, "-m", "tests.faults.learner_stage_process", str(spec), str(number)]
                 self._process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, cwd=ROOT)
         else:
-            self._process = FORKS.Process(target=run_rank, args=(orders, number, log))
+            self._process = FORKS.Process(target=run_rank, args=(spec, number, log))
             self._process.start()
 
     @property
@@ -168,7 +168,7 @@ class Rank:
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs."""
+        """Return the exit code; None while the process runs."""
         return self._process.poll() if isinstance(self._process, subprocess.Popen) else self._process.exitcode
 
     def kill(self) -> None:
@@ -178,7 +178,7 @@ class Rank:
         self._process.terminate()
 
     def wait(self, timeout_s: float = 60) -> int | None:
-        """Its exit code; None where it did not end in time."""
+        """Wait for the process; return its exit code, or None after a timeout."""
         if isinstance(self._process, subprocess.Popen):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(timeout_s)
@@ -191,11 +191,11 @@ class LearnerRun:
     """A run folder, its buffer service and the ranks started in it."""
 
     def __init__(self, folder: Path, *, recorded: Path | None = None, updates_per_step: int = 1, **model) -> None:
-        """Make the folder and start the service.
+        """Create the folder and start the service.
 
         Args:
             folder: of the run.
-            recorded: a folder that `record` filled, to be copied; None for an empty buffer and bounded lags.
+            recorded: a folder that `record` filled, which is copied; None for an empty buffer and bounded lags.
             updates_per_step: M.
             model: arguments of `make_model`.
         """
@@ -213,9 +213,9 @@ class LearnerRun:
         self._thread.start()
         self.ranks: list[Rank] = []
         self.weight_sync: dict[str, object] = {"max_lag": facts.staleness.max_lag}
-        """The learner's section; the buffer service has its own."""
+        """[weight_sync] section of the learner; the buffer service has its own."""
         self.constants: dict[str, object] = {}
-        """Constants of the ranks, by dotted name."""
+        """Constants to set in the ranks, by dotted name."""
 
     @property
     def checkpoints(self) -> Path:
@@ -225,11 +225,11 @@ class LearnerRun:
         """Start all ranks.
 
         Args:
-            algorithm: its section; None: trajectory balance.
-            hooks: of learner_stage_process.
+            algorithm: [algorithm] section; None for trajectory balance.
+            hooks: faults of learner_stage_process by name, with their values.
             as_script: see `Rank`.
-            teachers: folders of the models that prompts have in turn, by their ids; none: the model itself scores all.
-            config: the [learner] section.
+            teachers: folders of teacher models, assigned to prompts in turn; if empty, the model itself scores samples.
+            config: changes to the [learner] section.
         """
         section = {
             "num_stages": 2,
@@ -238,7 +238,7 @@ class LearnerRun:
             "learning_rate": 1e-2,
             **config,
         }
-        orders = {
+        spec = {
             "config": section,
             "rendezvous": f"tcp://127.0.0.1:{free_port()}",
             "model_path": str(self.folder / "model"),
@@ -247,11 +247,11 @@ class LearnerRun:
             "run_folder": str(self.folder),
             "algorithm": algorithm or {"type": "trajectory_balance"},
             "hooks": hooks or {},
-            "constants": {"learner.stage.COLLECTIVE_TIMEOUT_S": 30.0, **self.constants},
+            "constants": {"leeway.learner.stage.COLLECTIVE_TIMEOUT_S": 30.0, **self.constants},
             "weight_sync": self.weight_sync,
         }
-        path = self.folder / "orders.json"
-        path.write_text(json.dumps(orders))
+        path = self.folder / "spec.json"
+        path.write_text(json.dumps(spec))
         for ready in self.folder.glob("ready-*"):
             ready.unlink()
         num_ranks = section["num_stages"] * section.get("num_replicas", 1)
@@ -260,7 +260,7 @@ class LearnerRun:
         return self.ranks
 
     def train(self, algorithm=None, hooks=None, **config) -> None:
-        """Start all ranks and wait for their good end."""
+        """Start all ranks and wait until they exit successfully."""
         codes = self.finish(self.start(algorithm, hooks, **config))
         assert set(codes) == {0}, self.logs()
 
@@ -274,24 +274,24 @@ class LearnerRun:
         return [rank.wait(90) for rank in ranks]
 
     def reports(self) -> list[dict]:
-        """Reports of all steps that were ever finished, redone ones again."""
+        """Return the reports of all finished steps, redone steps again."""
         return json_rows(self.folder / "reports.jsonl")
 
     @property
     def step(self) -> int:
-        """The last step that was finished."""
+        """Return the last finished step."""
         reports = self.reports()
         return reports[-1]["step"] if reports else 0
 
     def wait_until_ready(self) -> None:
-        """All ranks have loaded everything, and begin to train."""
+        """Wait until all ranks have finished set-up and begin to train."""
         paths = [self.folder / f"ready-{rank.number}" for rank in self.ranks]
         self.wait_until(lambda: all(path.exists() for path in paths), "start-up")
 
-    def wait_until(self, condition, what: str, timeout_s: float = 60) -> None:
+    def wait_until(self, condition, name: str, timeout_s: float = 60) -> None:
         deadline_s = time.monotonic() + timeout_s
         while not condition():
-            assert time.monotonic() < deadline_s, f"{what} did not happen; {self.logs()}"
+            assert time.monotonic() < deadline_s, f"{name} did not happen; {self.logs()}"
             time.sleep(0.005)
 
     def steps_saved(self) -> list[int]:
@@ -299,19 +299,19 @@ class LearnerRun:
         return sorted(int(path.parent.name.split("-")[1]) for path in found)
 
     def newest_state(self) -> dict[str, torch.Tensor]:
-        """All tensors of the newest checkpoint but the random generators': weights and moments."""
+        """Return all tensors of the newest checkpoint except random generators: weights and moments."""
         return load_checkpoint(self.checkpoints / f"step-{self.steps_saved()[-1]:08d}")
 
     def kill(self) -> None:
-        """End all ranks."""
+        """Kill all ranks."""
         for rank in self.ranks:
             rank.kill()
         for rank in self.ranks:
             rank.wait(60)
 
     def ledger(self) -> dict[str, int]:
-        """The buffer's counts."""
-        client = BufferClient(self.address, run_id="test", role="actor", name="onlooker")
+        """Return the buffer's ledger."""
+        client = BufferClient(self.address, run_id="test", role="actor", name="observer")
         client.connect()
         try:
             return client.status().result(60).ledger
@@ -319,7 +319,7 @@ class LearnerRun:
             client.close(1.0)
 
     def scores(self) -> dict[int, np.ndarray]:
-        """What is stored of the reference's log-probabilities, by record."""
+        """Return the stored log-probabilities of the reference, by record."""
         stored = self._service._store.read(lambda tx: list(tx.scores.all_items()))
         return {record: np.frombuffer(score, np.float32) for (record,), score in stored}
 
@@ -330,7 +330,7 @@ class LearnerRun:
 
 
 def load_checkpoint(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of the model and the optimizer in a checkpoint, by name."""
+    """Return the tensors of model and optimizer in a checkpoint, by name."""
     state: dict = {}
     planner = _EmptyStateDictLoadPlanner()
     _load_state_dict(state, storage_reader=FileSystemReader(path), planner=planner, no_dist=True)

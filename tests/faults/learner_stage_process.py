@@ -1,4 +1,4 @@
-"""One rank of a learner as a process: `python learner_stage_process.py ORDERS.json RANK`, or `run_rank` in a fork."""
+"""One rank of a learner as a process: `python learner_stage_process.py SPEC.json RANK`, or `run_rank` in a fork."""
 
 import errno
 import functools
@@ -13,39 +13,39 @@ from unittest import mock
 
 import torch
 from pydantic import TypeAdapter
-
-from algorithms.registry import AlgorithmConfig
-from common.run import RunContext
-from learner import checkpoint_files, coordinator, optimizer
-from learner import stage as stage_file
-from learner.checkpoint import TrainingState
-from learner.config import LearnerConfig
-from learner.stage import Stage
 from tests.world.run_context import run_context, run_facts
-from weight_sync.config import WeightSyncConfig
-from weight_sync.store import WeightStore
+
+from leeway.algorithms.registry import AlgorithmConfig
+from leeway.common.run import RunContext
+from leeway.learner import checkpoint_files, coordinator, optimizer
+from leeway.learner import stage as stage_file
+from leeway.learner.checkpoint import TrainingState
+from leeway.learner.config import LearnerConfig
+from leeway.learner.stage import Stage
+from leeway.weight_sync.config import WeightSyncConfig
+from leeway.weight_sync.store import WeightStore
 
 
-def run_rank(orders_path: Path, rank: int, log: Path) -> None:
-    """Be a rank, with a log file of its own."""
+def run_rank(spec_path: Path, rank: int, log: Path) -> None:
+    """Run as a rank that writes to its own log file."""
     with log.open("w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    assert "tests.world.learner" not in sys.modules, "it changes the learner: forks and scripts would not agree"
+    assert "tests.world.learner" not in sys.modules, "it changes the learner, so that forks and scripts would differ"
     warnings.filterwarnings("error", category=UserWarning, module="learner")
-    main(orders_path, rank)
+    main(spec_path, rank)
 
 
-def main(orders_path: Path, rank: int) -> None:
-    orders = json.loads(orders_path.read_text())
-    folder = Path(orders["run_folder"])
+def main(spec_path: Path, rank: int) -> None:
+    spec = json.loads(spec_path.read_text())
+    folder = Path(spec["run_folder"])
     torch.use_deterministic_algorithms(True)
     keep_reports(folder / "reports.jsonl")
-    for name, value in orders["constants"].items():
+    for name, value in spec["constants"].items():
         mock.patch(name, value).start()
-    for name, value in orders["hooks"].items():
+    for name, value in spec["hooks"].items():
         HOOKS[name](rank, value)
-    stage = Stage(context_of(orders), rank, orders["rendezvous"])
+    stage = Stage(context_of(spec), rank, spec["rendezvous"])
     signal.signal(signal.SIGTERM, lambda *_: stage.request_stop())
     stage.setup()
     (folder / f"ready-{rank}").touch()
@@ -53,33 +53,33 @@ def main(orders_path: Path, rank: int) -> None:
     stage.export(folder / "export")
 
 
-def context_of(orders: dict) -> RunContext:
-    """The description of the run that the orders tell of."""
-    folder = Path(orders["run_folder"])
-    config, knobs = LearnerConfig(**orders["config"]), WeightSyncConfig(**orders["weight_sync"])
+def context_of(spec: dict) -> RunContext:
+    """Return the run context that the settings describe."""
+    folder = Path(spec["run_folder"])
+    config, knobs = LearnerConfig(**spec["config"]), WeightSyncConfig(**spec["weight_sync"])
     facts = run_facts(
         groups_per_step=config.groups_per_step,
         updates_per_step=config.updates_per_step,
         staleness=knobs.staleness(),
     )
     models = {}
-    if teachers := orders["teachers"]:
+    if teachers := spec["teachers"]:
         models["reference_paths"] = tuple(map(Path, teachers))
         models["teacher_of_prompt"] = bytes(prompt % len(teachers) for prompt in range(facts.num_prompts))
     return run_context(
         folder,
         facts,
         **models,
-        model_path=Path(orders["model_path"]),
-        buffer_address=orders["buffer_address"],
+        model_path=Path(spec["model_path"]),
+        buffer_address=spec["buffer_address"],
         learner=config,
-        algorithm=TypeAdapter(AlgorithmConfig).validate_python(orders["algorithm"]),
+        algorithm=TypeAdapter(AlgorithmConfig).validate_python(spec["algorithm"]),
         weight_sync=knobs,
     )
 
 
 def keep_reports(path: Path) -> None:
-    """Keep the rows of steps that are trained again, which metrics.jsonl does not."""
+    """Append every report to a file, redone steps too, which metrics.jsonl omits."""
     make = stage_file.step_report
 
     def make_and_keep(*args, **kwargs):
@@ -91,11 +91,11 @@ def keep_reports(path: Path) -> None:
     stage_file.step_report = make_and_keep
 
 
-# --- what a test may change, by the name in the orders ---------------------------------------------
+# --- faults that a test can select, by their names in `HOOKS` --------------------------------------
 
 
 def without_moments(_rank: int, _value: object) -> None:
-    """Restore weights, and forget the optimizer's moments."""
+    """Restore the weights and zero the optimizer's moments."""
     put = TrainingState.put
 
     def put_weights(self, networks, read):
@@ -108,17 +108,17 @@ def without_moments(_rank: int, _value: object) -> None:
 
 
 def without_checksums(_rank: int, _value: object) -> None:
-    """Believe every file of a checkpoint."""
+    """Accept every file of a checkpoint without verification."""
     checkpoint_files.CheckpointMeta.check = lambda *_: None
 
 
 def without_heartbeats(_rank: int, _value: object) -> None:
-    """The coordinator asks for a batch and says nothing until it comes."""
+    """Disable the coordinator's heartbeats while it waits for a batch."""
     coordinator.HEARTBEAT_S = 60.0
 
 
 def nan_gradient(rank: int, value: dict) -> None:
-    """On one rank, the gradient of a parameter becomes NaN at the given updates (1-based)."""
+    """Make the gradient of a parameter NaN on one rank at the given updates (1-based)."""
     squared_norm, count = optimizer.StageOptimizer.squared_norm, 0
 
     def squared_norm_with_nan(self):
@@ -131,14 +131,14 @@ def nan_gradient(rank: int, value: dict) -> None:
     optimizer.StageOptimizer.squared_norm = squared_norm_with_nan
 
 
-def careless(_rank: int, _value: object) -> None:
-    """Take every update."""
+def take_every_update(_rank: int, _value: object) -> None:
+    """Take every update, finite or not."""
     result = optimizer.UpdateResult
     optimizer.UpdateResult = lambda _taken, *others: result(True, *others)
 
 
 def kill_in_checkpoint(rank: int, value: dict) -> None:
-    """One rank kills itself just before the n-th fsync or rename of a file of a checkpoint."""
+    """Make one rank kill itself just before the n-th fsync or rename of a checkpoint file."""
     count = 0
 
     def guarded(call, path_of):
@@ -159,7 +159,7 @@ def kill_in_checkpoint(rank: int, value: dict) -> None:
 
 
 def full_disk(rank: int, value: dict) -> None:
-    """On one rank there is no room for weights until a file appears."""
+    """Fail writes of weights on one rank with ENOSPC until a file exists."""
     write = WeightStore.write_part
 
     def write_if_there_is_room(self, part, files):
@@ -171,7 +171,7 @@ def full_disk(rank: int, value: dict) -> None:
 
 
 def slow_disk(rank: int, value: dict) -> None:
-    """On one rank every version takes so long to write."""
+    """Delay the write of every version on one rank by `seconds`."""
     write = WeightStore.write_part
 
     def write_slowly(self, part, files):
@@ -183,7 +183,7 @@ def slow_disk(rank: int, value: dict) -> None:
 
 
 def slow_steps(_rank: int, seconds: float) -> None:
-    """Every step takes so long."""
+    """Delay every step by `seconds`."""
     take = Stage._take_step
 
     def take_slowly(self, *args):
@@ -193,8 +193,8 @@ def slow_steps(_rank: int, seconds: float) -> None:
     Stage._take_step = take_slowly
 
 
-def written_before_steps(_rank: int, limit_s: float) -> None:
-    """Every step waits until the versions before it are written: it has room for two."""
+def flush_before_steps(_rank: int, limit_s: float) -> None:
+    """Let every step wait until earlier versions are written; the publisher has room for two."""
     take = Stage._take_step
 
     def take_later(self, *args):
@@ -204,8 +204,8 @@ def written_before_steps(_rank: int, limit_s: float) -> None:
     Stage._take_step = take_later
 
 
-def late_limit(_rank: int, checkpoints: str) -> None:
-    """The time that a publisher has begins with the first checkpoint in this folder, however long that takes."""
+def clock_from_first_checkpoint(_rank: int, checkpoints: str) -> None:
+    """Start the publisher's clock at the first checkpoint in this folder, however late that is."""
     began_s = []
 
     def clock():
@@ -217,7 +217,7 @@ def late_limit(_rank: int, checkpoints: str) -> None:
 
 
 def publish_regardless(_rank: int, _value: object) -> None:
-    """Publish every version, whether or not the earlier ones are written."""
+    """Publish every version, even while earlier ones are unwritten."""
     Stage._may_publish = lambda _: True
 
 
@@ -225,14 +225,14 @@ HOOKS = {
     "full_disk": full_disk,
     "slow_disk": slow_disk,
     "slow_steps": slow_steps,
-    "written_before_steps": written_before_steps,
-    "late_limit": late_limit,
+    "flush_before_steps": flush_before_steps,
+    "clock_from_first_checkpoint": clock_from_first_checkpoint,
     "publish_regardless": publish_regardless,
     "without_moments": without_moments,
     "without_checksums": without_checksums,
     "without_heartbeats": without_heartbeats,
     "nan_gradient": nan_gradient,
-    "careless": careless,
+    "take_every_update": take_every_update,
     "kill_in_checkpoint": kill_in_checkpoint,
 }
 

@@ -1,7 +1,7 @@
-"""A service whose port is locked, in a process of its own. Its keys come in a file; elsewhere Ray brings them.
+"""A service that requires client keys, in its own process. It reads its keys from a file; in a run Ray delivers them.
 
 `python -m tests.faults.locked_service KEYS buffer ...`, then the arguments of `tests.world.buffer_process`, or
-`python -m tests.faults.locked_service KEYS weights FOLDER`. With `unlisted-` before the name it takes every key.
+`python -m tests.faults.locked_service KEYS weights FOLDER`. With the prefix `unlisted-` it accepts every key.
 """
 
 import contextlib
@@ -12,15 +12,16 @@ import threading
 from pathlib import Path
 from unittest import mock
 
-from buffer.service import BufferService
-from common.rpc.auth import LOOPBACK, Key, RunKeys
 from tests.weights_by_hand import RUN
 from tests.world import buffer_process as program
-from weight_sync.service import WeightService
+
+from leeway.buffer.service import BufferService
+from leeway.common.rpc.auth import LOOPBACK, Key, RunKeys
+from leeway.weight_sync.service import WeightService
 
 
 def write_keys(file: Path) -> RunKeys:
-    """Make keys and write them to a file of their owner's."""
+    """Create keys and write them to a file of mode 0600."""
     keys = RunKeys.make()
     file.touch(mode=0o600)
     file.write_bytes(pickle.dumps(keys))

@@ -1,8 +1,8 @@
-"""Malformed messages made from a seed, and a sender of them that keeps a steady rate in a process of its own.
+"""Malformed messages generated from a seed, and a process that sends them at a steady rate.
 
-Every message is broken in a known way, so that it is known what the service must make of it:
-`SET_ASIDE` are quarantined for certain; `RESEALED` carry right checksums over changed content, so some
-of them are valid messages that say something else, and must merely never get a trajectory stored.
+Every message is broken in a known way, so that the correct reaction is known: `SET_ASIDE` are always quarantined.
+`RESEALED` have valid checksums over changed content, so that some are valid messages of another meaning; no trajectory
+of them may be stored.
 """
 
 import random
@@ -13,50 +13,50 @@ from typing import NamedTuple
 import msgspec
 import pyarrow as pa
 import zmq
-
-from buffer import protocol as p
-from buffer import schema
-from common.rpc.messages import Asker, sealed
 from tests.faults.service_process import sample
 
-NAME = "fuzzer"
-"""The client that all malformed messages claim to be from."""
+from leeway.buffer import protocol as p
+from leeway.buffer import schema
+from leeway.common.rpc.messages import ClientIdentity, sealed
 
-ASKER = Asker(NAME, "actor", "fuzz")
-"""How it is known, once it is greeted (`greet`)."""
+NAME = "fuzzer"
+"""Client name in all malformed messages."""
+
+CLIENT = ClientIdentity(NAME, "actor", "fuzz")
+"""Identity of that client after `greet`."""
 
 UNKNOWN_LEASE = p.Lease(2**40, 1, 2**40, 0, [0], 0, 60.0)
-"""No such lease was granted."""
+"""A lease that was never granted."""
 
 
 _PREFIX_BYTES = 8
-"""Before the metadata of an Arrow message: a marker and the metadata's length."""
+"""Bytes before the metadata of an Arrow message: a marker and the length of the metadata."""
 
 
 class Malformed(NamedTuple):
-    """A message, and how it is broken."""
+    """A message and the way in which it is broken."""
 
     kind: str
     frames: list[bytes]
 
 
 class Source:
-    """An endless sequence of malformed messages, the same for the same seed."""
+    """An endless sequence of malformed messages; equal seeds give equal sequences."""
 
     def __init__(
-        self, run_id: str, epoch: int, seed: int, *, lease: p.Lease = UNKNOWN_LEASE, asker: Asker = ASKER
+        self, run_id: str, epoch: int, seed: int, *, lease: p.Lease = UNKNOWN_LEASE, client: ClientIdentity = CLIENT
     ) -> None:
         """Args:
         run_id: of the run.
         epoch: of the client `NAME`.
-        seed: of everything.
-        asker: how that client is known to the service.
-        lease: what the trajectories claim to be samples of.
+        seed: of the sequence.
+        client: identity of that client at the service.
+        lease: of which the trajectories claim to be samples.
         """
         self._chance = random.Random(seed)
         self._push = p.Push(NAME, epoch)
         self._numbers = 1
-        self._run_id, self._asker = run_id, asker
+        self._run_id, self._client = run_id, client
         rows = [sample(lease, index, 8) for index in range(3)]
         self._body = bytes(schema.encode(rows, run_id, schema.Sender(NAME, epoch, [0, 1, 2])))
         self._schema_ends = _PREFIX_BYTES + int.from_bytes(self._body[4:8], "little")
@@ -65,14 +65,14 @@ class Source:
         self._foreign = schema.write_stream(table.to_batches()[0])
 
     def next(self, *kinds: str) -> Malformed:
-        """The next one, of one of these kinds; its request number is its place in the sequence."""
+        """Return the next message, of one of these kinds; its request number is its position in the sequence."""
         kind = self._chance.choice(kinds)
         frames: list[bytes] = getattr(self, f"_{kind}")()
         self._numbers += 1
         return Malformed(kind, frames)
 
     def _header(self, body: bytes) -> bytes:
-        return p.encode(self._numbers, self._push, body, run_id=self._run_id, asker=self._asker)
+        return p.encode(self._numbers, self._push, body, run_id=self._run_id, client=self._client)
 
     def _flipped(self, data: bytes) -> bytes:
         changed = bytearray(data)
@@ -116,7 +116,7 @@ class Source:
         return [self._header(body), body]
 
     def _unverified_schema(self) -> list[bytes]:
-        # Of an unknown type, so Arrow verifies nothing of what follows.
+        # The type is unknown, so that Arrow verifies nothing after it.
         changed = bytearray(self._flipped(self._body[: self._schema_ends]) + self._body[self._schema_ends :])
         changed[:_PREFIX_BYTES] = self._body[:_PREFIX_BYTES]
         changed[self._type_at] = self._chance.randrange(6, 256)
@@ -135,7 +135,7 @@ class Source:
 
 
 def _type_position(metadata: bytes) -> int:
-    """Where the metadata of an Arrow message names its type (Message.fbs: the second field of the root table)."""
+    """Return the offset of the type in an Arrow message's metadata (Message.fbs: second field of the root table)."""
     table = int.from_bytes(metadata[:4], "little")
     vtable = table - int.from_bytes(metadata[table : table + 4], "little", signed=True)
     return table + int.from_bytes(metadata[vtable + 6 : vtable + 8], "little")
@@ -149,23 +149,23 @@ RESEALED = ("resealed_body", "resealed_header")
 
 
 def connect(context: zmq.Context, address: str) -> zmq.Socket:
-    """A raw socket to the service that waits for nothing when it is closed."""
+    """Return a raw socket to the service that discards unsent messages when it is closed."""
     socket = context.socket(zmq.DEALER)
     socket.linger = 0
     socket.connect(address)
     return socket
 
 
-def greet(socket: zmq.Socket, run_id: str, asker: Asker = ASKER) -> int:
-    """Say hello over a raw socket; the epoch."""
-    hello = p.Hello(asker.role, asker.name, asker.session)
-    socket.send(p.encode(0, hello, run_id=run_id, asker=asker))
+def greet(socket: zmq.Socket, run_id: str, client: ClientIdentity = CLIENT) -> int:
+    """Send a hello over a raw socket; return the epoch."""
+    hello = p.Hello(client.role, client.name, client.session)
+    socket.send(p.encode(0, hello, run_id=run_id, client=client))
     assert socket.poll(20_000), "the service does not answer"
     return p.decode(socket.recv_multipart()[0]).message.epoch
 
 
 def main(address: str, run_id: str, per_second: str) -> None:
-    """Send at a steady rate, and ignore the answers, until killed."""
+    """Send messages at a steady rate and ignore the replies, until killed."""
     socket = connect(zmq.Context(), address)
     source = Source(run_id, greet(socket, run_id), seed=time.monotonic_ns())
     while True:

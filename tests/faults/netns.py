@@ -1,7 +1,7 @@
-"""Link: a network of two ends, one of them in a namespace of its own, that can be cut, slowed and made to lose.
+"""Link: a network link to a namespace, which tests can cut, slow down and make lossy.
 
-Every rule and queue lives on the pair of interfaces that the link made, so nothing else on the machine
-notices. `missing()` says what the machine lacks for it.
+Every rule and queue is attached to the link's own pair of interfaces, so that other traffic is not affected.
+`missing()` returns why a link cannot be made.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ TOOLS = ("ip", "iptables", "tc")
 
 
 def missing() -> str:
-    """Why a link cannot be made here; '' where it can."""
+    """Return why a link cannot be made on this machine, or ''."""
     if os.geteuid() != 0:
         return "network namespaces need root"
-    lacking = [tool for tool in TOOLS if shutil.which(tool) is None]
-    if lacking:
-        return f"the commands {', '.join(lacking)} are missing (Debian: apt-get install iproute2 iptables)"
+    absent = [tool for tool in TOOLS if shutil.which(tool) is None]
+    if absent:
+        return f"the commands {', '.join(absent)} are missing (Debian: apt-get install iproute2 iptables)"
     name = f"lwprobe{os.getpid()}"
     made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True, check=False)
     if made.returncode:
@@ -30,19 +30,19 @@ def missing() -> str:
 
 
 class Link:
-    """The near end is this process; what runs under `prefix` lives at the far end. A context manager."""
+    """A link whose near end is this process and whose far end runs commands with `prefix`. A context manager."""
 
     def __init__(self) -> None:
         number = random.SystemRandom().randrange(2**16)
         self._name = f"lw{os.getpid()}x{number:04x}"[:15]
-        """Of the namespace."""
+        """Name of the namespace."""
         self._near_device, self._far_device = f"lwn{number:04x}", f"lwf{number:04x}"
         subnet = f"10.213.{number >> 8}.{(number & 63) * 4}"
         base = subnet.rsplit(".", 1)
         self.near, self.far = (f"{base[0]}.{int(base[1]) + end}" for end in (1, 2))
-        """The addresses of both ends."""
+        """Addresses of the two ends."""
         self.prefix = ["ip", "netns", "exec", self._name]
-        """Put before a command to run it at the far end."""
+        """Prefix of a command that runs it at the far end."""
 
     def __enter__(self) -> Link:
         _run("ip", "netns", "add", self._name)
@@ -60,17 +60,17 @@ class Link:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # Deleting an end of the pair deletes both at once; the namespace would do so a little later.
+        # Deleting one end deletes the pair at once; deleting the namespace would do so later.
         subprocess.run(["ip", "link", "delete", self._near_device], capture_output=True, check=False)
         _run("ip", "netns", "delete", self._name)
 
     def cut(self) -> None:
-        """Drop every packet in both directions; neither end is told."""
+        """Drop every packet in both directions, without notifying either end."""
         self._rule("INPUT")
         self._rule("OUTPUT")
 
     def cut_one_way(self, direction: str, near_port: int) -> None:
-        """Drop the packets of one connection in one direction: it is half open, and new ones can be made.
+        """Drop the packets of one connection in one direction: it is half open, while new connections still work.
 
         Args:
             direction: 'to_near' or 'to_far'.
@@ -82,23 +82,23 @@ class Link:
             self._rule("OUTPUT", "-p", "tcp", "--dport", str(near_port))
 
     def lose(self, share: float) -> None:
-        """Drop this share of the packets at random, in each direction."""
+        """Drop this share of the packets at random, in both directions."""
         for chain in ("INPUT", "OUTPUT"):
             self._rule(chain, "-m", "statistic", "--mode", "random", "--probability", str(share))
 
     def slow_down(self, megabits_per_s: float) -> None:
-        """Limit both directions to this rate; what does not fit a queue of 0.4 s is dropped."""
+        """Limit both directions to this rate; packets beyond a queue of 0.4 s are dropped."""
         limit = ("root", "tbf", "rate", f"{megabits_per_s}mbit", "burst", "32kbit", "latency", "400ms")
         _run("tc", "qdisc", "replace", "dev", self._near_device, *limit)
         _run(*self.prefix, "tc", "qdisc", "replace", "dev", self._far_device, *limit)
 
     def num_dropped(self) -> int:
-        """How many packets the rules of now have dropped: that an injection took place."""
+        """Return how many packets the current rules dropped, as evidence that the fault was injected."""
         listed = _run(*self.prefix, "iptables", "-L", "-v", "-x", "-n")
         return sum(int(line.split()[0]) for line in listed.splitlines() if " DROP " in line and "Chain" not in line)
 
     def heal(self) -> None:
-        """Take every rule and limit away."""
+        """Remove every rule and limit."""
         _run(*self.prefix, "iptables", "-F")
         subprocess.run(["tc", "qdisc", "delete", "dev", self._near_device, "root"], capture_output=True, check=False)
         far = [*self.prefix, "tc", "qdisc", "delete", "dev", self._far_device, "root"]

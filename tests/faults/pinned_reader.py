@@ -1,4 +1,4 @@
-"""A process that reads a store and does not stop: `python pinned_reader.py FOLDER`. Prints a line once it reads."""
+"""A process that keeps a read transaction open: `python pinned_reader.py FOLDER`. Prints a line once it is open."""
 
 import sys
 import time

@@ -1,4 +1,4 @@
-"""A proxy between clients and the service that delays, reorders and duplicates whole messages, both ways, by a seed."""
+"""A proxy between clients and the service that delays, reorders and duplicates whole messages, seeded, in both ways."""
 
 import heapq
 import itertools
@@ -10,14 +10,14 @@ import zmq
 
 
 class Proxy:
-    """Sits at `address`; every client behind it gets a connection of its own to the service. A context manager."""
+    """A proxy bound to `address`, with one connection to the service for each client. A context manager."""
 
     def __init__(self, service_address: str, *, seed: int, max_delay_s: float = 0.05, duplicates: float = 0.2) -> None:
         """Args:
-        service_address: where to pass messages on to.
-        seed: of everything that happens by chance.
-        max_delay_s: each message waits for a uniform time up to this, so that messages overtake one another.
-        duplicates: this share of messages is passed on twice, each copy with a delay of its own.
+        service_address: to which messages are forwarded.
+        seed: of all random choices.
+        max_delay_s: each message is delayed by a uniform time up to this, so that messages overtake one another.
+        duplicates: share of messages that are forwarded twice, each copy with its own delay.
         """
         self._service_address = service_address
         self._chance = random.Random(seed)
@@ -59,7 +59,7 @@ class Proxy:
             for socket, _ in poller.poll(max(0.0, min(due_in_s, 0.2)) * 1000):
                 self._take(socket, poller)
             while self._waiting and self._waiting[0][0] <= time.monotonic():
-                self._pass_on()
+                self._forward()
 
     def _take(self, socket: zmq.Socket, poller: zmq.Poller) -> None:
         frames = socket.recv_multipart()
@@ -83,7 +83,7 @@ class Proxy:
             due = time.monotonic() + self._chance.uniform(0.0, self._max_delay_s)
             heapq.heappush(self._waiting, (due, number, target, frames))
 
-    def _pass_on(self) -> None:
+    def _forward(self) -> None:
         _, number, target, frames = heapq.heappop(self._waiting)
         way = (target, frames[0] if target is self._front else b"")
         newest = self._newest_passed.get(way, -1)

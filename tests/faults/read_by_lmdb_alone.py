@@ -1,6 +1,6 @@
-"""Reads every value of a store with LMDB and nothing else: `python read_by_lmdb_alone.py FOLDER`.
+"""Read every value of a store with LMDB alone, without checks: `python read_by_lmdb_alone.py FOLDER`.
 
-What a damaged file does to a program that trusts it: the positive control of row 10.
+The positive control of row 10: shows how a damaged file affects a program that trusts it.
 """
 
 import sys

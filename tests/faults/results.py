@@ -1,10 +1,9 @@
-"""What every fault showed: markers, the recorder that tests write to, and the page made of it.
+"""Results of the fault tests: markers, the recorder that tests write to, and the page made from it.
 
-A test of the fault matrix carries `@pytest.mark.fault(row, injection)`; its positive control, the same
-injection with the protection switched off, `@pytest.mark.fault(row, protection, control=True)`.
-Both may name the programs they need (`tools=("strace",)`), whether they need root, and whether they
-are for the full run alone (`full=True`), as controls always are: they test the tests. The full run is
-LEEWAY_FAULTS=all.
+A test of the fault matrix carries `@pytest.mark.fault(row, injection)`. Its positive control, which is the same
+injection with the protection switched off, carries `@pytest.mark.fault(row, protection, control=True)`. Both may name
+required programs (`tools=("strace",)`), require root, and be limited to the full run (`full=True`). Controls always
+are, because they test the tests. LEEWAY_FAULTS=all selects the full run.
 """
 
 import os
@@ -17,11 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-
 from tests.full import FULL
 
 PAGE = os.environ.get("LEEWAY_FAULTS_PAGE")
-"""Where to write the table; unset: nowhere."""
+"""File to which the table is written; None writes nothing."""
 
 PACKAGES = {
     "strace": "strace",
@@ -33,43 +31,43 @@ PACKAGES = {
     "faketime": "faketime",
     "fallocate": "util-linux",
 }
-"""Program -> its package in Debian."""
+"""Debian package of each program."""
 
 
 @dataclass
-class Shown:
-    """One test's line."""
+class Row:
+    """Row of one test."""
 
     row: int | str
-    what: str
+    label: str
     control: bool
     outcome: str = "not run"
     notes: list[str] = field(default_factory=list)
 
     def line(self) -> str:
-        """The line of the table."""
-        what = f"*control:* {self.what}" if self.control else self.what
+        """Return the row of the table."""
+        label = f"*control:* {self.label}" if self.control else self.label
         result = self.outcome if self.outcome == "passed" else f"**{self.outcome}**"
-        cells = (str(self.row), what, result, ", ".join(self.notes) or "-")
+        cells = (str(self.row), label, result, ", ".join(self.notes) or "-")
         return "| " + " | ".join(cell.replace("|", "/").replace("\n", " ") for cell in cells) + " |"
 
 
 class Recorder:
-    """Tests write what they showed into it."""
+    """Collects the results of the tests."""
 
     def __init__(self) -> None:
-        self.shown: dict[str, Shown] = {}
+        self.shown: dict[str, Row] = {}
 
     def write(self, path: Path) -> None:
-        """Make the page."""
+        """Write the page."""
         tests = sorted(self.shown.values(), key=lambda shown: (isinstance(shown.row, str), shown.row, shown.control))
         passed = sum(test.outcome == "passed" for test in tests)
         lines = [
             "# The fault matrix, measured",
             "",
             f"Written by `make faults` on {time.strftime('%Y-%m-%d')}, {_machine()}: {passed} of {len(tests)} tests "
-            "passed. A *control* is the same injection with the protection switched off: it passes where the loss "
-            "shows, and proves that the tests of its row are not blind.",
+            "passed. A *control* is the same injection with the protection switched off: it passes if the loss "
+            "occurs, which proves that the tests of its row detect it.",
             "",
             "| # | injection, or what is switched off | result | what it showed |",
             "|---|---|---|---|",
@@ -85,20 +83,20 @@ def _machine() -> str:
 
 
 def missing_tools(tools: Iterable[str]) -> str:
-    """Which of these programs are missing, and how to get them; '' where none is."""
+    """Return which of these programs are missing and how to install them, or ''."""
     missing = [tool for tool in tools if shutil.which(tool) is None]
     packages = sorted({PACKAGES.get(tool, tool) for tool in missing})
     return f"needs {', '.join(missing)} (apt-get install {' '.join(packages)})" if missing else ""
 
 
-def parse(marker: pytest.Mark) -> Shown:
-    """The line that a test's marker opens."""
-    row, what = marker.args
-    return Shown(row, what, control=bool(marker.kwargs.get("control")))
+def parse(marker: pytest.Mark) -> Row:
+    """Return the empty row for a test's marker."""
+    row, label = marker.args
+    return Row(row, label, control=bool(marker.kwargs.get("control")))
 
 
 def reason_to_skip(marker: pytest.Mark) -> str | None:
-    """Why the test cannot run here, or not in this run."""
+    """Return why the test cannot run on this machine or in this run, or None."""
     if (marker.kwargs.get("full") or marker.kwargs.get("control")) and not FULL:
         return "part of `make faults`"
     if missing := missing_tools(marker.kwargs.get("tools", ())):
@@ -109,5 +107,5 @@ def reason_to_skip(marker: pytest.Mark) -> str | None:
 
 
 def as_text(counts: Counter[str]) -> str:
-    """`fdatasync 5, writev 3`."""
+    """Return the counts as text: `fdatasync 5, writev 3`."""
     return ", ".join(f"{name} {count}" for name, count in sorted(counts.items()))

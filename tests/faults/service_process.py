@@ -1,8 +1,8 @@
-"""The buffer service as a process that can be killed, stopped and started again, and a load on it that remembers.
+"""The buffer service as a process that can be killed, stopped and restarted, and a load on it that records results.
 
-`Service` is one `tests.world.buffer_process`, or an entry script under tests/ that takes a protection out of it.
-`Load` is actors and a learner in threads of the test, whose memory of what was acknowledged outlives the service.
-`Kept` is what a store holds, read after the end.
+`Service` runs `tests.world.buffer_process`, or an entry script under tests/ that disables a protection.
+`Load` runs actors and a learner in threads of the test, so that its record of acknowledgements survives the service.
+`StoreContents` is read from the store after the service has stopped.
 """
 
 import os
@@ -18,21 +18,21 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-
-from buffer import schema
-from buffer.client import BufferClient
-from buffer.config import BufferConfig
-from buffer.offline.inspect import verify
-from buffer.rows import only
-from buffer.schema import Trajectory
-from buffer.store import Store
-from buffer.tables import NO_RECORD
-from common.rpc.auth import ClientKeys
-from common.run import RunFacts
-from common.staleness import StalenessConfig
 from tests.trajectories import decode, from_batch
 from tests.world.buffer import make_trajectory
 from tests.world.waiting import LIMIT_S, wait_until
+
+from leeway.buffer import schema
+from leeway.buffer.client import BufferClient
+from leeway.buffer.config import BufferConfig
+from leeway.buffer.offline.inspect import verify
+from leeway.buffer.rows import only
+from leeway.buffer.schema import Trajectory
+from leeway.buffer.store import Store
+from leeway.buffer.tables import NO_RECORD
+from leeway.common.rpc.auth import ClientKeys
+from leeway.common.run import RunFacts
+from leeway.common.staleness import StalenessConfig
 
 FACTS = RunFacts(
     run_id="killed",
@@ -46,16 +46,16 @@ FACTS = RunFacts(
 )
 CONFIG = BufferConfig()
 REQUEST_TIMEOUT_S = 1.0
-"""Of the clients of these tests: what is lost is sent again sooner."""
+"""Request timeout of these tests' clients, in seconds; lost messages are sent again sooner."""
 MANY = FACTS.model_copy(update={"groups_per_step": 4096})
-"""Leases for 65,536 samples without a learner that draws."""
+"""Facts that lease 65,536 samples without a learner that draws."""
 
 Key = tuple[int, int]
-"""(group, index): what a sample is known by."""
+"""Identifies a sample: (group, index)."""
 
 
 class Service:
-    """A buffer service in a process of its own."""
+    """A buffer service in its own process."""
 
     def __init__(
         self,
@@ -72,14 +72,14 @@ class Service:
         """Start it.
 
         Args:
-            folder: of the store; the service's log lies beside it.
+            folder: of the store; the log is beside it.
             facts: of the run.
-            config: the service's.
-            entry: what Python is to run: the package, or a script that patches it first.
-            host: the address that it binds; None: a Unix socket.
-            environment: variables beside those of the test.
-            log: where its stderr goes; by default a file beside the folder.
-            prefix: put before the command.
+            config: of the service.
+            entry: arguments of Python: the module, or a script that patches it first.
+            host: address to bind; None for a Unix socket.
+            environment: variables added to those of the test.
+            log: file for stderr; by default beside the folder.
+            prefix: of the command.
         """
         self.folder, self.facts, self.config, self._prefix = folder, facts, config, prefix
         self._entry, self._environment, self._host = list(entry), environment or {}, host
@@ -87,9 +87,9 @@ class Service:
         self.start()
 
     def start(self, timeout_s: float = LIMIT_S) -> None:
-        """Start the process anew and wait for its address."""
+        """Start the process and wait for its address."""
         self.launch()
-        # A reader of its own: a pipe cannot be waited for with a limit.
+        # A thread, because a read from a pipe has no timeout.
         reader = threading.Thread(target=self._read_address, daemon=True)
         reader.start()
         reader.join(timeout_s)
@@ -111,9 +111,9 @@ class Service:
             )
 
     def command(self) -> list[str]:
-        """The command line."""
+        """Return the command line."""
         facts, config = self.facts.model_dump_json(), self.config.model_dump_json()
-        bound = [] if self._host is None else ["--host", self._host]
+        address = [] if self._host is None else ["--host", self._host]
         return [
             sys.executable,
             *self._entry,
@@ -123,7 +123,7 @@ class Service:
             facts,
             "--config",
             config,
-            *bound,
+            *address,
         ]
 
     def _read_address(self) -> None:
@@ -135,7 +135,7 @@ class Service:
 
     @property
     def log(self) -> str:
-        """Everything that the processes of this service have written to stderr."""
+        """Return the stderr of all processes of this service."""
         return self._log.read_text()
 
     @property
@@ -146,47 +146,47 @@ class Service:
         self.process.send_signal(number)
 
     def kill(self) -> None:
-        """End it as a crash would."""
+        """Kill the process, as a crash would."""
         self.process.kill()
         self.wait()
 
     def stop(self) -> None:
-        """End it in order."""
+        """Shut the service down gracefully."""
         self.process.terminate()
         assert self.wait() == 0, self.log[-3000:]
 
     def wait(self, timeout_s: float = LIMIT_S) -> int:
-        """Wait for its end; the exit code."""
+        """Wait until the process exits; return the exit code."""
         code = self.process.wait(timeout_s)
         self.process.stdout.close()
         return code
 
     def close(self) -> None:
-        """End it whatever state it is in."""
+        """Kill the process in any state."""
         if self.is_alive:
             self.process.kill()
         self.process.wait(LIMIT_S)
         self.process.stdout.close()
 
     def memory_bytes(self) -> int:
-        """Its anonymous memory (RssAnon)."""
+        """Return the anonymous memory of the process (RssAnon)."""
         lines = Path(f"/proc/{self.pid}/status").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
 
 
 def sample(lease, index: int, num_completion_tokens: int = 4) -> Trajectory:
-    """A trajectory whose tokens follow from its group and index, so that what is read back can be checked."""
+    """Return a trajectory whose tokens follow from its group and index, so that stored samples can be verified."""
     row = make_trajectory(lease, index, seq=0, num_completion_tokens=num_completion_tokens)
     return replace(row, token_ids=sample_tokens((lease.group_id, index), len(row.token_ids)))
 
 
 def sample_tokens(key: Key, num_tokens: int) -> np.ndarray:
-    """The tokens of a sample, prompt included."""
+    """Return the tokens of a sample, prompt included."""
     return np.random.default_rng(key).integers(0, FACTS.vocab_size, num_tokens, np.int32)
 
 
 def generate(client, stop, outcomes, *, num_completion_tokens: int = 4, groups: int = 4, pause_s: float = 0.0):
-    """Lease, push and pause until told to stop; `outcomes` gets (key, outcome) for every answer."""
+    """Lease, push and pause until `stop` is set; append (key, outcome) to `outcomes` for every reply."""
     while not stop.is_set():
         pushed = []
         for lease in client.lease(groups).result(60).leases:
@@ -200,7 +200,7 @@ def generate(client, stop, outcomes, *, num_completion_tokens: int = 4, groups: 
 
 
 class Load:
-    """Actors, and a learner that draws every step, at a service that may come and go."""
+    """Actors, and a learner that draws every step, on a service that may be killed and restarted."""
 
     def __init__(
         self,
@@ -214,24 +214,24 @@ class Load:
         draws: bool = True,
         keys: ClientKeys | None = None,
     ) -> None:
-        """Connect all clients; `start` begins.
+        """Connect all clients; `start` starts the threads.
 
         Args:
             address: of the service.
             facts: of its run.
-            num_actors: how many push.
+            num_actors: number of clients that push.
             num_completion_tokens: of every trajectory.
-            groups: how many groups an actor leases and pushes at once.
-            pause_s: between them; without a learner that draws, a load that never pauses uses up all leases.
-            draws: let the learner draw and finish steps; else it only publishes version 0.
-            keys: of the run's clients, where the service's socket is locked.
+            groups: number of groups that an actor leases and pushes at once.
+            pause_s: between these; without a learner that draws, a load without pauses uses up all leases.
+            draws: whether the learner draws and finishes steps; otherwise it only publishes version 0.
+            keys: of the run's clients, if the service requires them.
         """
         self._facts, self._draws = facts, draws
         self._size = {"num_completion_tokens": num_completion_tokens, "groups": groups, "pause_s": pause_s}
         self._stop = threading.Event()
         self.outcomes = _Outcomes()
         self.drawn: dict[int, list[int]] = {}
-        """Step -> its records."""
+        """Records of each step."""
         self.errors: list[BaseException] = []
         make = partial(BufferClient, keys=keys)
         self.learner = make(address, run_id=facts.run_id, role="learner", name="learner")
@@ -243,10 +243,10 @@ class Load:
         self.incarnation = self.learner.begin_incarnation(0, 0).result(60).incarnation
         self.learner.published(self.incarnation, 0).result(60)
         self._threads = [
-            threading.Thread(target=self._guarded, args=(lambda a=actor: self._push(a),)) for actor in self.actors
+            threading.Thread(target=self._run_guarded, args=(lambda a=actor: self._push(a),)) for actor in self.actors
         ]
         if draws:
-            self._threads.append(threading.Thread(target=self._guarded, args=(self._train,)))
+            self._threads.append(threading.Thread(target=self._run_guarded, args=(self._train,)))
 
     def start(self) -> "Load":
         for thread in self._threads:
@@ -254,16 +254,16 @@ class Load:
         return self
 
     def end(self, timeout_s: float = 60.0) -> None:
-        """Stop the threads; every push that was made is answered, or its error is raised here."""
+        """Stop the threads after every push was answered; raise the first error of a thread."""
         self._stop.set()
         for thread in self._threads:
             thread.join(timeout_s)
-            assert not thread.is_alive(), "a client still waits"
+            assert not thread.is_alive(), "a client is still waiting"
         if self.errors:
             raise self.errors[0]
 
     def close(self) -> None:
-        """Close the clients, whatever they wait for."""
+        """Close the clients, pending requests included."""
         self._stop.set()
         for client in (self.learner, *self.actors):
             client.close(0.1)
@@ -272,16 +272,16 @@ class Load:
                 thread.join(60)
 
     def wait_for(self, num_answers: int, timeout_s: float = LIMIT_S) -> None:
-        """Wait until so many more pushes are answered."""
+        """Wait until `num_answers` more pushes are answered."""
         goal = len(self.outcomes) + num_answers
         wait_until(lambda: len(self.outcomes) >= goal, f"{num_answers} acknowledgements", timeout_s, self.errors)
 
     @property
     def acknowledged(self) -> set[Key]:
-        """Samples that the service said are on disk."""
+        """Return the samples that the service acknowledged as durable."""
         return {key for key, outcome in list(self.outcomes) if outcome in ("committed", "duplicate")}
 
-    def _guarded(self, work: Callable[[], None]) -> None:
+    def _run_guarded(self, work: Callable[[], None]) -> None:
         try:
             work()
         except BaseException as error:
@@ -310,7 +310,7 @@ class Load:
 
 
 class _Outcomes(list):
-    """(key, outcome) of every answer, and when it came."""
+    """(key, outcome) of every reply, and the time at which it arrived."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -322,30 +322,30 @@ class _Outcomes(list):
 
 
 @dataclass
-class Kept:
-    """What a store holds."""
+class StoreContents:
+    """Contents of a store."""
 
     keys: set[Key]
-    """Samples whose record is there, passes its checksum, and holds the tokens that were pushed."""
-    doubles: int
-    """Records of a sample that another record holds too."""
+    """Samples with a record that passes its checksum and holds the tokens that were pushed."""
+    num_duplicates: int
+    """Records of a sample that has another record already."""
     torn: list[str]
-    """Records that do not hold what was pushed."""
+    """Records that differ from what was pushed."""
     report: dict
-    """Of `verify`."""
+    """Report of `verify`."""
 
     @classmethod
-    def read(cls, folder: Path) -> "Kept":
-        """Read the store of a service that has ended, and close it."""
+    def read(cls, folder: Path) -> "StoreContents":
+        """Read the store of a service that has stopped."""
         store = Store(folder, None)
         try:
-            return store.read(cls._look)
+            return store.read(cls._read)
         finally:
             store.close()
 
     @classmethod
-    def _look(cls, tx) -> "Kept":
-        holders: Counter[Key] = Counter()
+    def _read(cls, tx) -> "StoreContents":
+        num_records: Counter[Key] = Counter()
         torn = []
         for (group_id,), group in tx.groups.all_items():
             for index, record in enumerate(group.records):
@@ -357,19 +357,19 @@ class Kept:
                     row.token_ids, sample_tokens((group_id, index), len(row.token_ids))
                 ):
                     torn.append(f"record {record} is not sample {index} of group {group_id}")
-                holders[row.group_id, row.sample_index] += 1
-        return cls(set(holders), holders.total() - len(holders), torn, verify(tx))
+                num_records[row.group_id, row.sample_index] += 1
+        return cls(set(num_records), num_records.total() - len(num_records), torn, verify(tx))
 
     def check(self, acknowledged: set[Key]) -> None:
-        """Nothing acknowledged is lost, nothing is doubled or torn, and `verify` is clean."""
-        assert acknowledged, "nothing was acknowledged: the test shows nothing"
+        """Assert that every acknowledged sample is stored once, that no record is torn, and that `verify` is clean."""
+        assert acknowledged, "nothing was acknowledged: the test proves nothing"
         lost = acknowledged - self.keys
         assert not lost, f"{len(lost)} of {len(acknowledged)} acknowledged samples are lost: {sorted(lost)[:5]}"
-        assert self.doubles == 0
+        assert self.num_duplicates == 0
         assert self.torn == []
         assert self.report["faults"] == []
 
 
 def settle(seconds: float = 0.05) -> None:
-    """Let what is on its way between processes arrive."""
+    """Sleep, so that messages in flight between processes arrive."""
     time.sleep(seconds)

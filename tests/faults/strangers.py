@@ -1,7 +1,7 @@
-"""Those who have no business with a service: by their sockets, by what they say, and by how slowly they say it.
+"""Clients that have no access to a service: unauthenticated sockets, invalid bytes and slow connections.
 
-`python -m tests.faults.strangers HOST PORT COUNT` holds so many connections until it is ended: some say nothing, some
-half a greeting, some half a handshake. Those that are cut off come again.
+`python -m tests.faults.strangers HOST PORT COUNT` holds COUNT connections until it is killed: some send nothing, some
+half a greeting, some half a handshake. Connections that the service closes are opened again.
 """
 
 import pickle
@@ -13,16 +13,16 @@ from pathlib import Path
 
 import zmq
 
-from common.rpc.auth import RunKeys
+from leeway.common.rpc.auth import RunKeys
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)
 _HALF_HELLO = b"\x04\xc8\x05HELLO\x01\x00" + bytes(60)
-"""Of a command of 200 bytes."""
+"""First bytes of a command of 200 bytes."""
 SLOW = (b"", GREETING[:10], GREETING, GREETING + _HALF_HELLO)
 
 
 class Bomb:
-    """Makes a file when it is unpickled."""
+    """An object that creates a file when it is unpickled."""
 
     def __init__(self, file: Path) -> None:
         self._file = str(file)
@@ -35,8 +35,8 @@ def pickled(file: Path) -> bytes:
     return pickle.dumps(Bomb(file))
 
 
-def sockets_of_strangers(keys: RunKeys) -> dict[str, dict]:
-    """By who they are: the options of their sockets."""
+def unauthenticated_sockets(keys: RunKeys) -> dict[str, dict]:
+    """Return socket options by kind of unauthenticated client."""
     public, secret = zmq.curve_keypair()
     return {
         "wrong key": {
@@ -55,7 +55,7 @@ def sockets_of_strangers(keys: RunKeys) -> dict[str, dict]:
 
 
 def garbage(file: Path) -> list[bytes]:
-    """What is written to a connection without any handshake."""
+    """Return byte strings to write to a connection in place of a handshake."""
     return [
         b"GET / HTTP/1.1\r\nHost: leeway\r\n\r\n",
         pickled(file),
@@ -72,32 +72,32 @@ def host_and_port(address: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def say(address: str, words: bytes) -> None:
-    """Connect, say it, and wait until the service hangs up or 4 s have passed."""
-    with socket.create_connection(host_and_port(address), timeout=4) as stranger:
+def send_bytes(address: str, data: bytes) -> None:
+    """Connect, send the bytes, and wait until the service closes the connection or 4 s have passed."""
+    with socket.create_connection(host_and_port(address), timeout=4) as connection:
         try:
-            stranger.sendall(words)
-            while stranger.recv(4096):
+            connection.sendall(data)
+            while connection.recv(4096):
                 pass
         except OSError:
-            return  # it hung up while we spoke, or does not
+            return  # closed while sending, or not closed in time
 
 
 def hold(host: str, port: int, count: int) -> None:
-    """Keep `count` slow connections, for ever."""
+    """Keep `count` slow connections open, forever."""
     selector = selectors.DefaultSelector()
     number, num_open = 0, 0
     print("ready", flush=True)
     while True:
         while num_open < count:
             try:
-                stranger = socket.create_connection((host, port), timeout=2)
-                stranger.sendall(SLOW[number % len(SLOW)])
+                connection = socket.create_connection((host, port), timeout=2)
+                connection.sendall(SLOW[number % len(SLOW)])
             except OSError:
                 time.sleep(0.05)
                 break
-            stranger.setblocking(False)
-            selector.register(stranger, selectors.EVENT_READ)
+            connection.setblocking(False)
+            selector.register(connection, selectors.EVENT_READ)
             number, num_open = number + 1, num_open + 1
         for key, _ in selector.select(0.2):
             try:

@@ -1,8 +1,7 @@
-"""The wall clock of the service or of an actor jumps by a day, or stands still.
+"""The wall clock of the service or of an actor jumps by a day, or stops.
 
-libfaketime turns the wall clock alone (DONT_FAKE_MONOTONIC): that is what a step of the system's time,
-by hand or by NTP, does to a process. CLOCK_MONOTONIC never jumps on a running kernel, so a fake of it
-would test what cannot happen.
+libfaketime changes only the wall clock (DONT_FAKE_MONOTONIC), as a clock step by hand or by NTP does. CLOCK_MONOTONIC
+never jumps on a running kernel, so that faking it would test an impossible case.
 """
 
 import subprocess
@@ -11,23 +10,22 @@ import time
 from pathlib import Path
 
 import pytest
-
 from tests.constants import environment
 from tests.faults.actor_process import ActorProcess
-from tests.faults.service_process import FACTS, Kept, Load, sample
+from tests.faults.service_process import FACTS, Load, StoreContents, sample
 from tests.full import pick
 from tests.world.waiting import bound, wait_until
 
 LEASE_TIMEOUT_S = 2.0
 SLACK_S = 0.7
-SHORT_LEASES = environment({"buffer.leases.LEASE_TIMEOUT_S": LEASE_TIMEOUT_S})
+SHORT_LEASES = environment({"leeway.buffer.leases.LEASE_TIMEOUT_S": LEASE_TIMEOUT_S})
 STEPS = {"a day ahead": "+1d", "a day back": "-1d", "standing still": "2030-01-01 00:00:00"}
-"""What libfaketime is told: an offset, or a time to stand still at."""
+"""Settings of libfaketime: an offset, or a time at which the clock stops."""
 needs_faketime = {"tools": ("faketime",), "full": True}
 
 
 class FakeClock:
-    """The wall clock of the processes that have `environment`."""
+    """The wall clock of processes started with `environment`."""
 
     def __init__(self, folder: Path) -> None:
         (library,) = Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1")
@@ -41,13 +39,13 @@ class FakeClock:
         self.set("+0")
 
     def set(self, to: str) -> None:
-        """Let it jump; see `STEPS`."""
+        """Make the clock jump; `to` is a value of `STEPS`."""
         fresh = self._file.with_suffix(".new")
         fresh.write_text(to + "\n")
         fresh.rename(self._file)
 
     def offset_s(self) -> float:
-        """By how much it differs from the true clock, as a process sees it."""
+        """Return the difference to the true clock as a process measures it, in seconds."""
         code = "import time; print(time.time())"
         shown = subprocess.run(
             [sys.executable, "-c", code], env=self.environment, capture_output=True, text=True, check=True
@@ -64,21 +62,21 @@ def lease_and_wait(load: Load, wait_s: float) -> tuple[str, float]:
     """Lease one group, push its first sample after `wait_s`, and watch the rest expire.
 
     Returns:
-        What became of that sample; and how long after the request the lease was over, in seconds.
+        The outcome of that sample, and the seconds from the lease request to the expiry.
     """
     (client,) = load.actors
     failed = load.learner.status().result(60).failed_by_reason.get("lease expired", 0)
-    asked_at = time.monotonic()
+    requested_at = time.monotonic()
     (lease,) = client.lease(1).result(60).leases
     time.sleep(wait_s)
     outcome = client.push(sample(lease, lease.sample_indices[0])).result(60).outcome
     wait_until(lambda: load.learner.status().result(60).failed_by_reason.get("lease expired", 0) > failed, "expiry")
-    return outcome, time.monotonic() - asked_at
+    return outcome, time.monotonic() - requested_at
 
 
 @pytest.fixture
 def join(request):
-    """`join(service)`: a learner and an actor that do only what they are told."""
+    """`join(service)`: a learner and an actor whose threads are not started."""
 
     def make(service) -> Load:
         load = Load(service.address, facts=service.facts, num_actors=1)
@@ -90,22 +88,22 @@ def join(request):
 
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.fault(22, "the wall clock of the service jumps by a day or stands still", **needs_faketime)
-def test_leases_last_as_long_as_they_should_whatever_the_wall_clock_does(start_service, clock, join, step, show):
+def test_lease_timeouts_do_not_depend_on_the_wall_clock(start_service, clock, join, step, show):
     service = start_service(environment={**SHORT_LEASES, **clock.environment})
     load = join(service)
     assert abs(clock.offset_s()) < 60
     clock.set(STEPS[step])
-    assert abs(clock.offset_s()) > 80_000, "the clock did not move: the test shows nothing"
-    outcome, over_after_s = lease_and_wait(load, 0.5 * LEASE_TIMEOUT_S)
+    assert abs(clock.offset_s()) > 80_000, "the clock did not move: the test proves nothing"
+    outcome, expired_after_s = lease_and_wait(load, 0.5 * LEASE_TIMEOUT_S)
     load.close()
     service.stop()
     assert outcome == "committed"
-    assert LEASE_TIMEOUT_S <= over_after_s <= bound(LEASE_TIMEOUT_S + SLACK_S)
-    show(f"{step}: a lease of {LEASE_TIMEOUT_S:g} s was over after {over_after_s:.2f} s")
+    assert LEASE_TIMEOUT_S <= expired_after_s <= bound(LEASE_TIMEOUT_S + SLACK_S)
+    show(f"{step}: a lease of {LEASE_TIMEOUT_S:g} s expired after {expired_after_s:.2f} s")
 
 
 @pytest.mark.fault(22, "deadlines on the wall clock", control=True, **needs_faketime)
-def test_control_on_the_wall_clock_a_jump_ends_every_lease(start_service, clock, join, show):
+def test_control_a_jump_ends_every_lease_if_deadlines_use_the_wall_clock(start_service, clock, join, show):
     entry = ("-m", "tests.world.service", "without_monotonic_time")
     service = start_service(environment={**SHORT_LEASES, **clock.environment}, entry=entry)
     load = join(service)
@@ -116,11 +114,11 @@ def test_control_on_the_wall_clock_a_jump_ends_every_lease(start_service, clock,
     outcome = client.push(sample(lease, 0)).result(60).outcome
     load.close()
     assert outcome == "late"
-    show("a lease was lost at once, and its trajectory came too late")
+    show("a lease expired at once, and its trajectory was late")
 
 
 @pytest.mark.fault(22, "the wall clocks of all processes jump under load", **needs_faketime)
-def test_work_goes_on_and_nothing_is_lost_while_the_clocks_of_all_jump(start_service, clock, load_on, tmp_path, show):
+def test_work_continues_without_loss_while_all_wall_clocks_jump(start_service, clock, load_on, tmp_path, show):
     service = start_service(environment={**SHORT_LEASES, **clock.environment})
     load = load_on(service)
     actor = ActorProcess(tmp_path, service, "jumping", environment=clock.environment)
@@ -139,7 +137,7 @@ def test_work_goes_on_and_nothing_is_lost_while_the_clocks_of_all_jump(start_ser
     ledger = load.learner.status().result(60).ledger
     load.close()
     service.stop()
-    Kept.read(service.folder).check(load.acknowledged | actor.acknowledged)
+    StoreContents.read(service.folder).check(load.acknowledged | actor.acknowledged)
     assert ledger["dropped_stale"] == 0
     assert max(pauses_s) <= bound(LEASE_TIMEOUT_S)
     assert all(len(records) == FACTS.groups_per_step * FACTS.group_size for records in load.drawn.values())

@@ -1,4 +1,4 @@
-"""Rows 1 to 3 of the fault matrix: the service is killed at any time and at any system call, and the power is cut."""
+"""Rows 1 to 3 of the fault matrix: kills of the service at any time and system call, and power cuts."""
 
 import os
 import random
@@ -8,30 +8,30 @@ import time
 from collections import Counter
 
 import pytest
-
-from buffer.errors import StoreError
-from tests.faults.disks import copy_at_one_moment
+from tests.faults.disks import copy_snapshot
 from tests.faults.results import as_text
-from tests.faults.service_process import CONFIG, FACTS, MANY, Kept, settle
+from tests.faults.service_process import CONFIG, FACTS, MANY, StoreContents, settle
 from tests.faults.strace import COMMIT_CALLS, Strace
 from tests.full import pick
 from tests.world.buffer_process import serving
 from tests.world.waiting import bound
 
-ACKNOWLEDGES_FIRST = ("-m", "tests.world.service", "without_commit_before_acknowledgement")
+from leeway.buffer.errors import StoreError
+
+EARLY_ACKNOWLEDGEMENT = ("-m", "tests.world.service", "without_commit_before_acknowledgement")
 
 
 def lost(folder, acknowledged) -> int:
-    """How many acknowledged samples the store does not hold; all of them where it cannot be read."""
+    """Return how many acknowledged samples the store lacks; all of them if it cannot be read."""
     try:
-        return len(acknowledged - Kept.read(folder).keys)
+        return len(acknowledged - StoreContents.read(folder).keys)
     except StoreError:
         return len(acknowledged)
 
 
 @pytest.mark.fault(1, "kill -9 of the buffer at random times under load")
 @pytest.mark.parametrize("durability", ["commit", "interval", "os"])
-def test_nothing_acknowledged_is_lost_and_work_goes_on_at_once(durability, start_service, load_on, show):
+def test_a_killed_service_loses_nothing_acknowledged_and_recovers_at_once(durability, start_service, load_on, show):
     num_kills = pick(5, 50) if durability == "commit" else pick(1, 10)
     service = start_service(config=CONFIG.model_copy(update={"durability": durability}))
     load = load_on(service)
@@ -44,13 +44,13 @@ def test_nothing_acknowledged_is_lost_and_work_goes_on_at_once(durability, start
         killed_at_s, num_before = time.monotonic(), len(load.outcomes)
         service.start()
         load.wait_for(1)
-        # The first may have been on its way when the service died.
+        # The first one may have been in flight when the service was killed.
         first = next(at for at in load.outcomes.times_s[num_before:] if at > killed_at_s + 0.02)
         recoveries_s.append(first - killed_at_s)
     load.end()
     status = load.learner.status().result(60)
     service.stop()
-    kept = Kept.read(service.folder)
+    kept = StoreContents.read(service.folder)
     kept.check(load.acknowledged)
     drawn = [record for records in load.drawn.values() for record in records]
     assert len(drawn) == len(set(drawn)), "a sample was trained twice"
@@ -64,8 +64,8 @@ def test_nothing_acknowledged_is_lost_and_work_goes_on_at_once(durability, start
 
 
 @pytest.mark.fault(1, "acknowledgement before the commit, 1 kill or a few", control=True)
-def test_a_service_that_acknowledges_first_loses_samples_when_it_is_killed(start_service, load_on, show):
-    service = start_service(entry=ACKNOWLEDGES_FIRST, facts=MANY)
+def test_a_service_that_acknowledges_before_the_commit_loses_samples_on_a_kill(start_service, load_on, show):
+    service = start_service(entry=EARLY_ACKNOWLEDGEMENT, facts=MANY)
     load = load_on(service, facts=MANY, draws=False, groups=16)
     for _ in range(5):
         load.wait_for(3000)
@@ -74,7 +74,7 @@ def test_a_service_that_acknowledges_first_loses_samples_when_it_is_killed(start
         num_lost = lost(service.folder, load.acknowledged)
         if num_lost:
             break
-        service.start()  # it fell just behind one of the late commits
+        service.start()  # it was killed just after one of the late commits
     assert num_lost > 0
     show(f"{num_lost} of {len(load.acknowledged)} acknowledged lost")
 
@@ -90,17 +90,17 @@ def test_a_kill_at_any_system_call_of_a_commit_loses_and_tears_nothing(
         kill_at(service, call, number, tmp_path / f"strace-{number}")
         if number % 5 == 0:
             settle()
-            Kept.read(service.folder).check(load.acknowledged)
+            StoreContents.read(service.folder).check(load.acknowledged)
         service.start()
         load.wait_for(1)
     load.end()
     service.stop()
-    Kept.read(service.folder).check(load.acknowledged)
+    StoreContents.read(service.folder).check(load.acknowledged)
     show(f"at the 1st to {num_kills}th {call}: {len(load.acknowledged)} acknowledged, 0 lost, 0 torn, 0 doubled")
 
 
 @pytest.mark.fault(2, "kill -9 at every system call that makes a new store", tools=("strace",), full=True)
-def test_a_kill_while_the_store_is_made_leaves_nothing_that_stops_the_next_start(start_service, tmp_path, show):
+def test_a_kill_during_store_creation_does_not_prevent_the_next_start(start_service, tmp_path, show):
     killed: Counter[str] = Counter()
     for call in ("openat", *COMMIT_CALLS.split(","), "write", "ftruncate"):
         for number in range(1, 13):
@@ -108,37 +108,37 @@ def test_a_kill_while_the_store_is_made_leaves_nothing_that_stops_the_next_start
             inject = f"{call}:signal=SIGKILL:when={number}"
             only = [] if call == "write" else paths(folder)
             strace = ["strace", "-f", "-o", "/dev/null", "-e", f"trace={call}", *only, "-e", f"inject={inject}"]
-            if not dies([*strace, *serving(folder, FACTS)], folder):
+            if not is_killed([*strace, *serving(folder, FACTS)], folder):
                 break
             killed[call] += 1
             start_service(folder).stop()
     assert killed["pwrite64"] > 2, killed
-    show(f"kills at {as_text(killed)}: every one starts again")
+    show(f"kills at {as_text(killed)}: the next start succeeds after each")
 
 
 def paths(folder) -> list[str]:
-    """strace's options for the files of a store alone."""
+    """Return strace's options that select the files of a store."""
     names = (folder, *(folder / name for name in ("data.mdb", "lock.mdb", "owner.lock", "port")))
     return [option for name in names for option in ("-P", str(name))]
 
 
-def dies(command: list[str], folder) -> bool:
-    """Start a service in this folder: is it killed at the call? One that serves is killed now."""
+def is_killed(command: list[str], folder) -> bool:
+    """Start a service in this folder; return whether it is killed at the call. Kill it if it starts to serve."""
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     with process.stdout:
-        died = not process.stdout.readline()
-        if not died:
+        was_killed = not process.stdout.readline()
+        if not was_killed:
             try:
                 os.kill(int((folder / "owner.lock").read_text()), signal.SIGKILL)
             except ProcessLookupError:
-                died = True
+                was_killed = True
         process.wait(60)
-    return died
+    return was_killed
 
 
 @pytest.mark.fault(2, "acknowledgement before the commit", control=True, tools=("strace",), full=True)
-def test_a_service_that_acknowledges_first_loses_samples_at_a_system_call(start_service, load_on, tmp_path, show):
-    service = start_service(entry=ACKNOWLEDGES_FIRST, facts=MANY)
+def test_early_acknowledgement_loses_samples_on_a_kill_at_a_system_call(start_service, load_on, tmp_path, show):
+    service = start_service(entry=EARLY_ACKNOWLEDGEMENT, facts=MANY)
     load = load_on(service, facts=MANY, draws=False)
     load.wait_for(100)
     kill_at(service, "fdatasync", 1, tmp_path / "strace")
@@ -149,7 +149,7 @@ def test_a_service_that_acknowledges_first_loses_samples_at_a_system_call(start_
 
 
 def kill_at(service, call: str, number: int, log) -> None:
-    """Kill the service as it enters the so-many-th of these calls."""
+    """Kill the service as it enters this system call for the `number`-th time."""
     strace = Strace(service.pid, log, trace=COMMIT_CALLS, inject=f"{call}:signal=SIGKILL:when={number}")
     try:
         assert service.wait(60) == -signal.SIGKILL
@@ -160,23 +160,23 @@ def kill_at(service, call: str, number: int, log) -> None:
 
 
 def cut_power(service, load, image, copy) -> set:
-    """Copy the disk as it is at one moment; what was acknowledged until then."""
+    """Copy a consistent snapshot of the disk; return the samples acknowledged up to then."""
     service.signal(signal.SIGSTOP)
     try:
-        # Acknowledgements that were sent must be in the client's memory: they count.
+        # Wait until the client has received the acknowledgements that were sent: they count.
         settle()
         acknowledged = load.acknowledged
-        copy_at_one_moment(image, copy)
+        copy_snapshot(image, copy)
     finally:
         service.signal(signal.SIGCONT)
     return acknowledged
 
 
 @pytest.mark.fault(3, "power cut", tools=("losetup", "mkfs.ext4"), root=True, full=True)
-def test_nothing_acknowledged_is_lost_when_the_power_is_cut(mounts, start_service, load_on, tmp_path, show):
+def test_a_power_cut_loses_nothing_acknowledged(mounts, start_service, load_on, tmp_path, show):
     disk, image = mounts.ext4("disk", 128)
     service = start_service(disk / "buffer", facts=MANY)
-    # it pauses, or its leases were used up before the last cut
+    # with pauses, because it would use up its leases before the last cut
     load = load_on(service, draws=False, num_actors=1, groups=2, pause_s=0.02)
     chance = random.Random(3)
     num_acknowledged = []
@@ -186,12 +186,12 @@ def test_nothing_acknowledged_is_lost_when_the_power_is_cut(mounts, start_servic
         copy = tmp_path / "copy.img"
         acknowledged = cut_power(service, load, image, copy)
         after = mounts.image(f"after-{number}", copy)
-        Kept.read(after / "buffer").check(acknowledged)
+        StoreContents.read(after / "buffer").check(acknowledged)
         mounts.unmount(after)
         num_acknowledged.append(len(acknowledged))
     load.end()
     service.stop()
-    Kept.read(service.folder).check(load.acknowledged)
+    StoreContents.read(service.folder).check(load.acknowledged)
     show(
         f"{len(num_acknowledged)} points (ext4 copied under the stopped service, journal replayed) with "
         f"{num_acknowledged[0]} to {num_acknowledged[-1]} acknowledged: 0 lost, verify clean"

@@ -1,4 +1,4 @@
-"""Rows 9 and 10 of the fault matrix: bits flip at rest, and the file is cut off or zeroed."""
+"""Rows 9 and 10 of the fault matrix: bits flipped at rest, and a truncated or zeroed file."""
 
 import json
 import random
@@ -12,25 +12,25 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
-from buffer.store import Store
 from tests.faults.results import as_text
-from tests.faults.service_process import FACTS, Kept, Load, Service, sample_tokens
+from tests.faults.service_process import FACTS, Load, Service, StoreContents, sample_tokens
 from tests.full import FULL, pick
 from tests.trajectories import decode
 from tests.world.buffer_process import command, serving
 from tests.world.waiting import wait_until
 
+from leeway.buffer.store import Store
+
 UNCHECKED = ("-m", "tests.world.service", "without_checksums")
 MANY_STEPS = FACTS.model_copy(update={"groups_per_step": 128})
-"""2,048 samples in 512 groups wait for 4 steps."""
+"""Facts for 2,048 samples in 512 groups, enough for 4 steps."""
 NUM_SAMPLES = 2048
 PAGE = 4096
 
 
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory):
-    """(folder of a store of waiting samples, their keys); copy it before it is damaged."""
+    """(folder of a store of waiting samples, their keys); copy it before damaging it."""
     folder = tmp_path_factory.mktemp("stored") / "buffer"
     service = Service(folder, MANY_STEPS)
     load = Load(service.address, facts=MANY_STEPS, num_completion_tokens=300, draws=False)
@@ -42,19 +42,19 @@ def stored(tmp_path_factory):
         load.close()
         service.close()
     assert len(load.acknowledged) == NUM_SAMPLES
-    Kept.read(folder).check(load.acknowledged)
+    StoreContents.read(folder).check(load.acknowledged)
     return folder, load.acknowledged
 
 
 @pytest.fixture
 def copy(stored, tmp_path):
-    """A copy of the store, and what was acknowledged."""
+    """A copy of the store, and the acknowledged samples."""
     folder, acknowledged = stored
     return Path(shutil.copytree(folder, tmp_path / "buffer")), acknowledged
 
 
 def flip_bits(folder, num_flips: int, *, within=lambda value: (0, len(value))) -> set[int]:
-    """Flip one bit in each of so many records, wherever LMDB keeps that value; the records."""
+    """Flip one bit in each of `num_flips` records, at every place where LMDB keeps that value; return the records."""
     store = Store(folder, None)
     try:
         values = store.read(lambda tx: {record: bytes(tx.records.view(record)) for (record,) in tx.records.all_keys()})
@@ -79,7 +79,7 @@ def inspect(folder) -> subprocess.CompletedProcess:
 
 
 def draw_all(service, connect_to) -> Counter:
-    """Draw until no step can be filled: how many samples came as they were pushed, and how many otherwise."""
+    """Draw until no step can be filled; return how many samples were intact and how many damaged."""
     load = connect_to(service)
     served: Counter[str] = Counter()
     for step in range(1, 5):
@@ -94,7 +94,7 @@ def draw_all(service, connect_to) -> Counter:
 
 
 def groups_without(folder, records: set[int]) -> int:
-    """How many groups hold none of these records."""
+    """Return how many groups contain none of these records."""
     store = Store(folder, None)
     try:
         return store.read(lambda tx: sum(records.isdisjoint(group.records) for _, group in tx.groups.all_items()))
@@ -104,7 +104,7 @@ def groups_without(folder, records: set[int]) -> int:
 
 @pytest.fixture
 def connect_to():
-    """`connect_to(service)`: a load without actors, whose learner has begun anew."""
+    """`connect_to(service)`: a load without actors, whose learner begins a new incarnation."""
     loads = []
 
     def connect(service):
@@ -117,7 +117,7 @@ def connect_to():
 
 
 @pytest.mark.fault(9, "bit flips at rest in live records")
-def test_every_flipped_bit_is_found_and_nothing_damaged_is_served(copy, start_service, connect_to, show):
+def test_every_flipped_bit_is_found_and_no_damaged_sample_is_served(copy, start_service, connect_to, show):
     folder, _ = copy
     damaged = flip_bits(folder, pick(40, 200))
     checked = inspect(folder)
@@ -162,11 +162,11 @@ def test_without_checksums_flipped_bits_are_served(copy, start_service, connect_
     served = draw_all(service, connect_to)
     service.kill()
     assert served["damaged"] > 0
-    show(f"of {len(damaged)} flips {served['damaged']} samples are served damaged, none is noticed")
+    show(f"of {len(damaged)} flips {served['damaged']} samples are served damaged, none is detected")
 
 
 def pages(folder) -> dict[str, list[int]]:
-    """The pages of the file by what their headers say they are; free ones still carry their old header."""
+    """Return the pages of the file by the type in their headers; free pages keep their old header."""
     data = (folder / "data.mdb").read_bytes()
     kinds: dict[str, list[int]] = {"meta": [], "branch": [], "leaf": [], "record": []}
     for page in range(len(data) // PAGE):
@@ -178,14 +178,14 @@ def pages(folder) -> dict[str, list[int]]:
 
 
 def zero(data: Path, page: int) -> None:
-    """Punch a hole: the page reads as zeros."""
+    """Punch a hole, so that the page reads as zeros."""
     subprocess.run(
         ["fallocate", "--punch-hole", "--offset", str(page * PAGE), "--length", str(PAGE), str(data)], check=True
     )
 
 
 def outcome(folder, facts, acknowledged) -> str:
-    """What the service does with this store: 'refused' at open, or serves what is 'whole' or known to be 'damaged'."""
+    """Open the store in a service; return 'refused', or the state of what it serves: 'whole' or 'damaged'."""
     process = subprocess.Popen(serving(folder, facts), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         address = process.stdout.readline()
@@ -202,7 +202,7 @@ def outcome(folder, facts, acknowledged) -> str:
     assert checked.returncode in (0, 2), checked.stderr[-2000:]
     if checked.returncode == 2:
         return "damaged"
-    Kept.read(folder).check(acknowledged)
+    StoreContents.read(folder).check(acknowledged)
     return "whole"
 
 
@@ -219,14 +219,14 @@ def test_a_truncated_file_is_refused(stored, tmp_path, show):
         with (copied / "data.mdb").open("r+b") as file:
             file.truncate(length)
         outcomes[outcome(copied, MANY_STEPS, acknowledged)] += 1
-    # Where only free pages were cut off, nothing is missing.
+    # If only free pages were cut off, nothing is missing.
     assert outcomes["damaged"] == 0, outcomes
     assert outcomes["refused"] >= len(lengths) - 1, outcomes
     show(f"cut to {len(lengths)} lengths: {as_text(outcomes)} ('whole': only free pages are missing); no signal")
 
 
 @pytest.mark.fault(10, "zeroed pages (hole punched)", tools=("fallocate",))
-def test_a_zeroed_page_is_refused_or_found_and_never_ends_in_a_signal(stored, tmp_path, show):
+def test_a_zeroed_page_is_refused_or_detected_and_never_crashes_the_service(stored, tmp_path, show):
     folder, acknowledged = stored
     chance = random.Random(10)
     outcomes: dict[str, Counter[str]] = {}
@@ -238,14 +238,14 @@ def test_a_zeroed_page_is_refused_or_found_and_never_ends_in_a_signal(stored, tm
             outcomes[kind][outcome(copied, MANY_STEPS, acknowledged)] += 1
             shutil.rmtree(copied.parent)
     for kind in ("meta", "branch", "leaf"):
-        # A page that is free still says what it was; without it the store is whole.
+        # A free page keeps its old type; without it the store is whole.
         assert set(outcomes[kind]) <= {"refused", "whole"}, outcomes
         assert outcomes[kind]["refused"] or not FULL, outcomes
     show("; ".join(f"{kind} pages: {as_text(counts)}" for kind, counts in outcomes.items()))
 
 
 @pytest.mark.fault(10, "LMDB alone", control=True, tools=("fallocate",))
-def test_lmdb_alone_dies_of_truncated_and_zeroed_files(stored, tmp_path, show):
+def test_lmdb_alone_crashes_on_truncated_and_zeroed_files(stored, tmp_path, show):
     folder, _ = stored
     size = (folder / "data.mdb").stat().st_size
     ends: Counter[str] = Counter()
@@ -265,4 +265,4 @@ def test_lmdb_alone_dies_of_truncated_and_zeroed_files(stored, tmp_path, show):
         zero(copied / "data.mdb", page)
         read(copied)
     assert ends["SIGBUS"] + ends["SIGSEGV"] > 0, ends
-    show(f"LMDB's own reader ends by {as_text(ends)}")
+    show(f"LMDB's own reader ends with {as_text(ends)}")

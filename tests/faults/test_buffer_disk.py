@@ -1,30 +1,28 @@
-"""Rows 4 to 7 of the fault matrix: a disk that fails, is slow, or is full, and a map that is full."""
+"""Rows 4 to 7 of the fault matrix: a disk that fails, is slow, or is full, and an LMDB map that is full."""
 
 import statistics
 import time
 
 import pytest
-
-from buffer import outbox
-from buffer.client import BufferClient
 from tests.faults.disks import MIB, fill
-from tests.faults.service_process import FACTS, MANY, Kept, sample, settle
+from tests.faults.service_process import FACTS, MANY, StoreContents, sample, settle
 from tests.faults.strace import COMMIT_CALLS, Strace
 from tests.full import pick
-from tests.world.waiting import bound, hold_still, wait_until
+from tests.world.waiting import bound, wait_until, wait_until_stable
 
-DEAF = ("-m", "tests.world.service", "without_regard_for_errors")
+from leeway.buffer import outbox
+from leeway.buffer.client import BufferClient
+
+IGNORES_ERRORS = ("-m", "tests.world.service", "without_commit_errors")
 SMALL_MAP = ("-m", "tests.world.service", "with_small_map")
-SMALL_MAP_THAT_STAYS = ("-m", "tests.world.service", "with_small_map_that_stays")
+FIXED_SMALL_MAP = ("-m", "tests.world.service", "with_fixed_small_map")
 MANY_MORE = FACTS.model_copy(update={"groups_per_step": 32_768})
-"""Leases for half a million samples."""
+"""Facts that lease half a million samples."""
 
 
 @pytest.mark.fault(4, "fsync or write fails with EIO", tools=("strace",), full=True)
 @pytest.mark.parametrize("call", ["fdatasync", "writev", "pwrite64"])
-def test_after_a_failed_write_nothing_is_acknowledged_and_the_service_ends(
-    call, start_service, load_on, tmp_path, show
-):
+def test_a_failed_write_stops_acknowledgements_and_ends_the_service(call, start_service, load_on, tmp_path, show):
     service = start_service()
     load = load_on(service)
     load.wait_for(100)
@@ -39,38 +37,38 @@ def test_after_a_failed_write_nothing_is_acknowledged_and_the_service_ends(
     assert late == []
     assert f"writing to the buffer in {service.folder} failed" in service.log
     acknowledged = load.acknowledged
-    Kept.read(service.folder).check(acknowledged)
+    StoreContents.read(service.folder).check(acknowledged)
     service.start()
     load.wait_for(100)
     load.end()
     service.stop()
-    Kept.read(service.folder).check(load.acknowledged)
+    StoreContents.read(service.folder).check(load.acknowledged)
     show(
         f"{call}: exit code 1 with the reason in its log, no acknowledgement after it, 0 of {len(acknowledged)} lost, "
-        "work goes on after a restart"
+        "work continues after a restart"
     )
 
 
 @pytest.mark.fault(4, "the error of a commit is not heard", control=True, tools=("strace",), full=True)
-def test_a_service_that_does_not_hear_a_failed_fsync_loses_samples(start_service, load_on, tmp_path, show):
-    service = start_service(entry=DEAF, facts=MANY)
+def test_a_service_that_ignores_a_failed_fsync_loses_samples(start_service, load_on, tmp_path, show):
+    service = start_service(entry=IGNORES_ERRORS, facts=MANY)
     load = load_on(service, facts=MANY, draws=False)
     load.wait_for(100)
     strace = Strace(service.pid, tmp_path / "strace", trace="fdatasync", inject="fdatasync:error=EIO")
     try:
-        wait_until(lambda: "nobody hears" in service.log, "the error", errors=load.errors)
+        wait_until(lambda: "the error is ignored" in service.log, "the error", errors=load.errors)
         load.wait_for(40)
     finally:
         strace.close()
     service.kill()
     settle()
-    num_lost = len(load.acknowledged - Kept.read(service.folder).keys)
+    num_lost = len(load.acknowledged - StoreContents.read(service.folder).keys)
     assert num_lost > 0
     show(f"{num_lost} of {len(load.acknowledged)} acknowledged lost")
 
 
 def rate_with_delay(service, count, delay_ms: int, log) -> float:
-    """Acknowledgements per second while every fdatasync takes so much longer; strace is attached in any case."""
+    """Return acknowledgements per second while fdatasync takes `delay_ms` longer; strace is attached in any case."""
     inject = f"fdatasync:delay_enter={delay_ms * 1000}" if delay_ms else ""
     strace = Strace(service.pid, log, trace="fdatasync", inject=inject)
     try:
@@ -96,7 +94,7 @@ def test_a_slow_fsync_costs_little_throughput_and_no_memory(start_service, load_
             memory[delay_ms].append(service.memory_bytes())
     load.end()
     service.stop()
-    Kept.read(service.folder).check(load.acknowledged)
+    StoreContents.read(service.folder).check(load.acknowledged)
     middle = {delay_ms: statistics.median(found) for delay_ms, found in rates.items()}
     assert middle[5] >= 0.3 * middle[0], rates
     peaks = {delay_ms: max(found) / MIB for delay_ms, found in memory.items()}
@@ -109,7 +107,7 @@ def test_a_slow_fsync_costs_little_throughput_and_no_memory(start_service, load_
 
 
 @pytest.mark.fault(5, "one push at a time", control=True, tools=("strace",), full=True)
-def test_without_a_window_of_unacknowledged_pushes_a_slow_fsync_is_felt(
+def test_without_a_window_of_unacknowledged_pushes_a_slow_fsync_cuts_throughput(
     start_service, load_on, tmp_path, show, monkeypatch
 ):
     service = start_service(facts=MANY)
@@ -147,15 +145,15 @@ def test_without_a_window_of_unacknowledged_pushes_a_slow_fsync_is_felt(
 
 
 @pytest.mark.fault(6, "disk full, then freed", root=True)
-def test_producers_wait_for_a_full_disk_and_nothing_is_dropped(mounts, start_service, load_on, tmp_path, show):
+def test_producers_wait_while_the_disk_is_full_and_nothing_is_dropped(mounts, start_service, load_on, tmp_path, show):
     disk = mounts.tmpfs("disk", 48)
     service = start_service(disk / "buffer", facts=MANY, log=tmp_path / "log")
     load = load_on(service, facts=MANY, draws=False, num_completion_tokens=256)
     load.wait_for(50)
     ballast = fill(disk, leave_bytes=2 * MIB)
-    wait_until(lambda: "no space is left" in service.log, "word of the full disk", errors=load.errors)
-    # what is left still takes a small turn or two
-    hold_still(lambda: len(load.outcomes), "what is acknowledged on a full disk", for_s=pick(2, 10))
+    wait_until(lambda: "no space is left" in service.log, "the report of the full disk", errors=load.errors)
+    # the space left is enough for one or two small commits
+    wait_until_stable(lambda: len(load.outcomes), "the number of acknowledgements on a full disk", for_s=pick(2, 10))
     assert service.is_alive
     ballast.unlink()
     freed_at_s = time.monotonic()
@@ -167,25 +165,25 @@ def test_producers_wait_for_a_full_disk_and_nothing_is_dropped(mounts, start_ser
     assert resumed_s <= bound(2.0)
     assert all(outcome in ("committed", "duplicate") for _, outcome in load.outcomes)
     assert status.ledger["gap"] == 0
-    Kept.read(service.folder).check(load.acknowledged)
+    StoreContents.read(service.folder).check(load.acknowledged)
     show(
-        f"full for {pick(2, 10)} s: the service stays and says so, 0 acknowledged meanwhile; resumed {resumed_s:.2f} s "
-        f"after space was freed, 0 of {len(load.acknowledged)} lost, 0 dropped"
+        f"full for {pick(2, 10)} s: the service runs on and reports it, 0 acknowledged meanwhile; resumed "
+        f"{resumed_s:.2f} s after space was freed, 0 of {len(load.acknowledged)} lost, 0 dropped"
     )
 
 
 @pytest.mark.fault(6, "the error of a commit is not heard", control=True, root=True, full=True)
-def test_a_service_that_does_not_hear_of_a_full_disk_loses_samples(mounts, start_service, load_on, tmp_path, show):
+def test_a_service_that_ignores_a_full_disk_loses_samples(mounts, start_service, load_on, tmp_path, show):
     disk = mounts.tmpfs("disk", 48)
-    service = start_service(disk / "buffer", facts=MANY, entry=DEAF, log=tmp_path / "log")
+    service = start_service(disk / "buffer", facts=MANY, entry=IGNORES_ERRORS, log=tmp_path / "log")
     load = load_on(service, facts=MANY, draws=False, num_completion_tokens=256)
     load.wait_for(50)
     fill(disk, leave_bytes=2 * MIB)
-    wait_until(lambda: "nobody hears" in service.log, "the error", errors=load.errors)
+    wait_until(lambda: "the error is ignored" in service.log, "the error", errors=load.errors)
     settle(0.3)
     service.kill()
     settle()
-    num_lost = len(load.acknowledged - Kept.read(service.folder).keys)
+    num_lost = len(load.acknowledged - StoreContents.read(service.folder).keys)
     assert num_lost > 0
     show(f"{num_lost} of {len(load.acknowledged)} acknowledged lost")
 
@@ -198,20 +196,20 @@ def test_a_full_map_grows_and_nothing_is_lost(start_service, load_on, show):
     wait_until(lambda: (service.folder / "data.mdb").stat().st_size > goal_bytes, "growth", errors=load.errors)
     load.end()
     service.stop()
-    Kept.read(service.folder).check(load.acknowledged)
+    StoreContents.read(service.folder).check(load.acknowledged)
     num_grown = service.log.count("is full; growing it")
     assert num_grown >= 2
     show(f"grew {num_grown} times to hold {goal_bytes // MIB} MiB: 0 of {len(load.acknowledged)} lost, verify clean")
 
 
 @pytest.mark.fault(7, "a map that cannot grow", control=True)
-def test_a_service_whose_map_cannot_grow_ends(start_service, load_on, show):
-    service = start_service(facts=MANY, entry=SMALL_MAP_THAT_STAYS)
+def test_a_service_exits_if_its_map_cannot_grow(start_service, load_on, show):
+    service = start_service(facts=MANY, entry=FIXED_SMALL_MAP)
     load = load_on(service, facts=MANY, draws=False, num_completion_tokens=1024)
     code = service.wait(60)
     settle()
     num_then = len(load.outcomes)
     settle(1.0)
     assert (code, len(load.outcomes)) == (1, num_then)
-    Kept.read(service.folder).check(load.acknowledged)
-    show(f"the service ends (exit code 1) after {num_then} acknowledgements, and none follows")
+    StoreContents.read(service.folder).check(load.acknowledged)
+    show(f"the service exits with 1 after {num_then} acknowledgements; none follows")

@@ -1,4 +1,4 @@
-"""What a broken or hostile sender may put on the wire: malformed messages, bombs, and trajectories that cannot be."""
+"""Messages of a broken or hostile sender: malformed messages, bombs, and invalid trajectories."""
 
 import signal
 import statistics
@@ -12,30 +12,30 @@ from pathlib import Path
 import numpy as np
 import pytest
 import zmq
-
-from buffer import protocol as p
-from buffer.client import BufferClient
-from buffer.service import BufferService, opened
-from common.rpc.messages import Asker, Envelope
 from tests.faults import bombs, malformed
-from tests.faults.service_process import CONFIG, FACTS, MANY, Kept, sample
+from tests.faults.service_process import CONFIG, FACTS, MANY, StoreContents, sample
 from tests.full import FULL, pick
 from tests.trajectories import decode
 from tests.world.waiting import bound, wait_until
+
+from leeway.buffer import protocol as p
+from leeway.buffer.client import BufferClient
+from leeway.buffer.service import BufferService, opened
+from leeway.common.rpc.messages import ClientIdentity, Envelope
 
 ENDLESS = MANY.model_copy(update={"groups_per_step": 40_000})
 UNVALIDATED = ("-m", "tests.world.service", "without_validation")
 UNLIMITED = ("-m", "tests.world.service", "without_size_limits")
 BAD_PER_S = 100
 LONGEST_HANG_S = bound(1.0)
-BOMBER = Asker("bomber", "actor", "b")
+BOMBER = ClientIdentity("bomber", "actor", "b")
 LAST = 2**52
-"""Number of a request behind all others."""
+"""Request number above all others."""
 
 
 @pytest.fixture
 def join(request):
-    """`join(service, name)`: a client that is closed with the test."""
+    """`join(service, name)`: a client that is closed after the test."""
 
     def make(service, name, role="actor"):
         client = BufferClient(service.address, run_id=service.facts.run_id, role=role, name=name)
@@ -48,7 +48,7 @@ def join(request):
 
 @pytest.fixture
 def raw_socket(request):
-    """`raw_socket(service)`: a socket that sends whatever it is told to."""
+    """`raw_socket(service)`: a socket for arbitrary messages."""
 
     def make(service) -> zmq.Socket:
         context = zmq.Context()
@@ -61,7 +61,7 @@ def raw_socket(request):
 
 
 class Probe:
-    """Asks the service for its status all the time; a context manager."""
+    """Requests the status of the service continuously and measures the longest wait; a context manager."""
 
     def __init__(self, client):
         self._client, self._stop, self.longest_s = client, threading.Event(), 0.0
@@ -85,29 +85,29 @@ class Probe:
             self.longest_s = max(self.longest_s, time.monotonic() - began)
 
 
-def answers(socket) -> list[Envelope]:
-    """The replies that have arrived."""
-    got = []
+def replies_of(socket) -> list[Envelope]:
+    """Return the replies that have arrived."""
+    received = []
     while socket.poll(0):
-        got.append(p.decode(socket.recv_multipart()[0]))
-    return got
+        received.append(p.decode(socket.recv_multipart()[0]))
+    return received
 
 
 def send(service, socket, frames) -> list[Envelope]:
-    """Send a message to a service that lives; the replies that have arrived meanwhile."""
+    """Send a message to a running service; return the replies that have arrived meanwhile."""
     while not socket.poll(2000, zmq.POLLOUT):
         assert service.is_alive, f"the service died: {service.log[-3000:]}"
     socket.send_multipart(frames)
-    return answers(socket)
+    return replies_of(socket)
 
 
-def last_answers(service, socket, asker=malformed.ASKER) -> list[Envelope]:
-    """The replies up to one that is asked for now: whatever was sent before it is dealt with."""
-    asked = p.encode(LAST, p.StatusRequest(), run_id=service.facts.run_id, asker=asker)
-    replies = send(service, socket, [asked])
+def last_answers(service, socket, client=malformed.CLIENT) -> list[Envelope]:
+    """Return the replies up to that of a new request; all messages sent before it have been processed."""
+    request = p.encode(LAST, p.StatusRequest(), run_id=service.facts.run_id, client=client)
+    replies = send(service, socket, [request])
     while not any(reply.request_id == LAST for reply in replies):
         assert socket.poll(20_000), f"the service does not answer: {service.log[-3000:]}"
-        replies += answers(socket)
+        replies += replies_of(socket)
     return replies
 
 
@@ -116,12 +116,12 @@ def num_quarantined(client) -> int:
 
 
 def outcomes_of(replies) -> set[str]:
-    """Every outcome of a trajectory that these replies name."""
+    """Return every outcome of a trajectory in these replies."""
     return {row.outcome for reply in replies if isinstance(reply.message, p.PushReply) for row in reply.message.results}
 
 
 @pytest.mark.fault(23, "malformed messages")
-def test_malformed_messages_are_quarantined_one_by_one_and_stop_nobody(start_service, load_on, join, raw_socket, show):
+def test_every_malformed_message_is_quarantined_beside_good_traffic(start_service, load_on, join, raw_socket, show):
     service = start_service()
     load = load_on(service)
     num_set_aside, num_resealed = pick(2_000, 50_000), pick(500, 10_000)
@@ -131,9 +131,9 @@ def test_malformed_messages_are_quarantined_one_by_one_and_stop_nobody(start_ser
     with Probe(observer) as probe:
         for _ in range(num_set_aside):
             replies += send(service, socket, source.next(*malformed.SET_ASIDE).frames)
-        asked = join(service, "second-observer", "observer")
-        wait_until(lambda: num_quarantined(asked) >= num_set_aside, "the quarantine of every message", 60, load.errors)
-        status = asked.status().result(60)
+        other = join(service, "second-observer", "observer")
+        wait_until(lambda: num_quarantined(other) >= num_set_aside, "the quarantine of every message", 60, load.errors)
+        status = other.status().result(60)
         assert sum(status.quarantined_by_reason.values()) == num_set_aside
         for _ in range(num_resealed):
             replies += send(service, socket, source.next(*malformed.RESEALED).frames)
@@ -144,7 +144,7 @@ def test_malformed_messages_are_quarantined_one_by_one_and_stop_nobody(start_ser
     service.stop()
     assert outcomes_of(replies) <= {"quarantined", "late", "duplicate", "fenced"}
     assert probe.longest_s <= LONGEST_HANG_S
-    kept = Kept.read(service.folder)
+    kept = StoreContents.read(service.folder)
     kept.check(load.acknowledged)
     reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(status.quarantined_by_reason.items()))
     show(f"{num_set_aside} of {num_set_aside} quarantined ({reasons})")
@@ -152,7 +152,7 @@ def test_malformed_messages_are_quarantined_one_by_one_and_stop_nobody(start_ser
 
 
 @pytest.mark.fault(23, f"{BAD_PER_S} malformed messages/s beside good ones", full=True)
-def test_good_traffic_hardly_slows_beside_malformed_messages(start_service, load_on, join, show):
+def test_malformed_messages_hardly_slow_good_traffic(start_service, load_on, join, show):
     service = start_service(facts=ENDLESS)
     load = load_on(service, draws=False, num_completion_tokens=256, groups=16)
     command = [sys.executable, "-m", "tests.faults.malformed", service.address, ENDLESS.run_id]
@@ -173,12 +173,12 @@ def test_good_traffic_hardly_slows_beside_malformed_messages(start_service, load
         sender.wait(60)
     load.end()
     ratio = statistics.median(bad / good for bad, good in zip(rates[True], rates[False], strict=True))
-    assert ratio >= 0.7, "where something else keeps the cores busy, too; benchmarks/buffer.py measures it"
-    show(f"good traffic at {ratio:.2f}x of its rate without ({statistics.median(rates[False]):.0f} trajectories/s)")
+    assert ratio >= 0.7, "other load on the cores also slows good traffic; benchmarks/buffer.py measures it"
+    show(f"good traffic at {ratio:.2f}x of its rate alone ({statistics.median(rates[False]):.0f} trajectories/s)")
 
 
 @pytest.mark.fault(23, "no validation", control=True)
-def test_control_without_validation_damaged_trajectories_are_stored_or_the_service_dies(
+def test_control_without_validation_damage_is_stored_or_crashes_the_service(
     start_service, load_on, join, raw_socket, show
 ):
     service = start_service(facts=MANY, entry=UNVALIDATED)
@@ -186,20 +186,20 @@ def test_control_without_validation_damaged_trajectories_are_stored_or_the_servi
     client = join(service, malformed.NAME)
     socket, replies, num_sent = raw_socket(service), [], 0
     for lease in client.lease(500).result(60).leases:
-        # A lease each: a sample is stored once.
-        source = malformed.Source(MANY.run_id, client.epoch, seed=lease.lease_id, lease=lease, asker=client._asker)
+        # One lease per message, because a sample is stored once.
+        source = malformed.Source(MANY.run_id, client.epoch, seed=lease.lease_id, lease=lease, client=client._identity)
         socket.send_multipart(source.next("resealed_body").frames)
         num_sent += 1
         time.sleep(0.002)
-        replies += answers(socket)
+        replies += replies_of(socket)
         if not service.is_alive:
-            show(f"the service died of message {num_sent}")
+            show(f"the service died after message {num_sent}")
             return
     assert "committed" in outcomes_of(replies)
     show(f"damaged trajectories were stored: {len(replies)} answers to {num_sent} messages")
 
 
-IMPOSSIBLE = {
+INVALID = {
     "reward not finite": [{"reward": float("nan")}, {"reward": float("inf")}, {"reward": -float("inf")}],
     "logprob above 0": [{"logprobs": np.array([-0.5, 0.1, -0.5, -0.5], np.float32)}],
     "logprob not finite": [
@@ -216,12 +216,12 @@ IMPOSSIBLE = {
         {"token_ids": np.zeros(0, np.int32), "logprobs": np.zeros(0, np.float32), "spans": ()},
     ],
 }
-"""By the reason under which it is quarantined: what is changed in a valid trajectory of 3 + 4 tokens."""
+"""Reason of the quarantine -> invalid changes to a valid trajectory of 3 + 4 tokens."""
 
 
-def push_impossible(client) -> list[tuple[str, p.RowResult]]:
-    """Push one trajectory of every impossible kind, each the first sample of a lease whose others are valid."""
-    changes = [(reason, change) for reason, kinds in IMPOSSIBLE.items() for change in kinds]
+def push_invalid(client) -> list[tuple[str, p.RowResult]]:
+    """Push one trajectory of every invalid kind, as the first sample of a lease whose other samples are valid."""
+    changes = [(reason, change) for reason, kinds in INVALID.items() for change in kinds]
     leases = client.lease(len(changes)).result(60).leases
     assert len(leases) == len(changes)
     pushed = []
@@ -234,26 +234,26 @@ def push_impossible(client) -> list[tuple[str, p.RowResult]]:
 
 
 @pytest.mark.fault(25, "NaN, infinite, out of range, of disagreeing lengths, or empty")
-def test_a_trajectory_that_cannot_be_is_quarantined_with_its_reason_and_never_drawn(start_run, join, show):
+def test_an_invalid_trajectory_is_quarantined_with_its_reason_and_never_drawn(start_run, join, show):
     service, learner = start_run()
-    results = push_impossible(join(service, "actor-0"))
+    results = push_invalid(join(service, "actor-0"))
     assert [(result.outcome, result.reason) for _, result in results] == [
         ("quarantined", reason) for reason, _ in results
     ]
     status = learner.status().result(60)
-    assert status.quarantined_by_reason == {reason: len(kinds) for reason, kinds in IMPOSSIBLE.items()}
-    assert status.failed_by_reason == {f"quarantined: {reason}": len(kinds) for reason, kinds in IMPOSSIBLE.items()}
+    assert status.quarantined_by_reason == {reason: len(kinds) for reason, kinds in INVALID.items()}
+    assert status.failed_by_reason == {f"quarantined: {reason}": len(kinds) for reason, kinds in INVALID.items()}
     assert status.ledger["gap"] == 0
     draw = learner.draw(1, 0, 0, FACTS.groups_per_step, 5.0).result(60)
     assert len(decode(draw.body)) == 3 * FACTS.groups_per_step
     assert all(np.isfinite(row.reward) and (row.logprobs <= 0).all() for row in decode(draw.body))
     service.stop()
-    assert Kept.read(service.folder).report["faults"] == []
+    assert StoreContents.read(service.folder).report["faults"] == []
     show(f"{len(results)} of {len(results)} kinds quarantined with their reason, the rest of each group was drawn")
 
 
 @pytest.mark.fault(25, "no validation", control=True)
-def test_control_without_validation_the_learner_draws_what_cannot_be(start_run, join, show):
+def test_control_without_validation_the_learner_draws_invalid_trajectories(start_run, join, show):
     service, learner = start_run(entry=UNVALIDATED)
     client = join(service, "actor-0")
     for lease in client.lease(FACTS.groups_per_step).result(60).leases:
@@ -262,12 +262,12 @@ def test_control_without_validation_the_learner_draws_what_cannot_be(start_run, 
     draw = learner.draw(1, 0, 0, FACTS.groups_per_step, 10.0).result(60)
     assert draw.ready
     assert all(np.isnan(row.logprobs).all() for row in decode(draw.body))
-    show(f"the learner was handed {len(decode(draw.body))} trajectories of NaN")
+    show(f"the learner received {len(decode(draw.body))} trajectories of NaN")
 
 
 @pytest.fixture
 def start_run(start_service, join):
-    """`start_run(**arguments of Service)`: a service and its learner, which has published."""
+    """`start_run(**arguments of Service)`: a service and its learner, which has published a version."""
 
     def start(**arguments):
         service = start_service(**arguments)
@@ -279,14 +279,14 @@ def start_run(start_service, join):
     return start
 
 
-def make_bombs(run_id, asker, epoch) -> dict[str, list[bytes]]:
-    """Every bomb that is a whole message."""
+def make_bombs(run_id, client, epoch) -> dict[str, list[bytes]]:
+    """Return every bomb that is a whole message, by kind."""
     return {
-        "zstd 32,000x": bombs.compressed(run_id, asker, epoch, pick(2**27, 2**30)),
-        "a million columns": bombs.wide(run_id, asker, epoch, 1_000_000),
-        "100,000 brackets": bombs.nested(run_id, asker, epoch, 100_000),
-        "2,500,000 spans": bombs.spanned(run_id, asker, epoch, 2_500_000),
-        "10,000,000 leases": bombs.renewal(run_id, asker, epoch, 10_000_000),
+        "zstd 32,000x": bombs.compressed(run_id, client, epoch, pick(2**27, 2**30)),
+        "a million columns": bombs.wide(run_id, client, epoch, 1_000_000),
+        "100,000 brackets": bombs.nested(run_id, client, epoch, 100_000),
+        "2,500,000 spans": bombs.spanned(run_id, client, epoch, 2_500_000),
+        "10,000,000 leases": bombs.renewal(run_id, client, epoch, 10_000_000),
     }
 
 
@@ -299,20 +299,20 @@ def test_bombs_are_refused_within_a_millisecond(tmp_path, show):
             took_s = sorted(_time_to_refuse(service, made[kind]) for _ in range(5))
             size = sum(map(len, made[kind]))
             show(f"{kind} ({size:,} bytes): refused in {took_s[2] * 1000:.2f} ms")
-            assert took_s[2] <= (0.001 if FULL else 0.005)  # whoever shares its core slows it down
+            assert took_s[2] <= (0.001 if FULL else 0.005)  # other processes may share the core
     finally:
         service.close()
 
 
 def _time_to_refuse(service, frames) -> float:
-    """Seconds of the processor, within a transaction where it comes so far."""
+    """Return the seconds of CPU time until a message is refused, in a transaction if it gets that far."""
     sent = []
     service._rpc.answer = lambda *outgoing: sent.append(outgoing)
 
     def answer(tx):
         began = time.thread_time()
         arrivals = opened([service._rpc.open([zmq.Frame(frame) for frame in (b"bomber", *frames)])], "")
-        sent.extend(service._answer(tx, service._turn_away(arrivals)).outbox)
+        sent.extend(service._answer(tx, service._answer_rejected(arrivals)).outbox)
         return time.thread_time() - began
 
     service._store.write(lambda tx: service._core.leases.hello(tx, p.Hello(BOMBER.role, BOMBER.name, BOMBER.session)))
@@ -323,10 +323,10 @@ def _time_to_refuse(service, frames) -> float:
     return took_s
 
 
-def memory_mib(service, what) -> int:
-    """A line of the process' status, as VmHWM: the most memory it ever had."""
+def memory_mib(service, key) -> int:
+    """Return a line of the process's status; VmHWM is its peak memory."""
     lines = Path(f"/proc/{service.pid}/status").read_text().splitlines()
-    return next(int(line.split()[1]) // 1024 for line in lines if line.startswith(what))
+    return next(int(line.split()[1]) // 1024 for line in lines if line.startswith(key))
 
 
 @pytest.mark.fault(24, "bombs, thrown at the service")
@@ -363,8 +363,8 @@ def test_control_without_limits_bombs_fill_the_memory(start_service, join, raw_s
     with bombs.announce_a_large_frame(service.address):
         wait_until(lambda: memory_mib(service, "VmSize") - virtual > 2000, "2 GiB to be reserved")
     socket = raw_socket(service)
-    send(service, socket, bombs.compressed(FACTS.run_id, client._asker, client.epoch, 2**29))
-    last_answers(service, socket, client._asker)
+    send(service, socket, bombs.compressed(FACTS.run_id, client._identity, client.epoch, 2**29))
+    last_answers(service, socket, client._identity)
     grown = memory_mib(service, "VmHWM") - before
     assert grown > 400
     show(f"2 GiB reserved for a sender of 1 KB, and memory grew by {grown} MiB for a message of 16 KB")

@@ -1,4 +1,4 @@
-"""The service is a real process here, and is killed with SIGKILL while it works."""
+"""The service is a real process that is killed with SIGKILL under load."""
 
 import subprocess
 import threading
@@ -8,14 +8,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-
-from buffer import client as client_module
-from buffer.errors import BufferRefused, BufferUnavailable
-from tests.faults.service_process import FACTS, Kept, generate
+from tests.faults.service_process import FACTS, StoreContents, generate
 from tests.world.buffer_process import serving
 
+from leeway.buffer import client as client_module
+from leeway.buffer.errors import BufferRefused, BufferUnavailable
 
-def test_nothing_acknowledged_is_lost_or_doubled_when_the_service_is_killed_under_load(service, connect):
+
+def test_a_service_killed_under_load_loses_and_doubles_nothing_acknowledged(service, connect):
     learner = connect("learner", "learner")
     begun = learner.begin_incarnation(0, 0).result(60)
     learner.published(begun.incarnation, 0).result(60)
@@ -33,7 +33,7 @@ def test_nothing_acknowledged_is_lost_or_doubled_when_the_service_is_killed_unde
             service.start()
         draw = learner.draw(step, step - 1, 0, FACTS.groups_per_step, 20.0)
         if step % 20 == 0:
-            # Killed between the draw and its reply, or right after: the client cannot tell.
+            # Killed between the draw and its reply, or just after: the client cannot distinguish these.
             time.sleep(0.002)
             service.kill()
             service.start()
@@ -56,15 +56,15 @@ def test_nothing_acknowledged_is_lost_or_doubled_when_the_service_is_killed_unde
     acknowledged = {key for key, outcome in outcomes if outcome in ("committed", "duplicate")}
     assert len(acknowledged) == len(outcomes)
     assert status.ledger["gap"] == 0
-    kept = Kept.read(service.folder)
+    kept = StoreContents.read(service.folder)
     kept.check(acknowledged)
     assert kept.report["recount"]["committed"] == kept.report["num_records"] == len(outcomes)
 
 
-def test_a_client_gives_up_and_names_the_service_when_it_stays_away(service, connect, monkeypatch):
+def test_a_client_times_out_and_names_the_service_if_it_stays_down(service, connect, monkeypatch):
     monkeypatch.setattr(client_module, "REQUEST_TIMEOUT_S", 0.3)
     transport = (client := connect("actor-0"))._transport
-    transport._patience = replace(transport._patience, give_up_s=1.0)
+    transport._timeouts = replace(transport._timeouts, request_s=1.0)
     service.kill()
     pending = [client.status(), client.lease(1)]
     wait(pending, 60)
@@ -83,15 +83,15 @@ def test_a_restarted_service_keeps_its_address_and_a_second_one_is_refused(servi
     assert service.address == address
 
 
-def test_garbage_on_the_wire_is_counted_and_the_service_answers_on(service, connect):
+def test_invalid_bytes_are_counted_and_the_service_keeps_answering(service, connect):
     import zmq
 
-    from buffer import protocol as p
+    from leeway.buffer import protocol as p
 
     context = zmq.Context()
-    stranger = context.socket(zmq.DEALER)
-    stranger.linger = 0
-    stranger.connect(service.address)
+    raw_socket = context.socket(zmq.DEALER)
+    raw_socket.linger = 0
+    raw_socket.connect(service.address)
     random = np.random.default_rng(0)
     good = p.encode(1, p.LeaseRequest("x" * 600, -5, 0, 1), run_id=service.facts.run_id)
     requests = [
@@ -100,14 +100,14 @@ def test_garbage_on_the_wire_is_counted_and_the_service_answers_on(service, conn
         p.BeginIncarnation("s", -1, -1), p.Published(9, -1), p.Done(),
     ]  # fmt: skip
     for message in requests:
-        stranger.send_multipart([p.encode(2, message, b"body", run_id=service.facts.run_id), b"body"])
+        raw_socket.send_multipart([p.encode(2, message, b"body", run_id=service.facts.run_id), b"body"])
     for _ in range(200):
         mutant = bytearray(good)
         mutant[random.integers(0, len(good))] ^= 1 << int(random.integers(0, 8))
-        stranger.send_multipart([bytes(mutant)])
-        stranger.send_multipart([random.bytes(int(random.integers(0, 50))) for _ in range(random.integers(1, 5))])
-    stranger.send_multipart([p.encode(3, p.Push("a", 1), b"another body"), b"body"])
-    stranger.send_multipart([good])
+        raw_socket.send_multipart([bytes(mutant)])
+        raw_socket.send_multipart([random.bytes(int(random.integers(0, 50))) for _ in range(random.integers(1, 5))])
+    raw_socket.send_multipart([p.encode(3, p.Push("a", 1), b"another body"), b"body"])
+    raw_socket.send_multipart([good])
     client = connect("actor-0")
     deadline = time.monotonic() + 60
     while (status := client.status().result(60)).quarantined_by_reason.get("header", 0) < 409:
@@ -116,5 +116,5 @@ def test_garbage_on_the_wire_is_counted_and_the_service_answers_on(service, conn
     assert status.ledger["gap"] == 0
     with pytest.raises(BufferRefused, match="no learner has begun"):
         connect("learner", "learner").draw(1, 0, 0, 8, 0.0).result(60)
-    stranger.close()
+    raw_socket.close()
     context.term()

@@ -1,25 +1,26 @@
-"""Memory that runs out: senders wait before it does, and a service that is killed for it loses nothing acknowledged."""
+"""Memory limits: senders wait before the limit is reached, and an OOM-killed service loses nothing acknowledged."""
 
 import contextlib
 import signal
 import time
 
 import pytest
-
 from tests.constants import environment
 from tests.faults import cgroups
 from tests.faults.actor_process import ActorProcess
-from tests.faults.service_process import CONFIG, MANY, Kept
+from tests.faults.service_process import CONFIG, MANY, StoreContents
 from tests.full import pick
 
 MIB = 2**20
 ROOM = 128 * MIB
-"""Above what the service has when nobody sends."""
+"""Bytes above the memory of the service without senders."""
 STUCK_S = 30.0
 SMALL_INBOX = f"buffer.service.INBOX_BYTES={16 * MIB}"
 LARGE_INBOX = f"buffer.service.INBOX_BYTES={4096 * MIB}"
 LEASE_TIMEOUT_S = 2.0
-SHORT_LEASES = environment({"buffer.leases.LEASE_TIMEOUT_S": LEASE_TIMEOUT_S, "buffer.groups.MAX_ATTEMPTS": 100})
+SHORT_LEASES = environment(
+    {"leeway.buffer.leases.LEASE_TIMEOUT_S": LEASE_TIMEOUT_S, "leeway.buffer.groups.MAX_ATTEMPTS": 100}
+)
 
 needs_cgroups = pytest.mark.skipif(bool(cgroups.missing()), reason=cgroups.missing() or "-")
 
@@ -32,7 +33,7 @@ def limit():
 
 @pytest.fixture
 def start_limited(start_service, limit):
-    """`start_limited(constants)`: a service whose memory counts from its start on; there is no limit yet."""
+    """`start_limited(constants)`: a service whose memory is counted from its start; the limit is not set yet."""
 
     def start(*constants):
         entry = ("-m", "tests.world.service", *constants)
@@ -42,15 +43,15 @@ def start_limited(start_service, limit):
 
 
 def flood(service, start_actor, load_on, limit, stopped_s=None, **options) -> list[ActorProcess]:
-    """Set the limit just above what the service has; then let actors send large trajectories while it is stopped."""
+    """Set the limit just above the service's memory; let actors send large trajectories while the service stops."""
     actors = [
         start_actor(service, f"actor-{number}", groups=300, num_completion_tokens=8000, **options)
         for number in range(4)
     ]
     for actor in actors:
         actor.wait_for("epoch")
-    limit.leave(ROOM)
-    load_on(service, num_actors=0, draws=False)  # publishes, so leases are granted from now on
+    limit.allow(ROOM)
+    load_on(service, num_actors=0, draws=False)  # publishes, so that leases are granted
     for actor in actors:
         actor.wait_for("lease")
     service.signal(signal.SIGSTOP)
@@ -67,11 +68,11 @@ def test_senders_wait_before_the_memory_of_the_service_is_used_up(start_limited,
     service = start_limited(SMALL_INBOX)
     idle = limit.used_bytes
     actors = flood(service, start_actor, load_on, limit)
-    most, num_wanted = 0, pick(1_000, 10_000)
+    most, num_expected = 0, pick(1_000, 10_000)
     num_before, until = 0, time.monotonic() + STUCK_S
-    while (num := sum(len(actor.events("committed")) for actor in actors)) < num_wanted:
+    while (num := sum(len(actor.events("committed")) for actor in actors)) < num_expected:
         assert service.is_alive, f"it was killed after {num} trajectories"
-        if num > num_before:  # how fast is the disk's own affair
+        if num > num_before:  # the rate depends on the disk
             num_before, until = num, time.monotonic() + STUCK_S
         assert time.monotonic() < until, f"stuck at {num} trajectories for {STUCK_S:.0f} s"
         most = max(most, limit.used_bytes)
@@ -79,15 +80,15 @@ def test_senders_wait_before_the_memory_of_the_service_is_used_up(start_limited,
     for actor in actors:
         actor.kill()
     service.stop()
-    Kept.read(service.folder).check(set().union(*(actor.acknowledged for actor in actors)))
+    StoreContents.read(service.folder).check(set().union(*(actor.acknowledged for actor in actors)))
     show(f"{num} trajectories of 64 KB acknowledged, at most {(most - idle) / MIB:.0f} of {ROOM / MIB:.0f} MiB used")
 
 
 @needs_cgroups
 @pytest.mark.fault(28, "no credit", control=True, root=True)
-def test_control_without_credit_the_service_is_killed_for_its_memory(start_limited, start_actor, load_on, limit, show):
+def test_control_without_credit_the_service_is_oom_killed(start_limited, start_actor, load_on, limit, show):
     service = start_limited(LARGE_INBOX)
-    # short, or clients connect anew meanwhile, where libzmq 4.3.5 may abort the service first (zeromq/libzmq#4841)
+    # a short stop, or clients reconnect meanwhile, and libzmq 4.3.5 may abort the service first (zeromq/libzmq#4841)
     flood(service, start_actor, load_on, limit, stopped_s=2.0, bounded=False)
     assert service.wait(60) == -signal.SIGKILL
     show("the service was killed")
@@ -95,43 +96,43 @@ def test_control_without_credit_the_service_is_killed_for_its_memory(start_limit
 
 @needs_cgroups
 @pytest.mark.fault(28, "the service is killed for its memory", root=True, full=True)
-def test_a_service_killed_for_its_memory_loses_nothing_acknowledged(start_limited, load_on, limit, show):
+def test_an_oom_killed_service_loses_nothing_acknowledged(start_limited, load_on, limit, show):
     service = start_limited()
     load = load_on(service, draws=False, num_completion_tokens=4000)
     num_kills = pick(2, 10)
     for _ in range(num_kills):
         load.wait_for(50, 60)
-        limit.leave(0)
-        with limit.crowd():
+        limit.allow(0)
+        with limit.exhaust():
             assert service.wait(60) == -signal.SIGKILL
-        limit.leave(None)
+        limit.allow(None)
         service.start()
     load.wait_for(50, 60)
     load.end()
     load.close()
     service.stop()
-    Kept.read(service.folder).check(load.acknowledged)
+    StoreContents.read(service.folder).check(load.acknowledged)
     show(f"{num_kills} kills, {len(load.acknowledged)} acknowledged, 0 lost")
 
 
 @needs_cgroups
 @pytest.mark.fault(28, "an actor is killed for its memory", root=True, full=True)
-def test_leases_of_an_actor_killed_for_its_memory_are_issued_again(start_service, start_actor, load_on, limit, show):
+def test_leases_of_an_oom_killed_actor_are_issued_again(start_service, start_actor, load_on, limit, show):
     service = start_service(facts=MANY, environment=SHORT_LEASES)
     load = load_on(service, draws=False)
     victim = start_actor(service, "victim", groups=16, num_completion_tokens=8000)
     victim.wait_for("committed")
     limit.add(victim.process.pid)
-    limit.leave(1 * MIB)
+    limit.allow(1 * MIB)
     assert victim.process.wait(60) == -signal.SIGKILL
     outstanding = victim.leased - victim.acknowledged
-    assert outstanding, "it had nothing left: the test shows nothing"
+    assert outstanding, "it had no samples left: the test proves nothing"
     time.sleep(LEASE_TIMEOUT_S + 2.0)
     load.end()
     assert load.learner.status().result(60).ledger["in_flight"] == 0
     load.close()
     service.stop()
-    kept = Kept.read(service.folder)
+    kept = StoreContents.read(service.folder)
     kept.check(load.acknowledged | victim.acknowledged)
     assert outstanding <= kept.keys, "its samples were not issued again"
     show(f"{len(outstanding)} samples issued again within {LEASE_TIMEOUT_S + 2:g} s, 0 lost")

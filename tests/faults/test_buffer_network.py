@@ -1,4 +1,4 @@
-"""The network between actors and the buffer is cut, slow, lossy, half open, or delivers out of order and twice."""
+"""The network between actors and buffer is cut, slow, lossy, half open, or reorders and duplicates messages."""
 
 import contextlib
 import logging
@@ -10,22 +10,22 @@ import numpy as np
 import psutil
 import pytest
 import zmq
-
-from buffer import client as client_module
-from buffer import protocol as p
-from buffer import schema
-from buffer.client import BufferClient
-from buffer.errors import BufferUnavailable
 from tests.faults import netns
 from tests.faults.actor_process import ActorProcess
 from tests.faults.proxy import Proxy
-from tests.faults.service_process import MANY, Kept, Load, Service, sample
+from tests.faults.service_process import MANY, Load, Service, StoreContents, sample
 from tests.full import pick
 from tests.world.waiting import bound
 
+from leeway.buffer import client as client_module
+from leeway.buffer import protocol as p
+from leeway.buffer import schema
+from leeway.buffer.client import BufferClient
+from leeway.buffer.errors import BufferUnavailable
+
 MIB = 2**20
 CUT_S = 7.0
-NOTICED_S, RESUMED_S, RECONNECTED_S = 2.5, 1.0, 3.0
+DETECTED_S, RESUMED_S, RECONNECTED_S = 2.5, 1.0, 3.0
 LINK_MBIT_PER_S = 10.0
 COUNTS_TWICE = ("-m", "tests.world.service", "without_deduplication")
 SMALL_INBOX = ("-m", "tests.world.service", f"buffer.service.INBOX_BYTES={32 * MIB}")
@@ -42,7 +42,7 @@ def link():
 
 @pytest.fixture
 def far_service(link, tmp_path, monkeypatch):
-    """A service at the far end of the link, with the clients' default patience."""
+    """A service at the far end of the link, with the clients' default request timeout."""
     monkeypatch.setattr(client_module, "REQUEST_TIMEOUT_S", 10.0)
     running = Service(tmp_path / "buffer", MANY, entry=SMALL_INBOX, host=link.far, prefix=link.prefix)
     yield running
@@ -50,21 +50,21 @@ def far_service(link, tmp_path, monkeypatch):
 
 
 class Notices(logging.Handler):
-    """When clients said that they have no word from the service."""
+    """Times at which clients logged that the connection to the service is lost."""
 
     def __init__(self):
         super().__init__()
         self.times_s = []
 
     def emit(self, record):
-        if "no word from the buffer service at tcp://" in record.getMessage():
+        if "lost the connection to the buffer service at tcp://" in record.getMessage():
             self.times_s.append(time.monotonic())
 
 
 @pytest.fixture
 def notices():
     handler = Notices()
-    logger = logging.getLogger("common.rpc.client")
+    logger = logging.getLogger("leeway.common.rpc.client")
     level = logger.level
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
@@ -74,30 +74,30 @@ def notices():
 
 
 @pytest.fixture
-def deaf_sockets(monkeypatch):
-    """Sockets made from now on by this process send no heartbeats."""
+def sockets_without_heartbeats(monkeypatch):
+    """Disable the heartbeats of sockets that this process creates from now on."""
 
-    class Deaf(zmq.Socket):
+    class WithoutHeartbeats(zmq.Socket):
         def setsockopt(self, option, value):
             if option not in (zmq.HEARTBEAT_IVL, zmq.HEARTBEAT_TIMEOUT):
                 super().setsockopt(option, value)
 
-    monkeypatch.setattr(zmq.Context, "_socket_class", Deaf)
+    monkeypatch.setattr(zmq.Context, "_socket_class", WithoutHeartbeats)
 
 
-def end_and_check(load, service) -> Kept:
-    """End the load and the service; nothing acknowledged is lost, and nothing was refused."""
+def end_and_check(load, service) -> StoreContents:
+    """Stop the load and the service; assert that nothing acknowledged is lost and nothing was refused."""
     load.end(120)
     load.close()
     service.stop()
     assert {outcome for _, outcome in load.outcomes} <= {"committed", "duplicate"}
-    kept = Kept.read(service.folder)
+    kept = StoreContents.read(service.folder)
     kept.check(load.acknowledged)
     return kept
 
 
-def answered_within(actors, timeout_s) -> float:
-    """Until each of these clients has an answer to a question asked now; seconds."""
+def seconds_to_answer(actors, timeout_s) -> float:
+    """Return the seconds until each of these clients has a reply to a request sent now."""
     began = time.monotonic()
     answers = [actor.status() for actor in actors]
     assert not wait(answers, timeout_s).not_done, f"no answer within {timeout_s} s"
@@ -105,46 +105,44 @@ def answered_within(actors, timeout_s) -> float:
 
 
 @pytest.mark.fault(18, f"actors are cut off for {CUT_S:g} s", **needs_link)
-def test_a_cut_link_is_noticed_soon_and_work_resumes_at_once_when_it_is_back(link, far_service, load_on, notices, show):
+def test_a_cut_link_is_detected_soon_and_work_resumes_once_it_is_back(link, far_service, load_on, notices, show):
     load = load_on(far_service, draws=False)
-    noticed_s, resumed_s = [], []
+    found_s, resumed_s = [], []
     for _ in range(pick(1, 5)):
         load.wait_for(200)
         notices.times_s.clear()
         link.cut()
         cut_at = time.monotonic()
         time.sleep(CUT_S)
-        # The second actor's notice: both have one.
-        noticed_s += [at - cut_at for at in notices.times_s[:2]]
+        # The second actor's notice as well: both have one.
+        found_s += [at - cut_at for at in notices.times_s[:2]]
         num_dropped = link.num_dropped()
         link.heal()
-        resumed_s.append(answered_within(load.actors, 30))
+        resumed_s.append(seconds_to_answer(load.actors, 30))
     end_and_check(load, far_service)
     assert num_dropped
-    assert len(noticed_s) == 2 * len(resumed_s)
-    assert max(noticed_s) <= bound(NOTICED_S)
+    assert len(found_s) == 2 * len(resumed_s)
+    assert max(found_s) <= bound(DETECTED_S)
     assert max(resumed_s) <= bound(RESUMED_S)
-    show(f"{len(resumed_s)} cuts: noticed after at most {max(noticed_s):.2f} s, resumed within {max(resumed_s):.2f} s")
+    show(f"{len(resumed_s)} cuts: detected after at most {max(found_s):.2f} s, resumed within {max(resumed_s):.2f} s")
     show(f"0 of {len(load.acknowledged)} acknowledged lost")
 
 
 @pytest.mark.fault(18, "no heartbeats", control=True, **needs_link)
-@pytest.mark.usefixtures("deaf_sockets")
-def test_control_without_heartbeats_nobody_notices_that_the_link_is_cut(link, far_service, load_on, notices, show):
+@pytest.mark.usefixtures("sockets_without_heartbeats")
+def test_control_without_heartbeats_a_cut_link_is_not_detected(link, far_service, load_on, notices, show):
     load = load_on(far_service, draws=False)
     load.wait_for(200)
     link.cut()
     time.sleep(CUT_S)
     link.heal()
     assert notices.times_s == []
-    show(f"nothing noticed in {CUT_S:g} s")
+    show(f"nothing detected in {CUT_S:g} s")
 
 
 @pytest.mark.fault(18, "no acknowledgements", control=True, **needs_link)
-def test_control_a_sender_that_does_not_wait_for_acknowledgements_loses_what_was_under_way(
-    link, far_service, load_on, show
-):
-    load = load_on(far_service, draws=False, num_actors=0)  # publishes, so leases are granted from now on
+def test_control_a_sender_without_acknowledgements_loses_messages_in_flight(link, far_service, load_on, show):
+    load = load_on(far_service, draws=False, num_actors=0)  # publishes, so that leases are granted
     client = BufferClient(far_service.address, run_id=MANY.run_id, role="actor", name="careless")
     client.connect()
     leases = client.lease(1000).result(60).leases
@@ -158,7 +156,7 @@ def test_control_a_sender_that_does_not_wait_for_acknowledgements_loses_what_was
     for seq, lease in enumerate(leases):
         body = schema.encode([sample(lease, 0)], MANY.run_id, schema.Sender(client.name, client.epoch, [seq]))
         message = p.Push(client.name, client.epoch)
-        socket.send_multipart([p.encode(seq, message, body, run_id=MANY.run_id, asker=client._asker), body])
+        socket.send_multipart([p.encode(seq, message, body, run_id=MANY.run_id, client=client._identity), body])
         sent.add((lease.group_id, 0))
         time.sleep(0.004)
     link.heal()
@@ -168,13 +166,13 @@ def test_control_a_sender_that_does_not_wait_for_acknowledgements_loses_what_was
     client.close(0.1)
     load.close()
     far_service.stop()
-    lost = sent - Kept.read(far_service.folder).keys
+    lost = sent - StoreContents.read(far_service.folder).keys
     assert lost
     show(f"{len(lost)} of {len(sent)} trajectories lost")
 
 
 def growth_of_memory(service, seconds) -> list[int]:
-    """By how much the service, and this process with its clients, grew at most; in bytes."""
+    """Return the largest growth of the service and of this process with its clients, in bytes."""
     own = psutil.Process()
     first, most = np.array([service.memory_bytes(), own.memory_info().rss]), np.zeros(2, np.int64)
     until = time.monotonic() + seconds
@@ -185,7 +183,7 @@ def growth_of_memory(service, seconds) -> list[int]:
 
 
 @pytest.mark.fault(19, "10 % of all packets are lost", **needs_link)
-def test_nothing_is_lost_and_memory_stays_flat_where_a_tenth_of_the_packets_is_lost(link, far_service, load_on, show):
+def test_packet_loss_of_10_percent_loses_nothing_and_does_not_grow_memory(link, far_service, load_on, show):
     load = load_on(far_service, draws=False, num_completion_tokens=500)
     load.wait_for(1000)
     link.lose(0.1)
@@ -199,15 +197,15 @@ def test_nothing_is_lost_and_memory_stays_flat_where_a_tenth_of_the_packets_is_l
     assert max(grown) <= 32 * MIB
     show(f"{dropped} packets lost, {answered / 20:.0f} trajectories/s acknowledged, 0 lost")
     show(f"memory of the service grew by {grown[0] // MIB} MiB")
-    show("no control: TCP repeats lost packets, and is not ours to switch off")
+    show("no control: TCP retransmits lost packets, which cannot be disabled")
 
 
 @pytest.mark.fault(19, f"a link of {LINK_MBIT_PER_S:g} Mbit/s", **needs_link)
-def test_sending_waits_and_memory_stays_flat_where_the_link_is_slow(link, far_service, load_on, notices, show):
+def test_a_slow_link_makes_senders_wait_and_does_not_grow_memory(link, far_service, load_on, notices, show):
     load = load_on(far_service, draws=False, num_completion_tokens=8000, groups=64)
     load.wait_for(1000)
     link.slow_down(LINK_MBIT_PER_S)
-    # What lies in the sockets at the far end is acknowledged at its own speed; then the link sets the pace.
+    # Messages in the sockets at the far end are acknowledged at full speed; after that the link limits the rate.
     time.sleep(10.0)
     before, seconds = len(load.outcomes), 40.0
     grown = growth_of_memory(far_service, seconds)
@@ -217,8 +215,8 @@ def test_sending_waits_and_memory_stays_flat_where_the_link_is_slow(link, far_se
     assert 0.5 * LINK_MBIT_PER_S <= megabits_per_s <= 1.1 * LINK_MBIT_PER_S
     assert max(grown) <= 64 * MIB
     twice = kept.report["ledger"]["duplicates"] / kept.report["ledger"]["committed"]
-    assert twice <= 0.02, "what was under way was sent again"
-    assert notices.times_s == [], "a slow link was taken for a cut one"
+    assert twice <= 0.02, "messages in flight were sent again"
+    assert notices.times_s == [], "a slow link was reported as a lost connection"
     show(f"{megabits_per_s:.1f} Mbit/s of trajectories acknowledged, 0 lost, {twice:.1%} sent twice")
     show(f"memory of the service grew by {grown[0] // MIB} MiB, of two actors by {grown[1] // MIB} MiB")
 
@@ -241,7 +239,7 @@ def test_control_without_credit_an_actor_on_a_slow_link_grows(link, far_service,
 
 @pytest.fixture
 def load_through_proxy():
-    """`load_through_proxy(service, **arguments of Load)`: a load behind a proxy, and the proxy."""
+    """`load_through_proxy(service, **arguments of Load)`: a load that connects through a proxy, and the proxy."""
     with contextlib.ExitStack() as running:
 
         def start(service, **arguments):
@@ -254,16 +252,14 @@ def load_through_proxy():
 
 
 @pytest.mark.fault(20, "messages are delayed, reordered and duplicated")
-def test_the_same_set_is_stored_where_messages_are_delayed_reordered_and_duplicated(
-    start_service, load_through_proxy, show
-):
+def test_delayed_reordered_and_duplicated_messages_are_each_stored_once(start_service, load_through_proxy, show):
     service = start_service()
     load, proxy = load_through_proxy(service, num_actors=6, groups=1)
     load.wait_for(pick(1000, 8_000), 240)
     load.end()
     load.close()
     service.stop()
-    kept = Kept.read(service.folder)
+    kept = StoreContents.read(service.folder)
     kept.check(load.acknowledged)
     assert kept.keys == load.acknowledged == {key for key, _ in load.outcomes}
     assert min(proxy.num_duplicated, proxy.num_overtaken) > 20
@@ -278,7 +274,7 @@ def test_the_same_set_is_stored_where_messages_are_delayed_reordered_and_duplica
 def test_control_without_deduplication_the_ledger_breaks_or_the_service_dies(
     start_service, load_through_proxy, show, monkeypatch
 ):
-    monkeypatch.setattr("buffer.client.GIVE_UP_S", 3.0)
+    monkeypatch.setattr("leeway.buffer.client.GIVE_UP_S", 3.0)
     service = start_service(facts=MANY, entry=COUNTS_TWICE)
     load, _ = load_through_proxy(service, draws=False)
     with contextlib.suppress(BufferUnavailable):
@@ -289,13 +285,13 @@ def test_control_without_deduplication_the_ledger_breaks_or_the_service_dies(
         return
     load.close()
     service.stop()
-    faults = Kept.read(service.folder).report["faults"]
+    faults = StoreContents.read(service.folder).report["faults"]
     assert faults
     show(f"verify finds {len(faults)} faults, as '{faults[0][:80]}'")
 
 
 def half_open(link, service, actors, direction) -> None:
-    """Cut every connection of this process to the service in one direction."""
+    """Drop one direction of every connection of this process to the service."""
     port = int(service.address.rsplit(":", 1)[1])
     open_ones = psutil.Process().net_connections("tcp")
     near_ports = [each.laddr.port for each in open_ones if each.raddr and each.raddr.port == port]
@@ -306,13 +302,13 @@ def half_open(link, service, actors, direction) -> None:
 
 @pytest.mark.parametrize("direction", ["to_near", "to_far"])
 @pytest.mark.fault(21, "a half-open connection", **needs_link)
-def test_a_half_open_connection_is_made_anew(link, far_service, load_on, direction, show):
+def test_a_half_open_connection_is_replaced(link, far_service, load_on, direction, show):
     load = load_on(far_service, draws=False)
     waits_s = []
     for _ in range(pick(1, 5)):
         load.wait_for(200)
         half_open(link, far_service, load.actors, direction)
-        waits_s.append(answered_within(load.actors, 30))
+        waits_s.append(seconds_to_answer(load.actors, 30))
         dropped = link.num_dropped()
         link.heal()
         assert dropped
@@ -322,7 +318,7 @@ def test_a_half_open_connection_is_made_anew(link, far_service, load_on, directi
 
 
 @pytest.mark.fault(21, "no heartbeats", control=True, **needs_link)
-@pytest.mark.usefixtures("deaf_sockets")
+@pytest.mark.usefixtures("sockets_without_heartbeats")
 def test_control_without_heartbeats_a_half_open_connection_is_kept(link, far_service, load_on, show):
     load = load_on(far_service, draws=False)
     load.wait_for(200)

@@ -1,4 +1,4 @@
-"""Row 8 of the fault matrix: somebody reads the store and does not stop, so that no freed page can be used again."""
+"""Row 8 of the fault matrix: a reader keeps a read transaction open, so that freed pages cannot be reused."""
 
 import subprocess
 import sys
@@ -6,24 +6,24 @@ import time
 from pathlib import Path
 
 import pytest
-
-from buffer.store import Store
 from tests.faults.disks import MIB
-from tests.faults.service_process import CONFIG, Kept
+from tests.faults.service_process import CONFIG, StoreContents
 from tests.full import FULL, pick
 from tests.world.waiting import bound, wait_until
+
+from leeway.buffer.store import Store
 
 UNWATCHED = ("-m", "tests.world.service", "without_reader_watch")
 LIVE_TRAJECTORIES = pick(400, 2000)
 TOKENS = 4000
 SMALL_STORE = CONFIG.model_copy(update={"capacity_trajectories": LIVE_TRAJECTORIES})
 SLACK_BYTES = 32 * MIB
-"""A file as small as in the short run may have so much beyond its live data before anybody waits."""
+"""Bytes that the small file of the short run may have beyond its live data before pushes wait."""
 
 
 @pytest.fixture
 def start_reader():
-    """`start_reader(folder)`: a process that holds a read transaction."""
+    """`start_reader(folder)`: a process that keeps a read transaction open."""
     started = []
 
     def start(folder) -> subprocess.Popen:
@@ -50,7 +50,7 @@ def fill_up(load) -> None:
 
 
 def live_bytes(folder) -> int:
-    """Bytes of pages that are in use."""
+    """Return the bytes of pages in use."""
     store = Store(folder, None)
     try:
         return store.read(lambda tx: tx.live_bytes)
@@ -59,14 +59,14 @@ def live_bytes(folder) -> int:
 
 
 @pytest.mark.fault(8, "pinned reader")
-def test_a_pinned_reader_is_named_and_the_file_stays_below_twice_its_data(start_service, load_on, start_reader, show):
+def test_a_pinned_reader_is_reported_and_the_file_stays_small(start_service, load_on, start_reader, show):
     service = start_service(config=SMALL_STORE)
     load = load_on(service, num_completion_tokens=TOKENS, groups=8)
     fill_up(load)
     before = file_bytes(service)
     reader = start_reader(service.folder)
     began = time.monotonic()
-    noticed_s = wait_until(lambda: f"process {reader.pid} has been reading" in service.log, "a warning")
+    detected_s = wait_until(lambda: f"process {reader.pid} has been reading" in service.log, "a warning")
     wait_until(lambda: "pushes wait" in service.log, "back-pressure", 60.0, load.errors)
     time.sleep(pick(1, 5))
     largest, held_s = file_bytes(service), time.monotonic() - began
@@ -81,21 +81,21 @@ def test_a_pinned_reader_is_named_and_the_file_stays_below_twice_its_data(start_
     status = load.learner.status().result(60)
     service.stop()
     live = live_bytes(service.folder)
-    assert noticed_s <= bound(10.0)
+    assert detected_s <= bound(10.0)
     assert largest <= (2 * live if FULL else live + SLACK_BYTES)
-    assert after <= largest + SLACK_BYTES, "freed pages are not used again"
+    assert after <= largest + SLACK_BYTES, "freed pages are not reused"
     assert status.ledger["gap"] == 0
-    report = Kept.read(service.folder).report
+    report = StoreContents.read(service.folder).report
     assert report["faults"] == []
     assert all(outcome in ("committed", "duplicate") for _, outcome in load.outcomes)
     show(
-        f"noticed after {noticed_s:.1f} s; {live / MIB:.0f} MiB of live data, file {before / MIB:.0f} MiB before and "
+        f"detected after {detected_s:.1f} s; {live / MIB:.0f} MiB of live data, file {before / MIB:.0f} MiB before and "
         f"at most {largest / MIB:.0f} MiB in {held_s:.0f} s of reading (pushes wait), resumed {resumed_s:.2f} s later"
     )
 
 
-@pytest.mark.fault(8, "nobody watches readers", control=True)
-def test_without_a_watch_the_file_grows_as_long_as_somebody_reads(start_service, load_on, start_reader, show):
+@pytest.mark.fault(8, "readers are not watched", control=True)
+def test_without_a_reader_watch_the_file_grows_during_a_read_transaction(start_service, load_on, start_reader, show):
     service = start_service(config=SMALL_STORE, entry=UNWATCHED)
     load = load_on(service, num_completion_tokens=TOKENS, groups=8)
     fill_up(load)
@@ -103,4 +103,4 @@ def test_without_a_watch_the_file_grows_as_long_as_somebody_reads(start_service,
     start_reader(service.folder)
     took_s = wait_until(lambda: file_bytes(service) > 2 * live + 2 * SLACK_BYTES, "growth", 90.0, load.errors)
     load.end()
-    show(f"file from {live / MIB:.0f} to {file_bytes(service) / MIB:.0f} MiB in {took_s:.0f} s, and on")
+    show(f"file from {live / MIB:.0f} to {file_bytes(service) / MIB:.0f} MiB in {took_s:.0f} s, still growing")

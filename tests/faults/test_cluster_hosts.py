@@ -1,10 +1,9 @@
-"""launch/cluster.sh over three hosts: what it starts, refuses and leaves, and how a lost host comes back."""
+"""`launch/cluster.sh` over three hosts: what it starts, refuses and leaves behind, and how a lost host rejoins."""
 
 import re
 import subprocess
 
 import pytest
-
 from tests.faults import hosts as machines
 from tests.faults.cluster import POOLS, PORT
 from tests.full import pick
@@ -22,37 +21,37 @@ def hosts(tmp_path_factory):
 
 
 def raylets(hosts) -> list[list[str]]:
-    """Process numbers, host by host."""
+    """Return the pids of the raylets, host by host."""
     return [[line.split()[0] for line in host.inside("pgrep", "-x", "raylet").splitlines()] for host in hosts]
 
 
 def wait_until_connected(hosts) -> None:
-    """Until the head has a connection to the raylet of host FAST: one that goes before that is lost after 31 s."""
+    """Wait until the head is connected to the raylet of host FAST; a host lost before that is reported after 31 s."""
     raylet = rf"{re.escape(hosts[FAST].address)}\]?:{PORT + 12}\b"
     established = ("ss", "-Htn", "state", "established")
     machines.wait_until("the head to connect", lambda: re.search(raylet, hosts[HEAD].inside(*established)), 30)
 
 
 def one_line(done: subprocess.CompletedProcess[str]) -> str:
-    """The only sentence of a call that failed."""
+    """Return the only line of the error of a failed call."""
     assert done.returncode == 1, (done.stdout, done.stderr)
     (line,) = done.stderr.splitlines()
     return line
 
 
-def nothing_is_left(hosts) -> None:
+def assert_nothing_is_left(hosts) -> None:
     for host in hosts:
         assert (host.processes(), host.listening(), host.files()) == ([], [], [])
 
 
-@pytest.mark.full  # what the script does on one host, and refuses, is in tests/integration
-def test_up_starts_ray_on_every_host_a_second_up_changes_nothing_and_down_leaves_nothing(cluster, hosts):
-    said = cluster.up()
+@pytest.mark.full  # behaviour on one host is tested in tests/integration
+def test_up_starts_ray_on_every_host_is_idempotent_and_down_removes_everything(cluster, hosts):
+    output = cluster.up()
     for host, pool in zip(hosts, POOLS, strict=True):
-        assert f"{host.address}: up, in {pool}" in said
+        assert f"{host.address}: up, in {pool}" in output
     before = raylets(hosts)
     assert [len(each) for each in before] == [1, 1, 1]
-    # Ray itself takes some seconds to tell of a host that has just joined
+    # Ray takes some seconds to report a host that has just joined
     machines.wait_until("all hosts to be shown", lambda: cluster.call("status").stdout.count("node_") == 3, 30)
     shown = cluster.call("status")
     assert shown.returncode == 0
@@ -64,44 +63,44 @@ def test_up_starts_ray_on_every_host_a_second_up_changes_nothing_and_down_leaves
     check_ports(hosts)
     done = cluster.call("down")
     assert (done.returncode, done.stderr) == (0, "")
-    nothing_is_left(hosts)
+    assert_nothing_is_left(hosts)
     assert sorted(path.name for path in cluster.home.rglob("*")) == [".cache", ".ray", "auth_token"]
-    assert cluster.call("down").returncode == 0, "down where nothing is up is no error"
+    assert cluster.call("down").returncode == 0, "down succeeds if nothing is up"
 
 
 def check_token(cluster, hosts) -> None:
-    """It is asked for, on no command line, and in a file of the owner alone."""
+    """The token is required, is on no command line, and is in a file of mode 0600."""
     token = (cluster.home / ".ray" / "auth_token").read_text()
     for host in hosts:
         assert token not in host.inside("ps", "-eo", "args")
         assert host.inside("find", "/tmp/leeway-0", "-name", "auth_token", "-printf", "%m").strip() == "600"
     python = str(machines.CHECKOUT / ".venv" / "bin" / "python")
-    ask = [python, "-m", "launch.cluster_nodes", f"{hosts[HEAD].address}:{PORT}"]
-    stranger = {**cluster.environment, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}
+    command = [python, "-m", "leeway.launch.cluster_nodes", f"{hosts[HEAD].address}:{PORT}"]
+    environment = {**cluster.environment, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}
     refused = subprocess.run(
-        ask, cwd=machines.CHECKOUT, env=stranger, capture_output=True, text=True, timeout=90, check=False
+        command, cwd=machines.CHECKOUT, env=environment, capture_output=True, text=True, timeout=90, check=False
     )
     assert (refused.returncode, refused.stdout) == (1, "")
     assert "Unauthenticated" in refused.stderr
 
 
 def check_ports(hosts) -> None:
-    """Nothing listens but on those that docs/cluster.md names."""
-    named = {PORT, *range(PORT + 12, PORT + 18), *range(20002, 21000)}
+    """Only the ports that docs/cluster.md lists are open."""
+    documented = {PORT, *range(PORT + 12, PORT + 18), *range(20002, 21000)}
     for host in hosts:
         ports = {int(each.rsplit(":", 1)[1]) for each in host.listening() if not each.startswith("127.")}
         assert ports
-        assert ports <= named
+        assert ports <= documented
 
 
 @pytest.mark.fault("cluster", "a host loses its power and is started anew, then `up`", root=True, full=True)
-def test_a_host_that_lost_its_power_is_rejoined_by_up(cluster, hosts):
+def test_up_rejoins_a_host_that_lost_power(cluster, hosts):
     cluster.up()
     before = raylets(hosts)
     hosts[FAST].power_off()
     hosts[FAST].power_on()
-    said = cluster.up()
-    assert f"{hosts[FAST].address}: up, in fast" in said
+    output = cluster.up()
+    assert f"{hosts[FAST].address}: up, in fast" in output
     after = raylets(hosts)
     assert after[:FAST] == before[:FAST], "the others were disturbed"
     assert len(after[FAST]) == 1
@@ -111,19 +110,19 @@ def test_a_host_that_lost_its_power_is_rejoined_by_up(cluster, hosts):
 @pytest.mark.fault(
     "cluster", "a host is taken out of the host file, another put into a pool, then `up`", root=True, full=True
 )
-def test_a_host_that_left_the_file_is_taken_down_and_one_in_another_pool_is_started_again(cluster, hosts):
+def test_up_stops_a_removed_host_and_restarts_one_whose_pools_changed(cluster, hosts):
     cluster.up()
     before = raylets(hosts)
-    cluster.name_hosts(f"{hosts[HEAD].address} learner", f"{hosts[EXACT].address} exact,more")
-    said = cluster.up()
-    assert f"{hosts[FAST].address}: down" in said
+    cluster.write_hosts(f"{hosts[HEAD].address} learner", f"{hosts[EXACT].address} exact,more")
+    output = cluster.up()
+    assert f"{hosts[FAST].address}: down" in output
     assert hosts[FAST].processes() == []
     assert raylets(hosts[:1]) == before[:1]
     machines.wait_until("the new pool to be shown", lambda: "pool_more" in cluster.call("status").stdout, 30)
 
 
 @pytest.mark.fault("cluster", "a host is cut off, then `down`", root=True, full=True)
-def test_down_ends_the_others_where_a_host_cannot_be_reached(cluster, hosts):
+def test_down_stops_the_other_hosts_if_one_is_unreachable(cluster, hosts):
     cluster.up()
     hosts[EXACT].cut()
     done = cluster.call("down")
@@ -133,10 +132,10 @@ def test_down_ends_the_others_where_a_host_cannot_be_reached(cluster, hosts):
         assert host.processes() == []
     hosts[EXACT].heal()
     assert cluster.call("--hosts", str(cluster.host_file), "down").returncode == 0
-    nothing_is_left(hosts)
+    assert_nothing_is_left(hosts)
 
 
-def test_an_unreachable_host_ends_up_before_anything_is_started(cluster, hosts):
+def test_up_fails_before_starting_anything_if_a_host_is_unreachable(cluster, hosts):
     hosts[FAST].cut()
     address = hosts[FAST].address
     assert one_line(cluster.call("up", str(cluster.host_file))) == (
@@ -146,23 +145,21 @@ def test_an_unreachable_host_ends_up_before_anything_is_started(cluster, hosts):
     assert [host.processes() for host in hosts] == [[], [], []]
 
 
-def test_a_port_in_use_is_named_with_the_process_that_has_it(cluster, hosts):
+def test_up_names_a_port_in_use_and_the_process_that_uses_it(cluster, hosts):
     address = hosts[HEAD].address
-    squatter = subprocess.Popen(
-        [*hosts[HEAD].tied_prefix(), "python3", "-m", "http.server", str(PORT), "--bind", address]
-    )
+    other = subprocess.Popen([*hosts[HEAD].tied_prefix(), "python3", "-m", "http.server", str(PORT), "--bind", address])
     try:
         machines.wait_until("it to listen", hosts[HEAD].listening, 60, every_s=0.1)
         line = one_line(cluster.call("up", str(cluster.host_file)))
-        taken = rf"port {PORT} is taken by python3[.\d]*, process \d+; end that, or set LEEWAY_RAY_PORT"
+        taken = rf"port {PORT} is used by python3[.\d]*, process \d+; end that process, or set LEEWAY_RAY_PORT"
         assert re.fullmatch(rf"cluster\.sh: {address}: {taken}", line)
-        assert squatter.poll() is None
+        assert other.poll() is None
     finally:
-        squatter.kill()
-        squatter.wait()
+        other.kill()
+        other.wait()
 
 
-def test_another_ray_is_named_and_left_alone(cluster, hosts):
+def test_up_reports_another_ray_and_leaves_it_running(cluster, hosts):
     name = "open('/proc/self/comm', 'w').write('raylet'); import time; time.sleep(600)"
     other = subprocess.Popen([*hosts[EXACT].tied_prefix(), "python3", "-c", name, "--session_dir=/tmp/ray/other"])
     try:
@@ -184,7 +181,7 @@ def names_on(host) -> list[str]:
     return host.inside("ps", "-eo", "comm=").split()
 
 
-def test_a_host_without_leeway_is_named(cluster, hosts, tmp_path):
+def test_up_names_hosts_without_leeway(cluster, hosts, tmp_path):
     done = cluster.call("up", str(cluster.host_file), LEEWAY_DIR="/tmp/nowhere")
     assert done.returncode == 1
     advice = "has no Leeway in /tmp/nowhere; put the same checkout there, or set LEEWAY_DIR"
@@ -192,19 +189,19 @@ def test_a_host_without_leeway_is_named(cluster, hosts, tmp_path):
 
 
 @pytest.mark.fault("cluster", "a host loses its power", root=True, full=True)
-def test_a_dead_host_is_found_within_100_s(cluster, hosts, show):
+def test_a_dead_host_is_detected_within_100_s(cluster, hosts, show):
     cluster.up()
     wait_until_connected(hosts)
     hosts[FAST].power_off()
     took_s = cluster.lost_after_s(hosts[FAST].address, 100)
     hosts[FAST].power_on()
     cluster.up()
-    assert took_s > 51, "a cut of 30 s would lose the host: TCP tries again after 51 s only"
-    show(f"known to be lost after {took_s:.0f} s, back after `up`")
+    assert took_s > 51, "a cut of 30 s would lose the host: the next TCP retry comes after 51 s"
+    show(f"reported as lost after {took_s:.0f} s, back after `up`")
 
 
 @pytest.mark.fault("cluster", "a host is cut off for 30 s, nothing runs", root=True, full=True)
-def test_a_cut_of_30_s_loses_no_host(cluster, hosts, show):
+def test_a_network_cut_of_30_s_loses_no_host(cluster, hosts, show):
     cluster.up()
     wait_until_connected(hosts)
     before = raylets(hosts)

@@ -1,4 +1,4 @@
-"""Runs across three hosts: as good as on one, also where the network loses, is slow, or is gone for 30 s."""
+"""Runs across three hosts: as good as on one, also with packet loss, a slow network, or a cut of 30 s."""
 
 import json
 import re
@@ -9,26 +9,26 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-
 from benchmarks.lib.runs import joined
-from buffer.offline.inspect import Inspection, export
-from launch.observe.status import read_status
-from launch.run_folder import RunFolder
 from tests.faults import hosts as machines
 from tests.faults import results
 from tests.faults.cluster import Cluster, end
 from tests.faults.cluster_page import Outcome, Page
 from tests.world.files import json_rows
 
+from leeway.buffer.offline.inspect import Inspection, export
+from leeway.launch.observe.status import read_status
+from leeway.launch.run_folder import RunFolder
+
 pytestmark = [pytest.mark.timeout(1500)]
 HEAD, EXACT, FAST = range(3)
 STEPS = 120
 TOLERANCE = 0.03
-"""Of held-out accuracy against one host; three seeds of the demo on one host lie within 0.006 of each other."""
+"""Allowed difference in held-out accuracy to one host; three seeds of the demo on one host differ by up to 0.006."""
 RUN_LIMIT_S = 600.0
 CUT_S = 30.0
 STEPS_OF_CUT = 360
-"""The run goes on at full speed with the other actor, and the actor is to be seen at work after it."""
+"""Steps of a run with a cut: it continues with the other actor, and must be long enough to use both afterwards."""
 whole = {"root": True, "full": True}
 
 
@@ -57,9 +57,9 @@ def one_host(tmp_path_factory, page):
     with machines.Hosts(folder / "shared", count=1, environment={"OMP_NUM_THREADS": "1"}) as hosts:
         cluster = Cluster(hosts, folder, pools=("learner,exact,fast",))
         cluster.up()
-        said = end(cluster.run(folder / "shared", "examples/pools.toml", *steps()), RUN_LIMIT_S)
+        output = end(cluster.run(folder / "shared", "examples/pools.toml", *steps()), RUN_LIMIT_S)
         cluster.call("down")
-    outcome = outcome_of(folder / "shared" / "run", said)
+    outcome = outcome_of(folder / "shared" / "run", output)
     page.add("one host", outcome, None, "")
     return outcome
 
@@ -69,7 +69,7 @@ def steps(number: int = STEPS) -> tuple[str, ...]:
 
 
 def two_stage_hosts(folder: Path) -> str:
-    """examples/pools.toml with its stages in two pools."""
+    """Write examples/pools.toml with its stages in two pools; return the path."""
     text = (machines.CHECKOUT / "examples" / "pools.toml").read_text()
     one = re.search(r"\[pools\.learner\]\nrole = \"learner\".*\n", text)
     assert one is not None
@@ -79,8 +79,8 @@ def two_stage_hosts(folder: Path) -> str:
     return str(path)
 
 
-def outcome_of(run: Path, said: str) -> Outcome:
-    """What a run that ended well showed; nothing that was acknowledged is lost."""
+def outcome_of(run: Path, output: str) -> Outcome:
+    """Return the results of a successful run; assert that nothing acknowledged is lost."""
     summary = json.loads((run / "summary.json").read_text())
     rows = [row for row in joined(RunFolder(run)) if "loss" in row]
     with Inspection.open(run / "buffer") as inspection:
@@ -90,8 +90,8 @@ def outcome_of(run: Path, said: str) -> Outcome:
     by_actor = Counter(actor for actor, _, _ in {tuple(row.values()) for row in stored})
     acknowledged = {actor.name: actor.acknowledged for actor in read_status(run / "status.json").actors}
     outcome = Outcome(summary, rows, json_rows(run / "events.jsonl"), dict(by_actor), acknowledged)
-    assert min(acknowledged.values()) > 100, said
-    assert (outcome.num_lost, num_committed, summary["ledger_gap"]) == (0, sum(by_actor.values()), 0), said
+    assert min(acknowledged.values()) > 100, output
+    assert (outcome.num_lost, num_committed, summary["ledger_gap"]) == (0, sum(by_actor.values()), 0), output
     assert summary["trained_trajectories"] == summary["num_steps"] * 32 * 8
     assert summary["lag_max"] <= summary["max_lag"]
     return outcome
@@ -103,29 +103,29 @@ def check_learned(outcome: Outcome, one_host: Outcome, num_steps: int = STEPS) -
     assert outcome.accuracy > outcome.summary["accuracy_before"] + 0.3
 
 
-def network(what: str, harm: Callable[[machines.Host], None], setting: str, least_dropped: int = 0):
-    """A network that does this to every host, as a row of the matrix and a line of the page."""
-    return pytest.param(harm, setting, least_dropped, marks=pytest.mark.fault("cluster", what, **whole), id=setting)
+def network(label: str, inject: Callable[[machines.Host], None], setting: str, least_dropped: int = 0):
+    """Return the parameters of a network fault for every host: a row of the fault matrix and a row of the page."""
+    return pytest.param(inject, setting, least_dropped, marks=pytest.mark.fault("cluster", label, **whole), id=setting)
 
 
 @pytest.mark.parametrize(
-    ("harm", "setting", "least_dropped"),
+    ("inject", "setting", "least_dropped"),
     [
         network("none: buffer and learner on one host, a pool of actors on each of two", lambda host: None, "whole"),
         network("1 % of all packets are lost", lambda host: host.lose(0.01), "1 % of packets lost", 100),
         network("every host on a link of 10 Mbit/s", lambda host: host.slow_down(10), "links of 10 Mbit/s"),
     ],
 )
-def test_actors_on_other_hosts_train_as_well_as_on_one(
-    cluster, hosts, one_host, page, show, harm, setting, least_dropped
+def test_training_with_actors_on_other_hosts_is_as_good_as_on_one_host(
+    cluster, hosts, one_host, page, show, inject, setting, least_dropped
 ):
     cluster.up()
     for host in hosts:
-        harm(host)
+        inject(host)
     shared = cluster.host_file.parent / "shared"
-    said = end(cluster.run(shared, "examples/pools.toml", *steps()), 2 * RUN_LIMIT_S)
+    output = end(cluster.run(shared, "examples/pools.toml", *steps()), 2 * RUN_LIMIT_S)
     dropped = sum(host.num_dropped() for host in hosts)
-    outcome = outcome_of(shared / "run", said)
+    outcome = outcome_of(shared / "run", output)
     check_learned(outcome, one_host)
     mismatch = outcome.mismatch()
     assert mismatch["exact"] < 1e-4 < mismatch["fast"], "each pool serves in its own precision"
@@ -149,7 +149,7 @@ def test_stages_on_two_hosts_train_as_well_as_on_one(hosts, tmp_path, one_host, 
 
 
 @pytest.mark.fault("cluster", "the host of an actor is cut off for 30 s while it works", **whole)
-def test_a_cut_of_30_s_costs_neither_the_run_nor_the_host(cluster, hosts, one_host, page, show):
+def test_a_network_cut_of_30_s_ends_neither_the_run_nor_the_host(cluster, hosts, one_host, page, show):
     cluster.up()
     shared = cluster.host_file.parent / "shared"
     process = cluster.run(shared, "examples/pools.toml", *steps(STEPS_OF_CUT))
@@ -163,14 +163,14 @@ def test_a_cut_of_30_s_costs_neither_the_run_nor_the_host(cluster, hosts, one_ho
     hosts[FAST].heal()
     outcome = outcome_of(shared / "run", end(process, RUN_LIMIT_S))
     assert dropped > 0
-    assert during > before, "the run waited for a host that it can do without"
+    assert during > before, "the run waited for the host that was cut off"
     assert hosts[FAST].inside("pgrep", "-x", "raylet") == raylet
     assert cluster.states()[hosts[FAST].address] == "up"
     check_learned(outcome, one_host, STEPS_OF_CUT)
     restarts = [event["text"] for event in outcome.events if event["kind"] in ("restart", "given_up")]
     note = f"{during - before} steps meanwhile, {len(restarts)} restarts, {dropped} packets lost"
     back = [row for row in outcome.rows if row["finished_s"] > healed_s and row.get("pool/fast/tokens_per_s")]
-    assert back, f"the actor made nothing after the cut: {restarts}"
-    assert not restarts, "the actor lived, and had only to be asked again"
+    assert back, f"the actor generated nothing after the cut: {restarts}"
+    assert not restarts, "the actor process survived: a retried call is enough"
     page.add("learner on one host, actors on two; network: one of these cut off for 30 s", outcome, one_host, note)
     show(note)

@@ -1,10 +1,10 @@
-"""Steps without a finite loss or gradient: skipped on all ranks, kept, counted; three in a row end the run."""
+"""Steps without a finite loss or gradient are skipped on all ranks, kept and counted; three in a row end the run."""
 
 import pytest
+from tests.faults.learner_run import GROUP_SIZE, GROUPS_PER_STEP, LearnerRun, RandomActor, record
 
-from common.staleness import PolicyVersion
-from tests.faults.learner_run import GROUP_SIZE, GROUPS_PER_STEP, LearnerRun, MadeUpActor, record
-from weight_sync.store import WeightStore
+from leeway.common.staleness import PolicyVersion
+from leeway.weight_sync.store import WeightStore
 
 SAMPLES = GROUP_SIZE * GROUPS_PER_STEP
 REPLICAS = {"num_replicas": 2, "num_stages": 2}
@@ -12,7 +12,7 @@ REPLICAS = {"num_replicas": 2, "num_stages": 2}
 
 @pytest.fixture
 def start_run(tmp_path):
-    """`start_run(num_steps)`: a run with so many steps recorded, which ends with the test; 0: an empty buffer."""
+    """`start_run(num_steps)`: a run with `num_steps` recorded steps (0: an empty buffer), closed after the test."""
     runs = []
 
     def start(num_steps: int = 0) -> LearnerRun:
@@ -31,7 +31,7 @@ def num_bad_tensors(run: LearnerRun) -> int:
 
 
 @pytest.mark.fault(25, "a NaN gradient on one of 2 x 2 ranks")
-def test_a_nan_gradient_on_one_rank_skips_the_step_on_all_and_its_batch_is_kept(start_run, show):
+def test_a_nan_gradient_on_one_rank_skips_the_step_on_all_ranks_and_keeps_its_batch(start_run, show):
     run = start_run(6)
     run.train(None, {"nan_gradient": {"rank": 0, "updates": [3]}}, num_steps=6, **REPLICAS)
     reports = run.reports()
@@ -47,28 +47,28 @@ def test_a_nan_gradient_on_one_rank_skips_the_step_on_all_and_its_batch_is_kept(
 
 
 @pytest.mark.fault(25, "updates are taken whatever the gradient", control=True)
-def test_a_nan_gradient_that_is_taken_would_spoil_the_weights(start_run, show):
+def test_a_nan_gradient_corrupts_the_weights_if_the_update_is_taken(start_run, show):
     run = start_run(6)
-    run.train(None, {"nan_gradient": {"rank": 0, "updates": [3]}, "careless": True}, num_steps=3, **REPLICAS)
+    run.train(None, {"nan_gradient": {"rank": 0, "updates": [3]}, "take_every_update": True}, num_steps=3, **REPLICAS)
     num_bad = num_bad_tensors(run)
     assert num_bad
     show(f"{num_bad} of {len(run.newest_state())} tensors are no longer finite")
 
 
 @pytest.mark.fault(25, "NaN gradients three steps in a row, with a restart in between")
-def test_the_third_non_finite_step_in_a_row_ends_the_run_though_it_was_restarted_after_the_second(start_run, show):
+def test_the_third_non_finite_step_in_a_row_ends_the_run_across_a_restart(start_run, show):
     run = start_run(6)
     run.train(None, {"nan_gradient": {"rank": 1, "updates": [3, 4]}}, num_steps=4)
     assert all(run.finish(run.start(None, {"nan_gradient": {"rank": 0, "updates": [1]}}, num_steps=6)))
     assert all("TrainingDiverged: steps 3, 4, 5 had no finite loss" in run.log(rank) for rank in (0, 1))
     assert len(list((run.folder / "bad_batches").glob("step-*.arrow"))) == 3
-    show("the run ends on all ranks, at the version of step 2")
+    show("the run ends on all ranks at the version of step 2")
 
 
 @pytest.mark.fault(25, "rewards so large that the loss is infinite")
-def test_steps_without_a_finite_loss_change_nothing_and_the_third_stops_the_run(start_run, show):
+def test_steps_without_a_finite_loss_change_nothing_and_the_third_ends_the_run(start_run, show):
     run = start_run()
-    with MadeUpActor(run.address) as actor:
+    with RandomActor(run.address) as actor:
         actor.reward_factor = 1e38
         ranks = run.start(num_steps=10)
         assert all(code != 0 for code in run.finish(ranks))

@@ -1,6 +1,6 @@
-"""A learner is killed, again and again, and resumed: it must come to the bit where one comes that was never killed.
+"""A learner is repeatedly killed and resumed; its result is bit-identical to that of an uninterrupted learner.
 
-The batches of all steps are recorded beforehand, so no actor is needed and nothing but the learner decides.
+The batches of all steps are recorded beforehand, so that no actor is needed and only the learner affects the result.
 """
 
 import random
@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from tests.faults.disks import fill
-from tests.faults.learner_run import LearnerRun, MadeUpActor, record
+from tests.faults.learner_run import LearnerRun, RandomActor, record
 from tests.faults.results import as_text
 from tests.full import FULL, pick
 from tests.world.waiting import bound
@@ -35,13 +34,13 @@ KINDS = {
 
 
 class Recorded:
-    """A recorded buffer and what training on it comes to."""
+    """A recorded buffer and the result of training on it."""
 
     def __init__(self, folder: Path, kind: str, **config) -> None:
         self.algorithm, options, self.updates_per_step = KINDS[kind]
-        # a redone step may score other samples together, and in float32 their packing shows in the last bits
+        # a redone step may batch other samples for scoring, and in float32 their packing changes the last bits
         exact = {"precision": "float64"}
-        # the tests below train for other numbers of steps, on which a rate that falls would depend
+        # the tests below train other numbers of steps, on which a decaying rate would depend
         constant = {"lr_schedule": "constant"}
         self.config = {"num_steps": NUM_STEPS, "checkpoint_every": 2, **exact, **constant, **options, **config}
         self.folder = folder
@@ -65,7 +64,7 @@ class Recorded:
         run.train(self.algorithm, hooks, **{**self.config, **config})
 
     def check(self, run: LearnerRun) -> None:
-        """Same losses step for step, same weights and moments, to the bit; no sample trained twice or left out."""
+        """Assert bit-identical losses, weights and moments, and that no sample is trained twice or left out."""
         assert losses_of(run) == self.losses
         assert counts_of(run) == self.counts
         different = differences(run.newest_state(), self.state, 0)
@@ -73,7 +72,7 @@ class Recorded:
 
 
 def losses_of(run: LearnerRun) -> dict[int, tuple[float, int]]:
-    """Loss and version of every step; a step that was done again must have done the same."""
+    """Return the loss and version of every step; assert that redone steps agree."""
     first: dict[int, dict] = {}
     unlike: list[dict] = []
     for report in run.reports():
@@ -81,14 +80,14 @@ def losses_of(run: LearnerRun) -> dict[int, tuple[float, int]]:
         before = first.setdefault(step, report)
         unlike.append({name: (before.get(name), value) for name, value in report.items() if before.get(name) != value})
         assert not unlike[-1].keys() & {"loss", "version"}, (
-            f"step {step} went another way when redone; each report beside the first of its step: {unlike}"
+            f"step {step} differs when redone; differences of each report to the first of its step: {unlike}"
         )
     assert sorted(first) == list(range(1, max(first) + 1)), "a step was skipped"
     return {step: (report["loss"], report["version"]) for step, report in first.items()}
 
 
 def counts_of(run: LearnerRun) -> dict[str, int]:
-    """What became of every sample; uses without those of steps that were done again."""
+    """Return the ledger, without the uses in redone steps."""
     ledger = run.ledger()
     ledger["uses"] -= ledger.pop("redone_uses")
     return ledger
@@ -114,7 +113,7 @@ def recording(tmp_path_factory):
 
 @pytest.fixture
 def run_of(tmp_path):
-    """`run_of(recorded)`: a run on a copy of what was recorded, which ends with the test."""
+    """`run_of(recorded)`: a run on a copy of the recording, closed after the test."""
     runs = []
 
     def start(recorded: Recorded) -> LearnerRun:
@@ -127,7 +126,7 @@ def run_of(tmp_path):
 
 
 def kill_at_random(run: LearnerRun, chance: random.Random) -> str:
-    """Let the ranks train for some steps, then kill all, the coordinator or another; who was killed."""
+    """Let the ranks train for some steps, then kill all of them, the coordinator or another rank; return which."""
     target = run.step + chance.randint(1, 3)
     run.wait_until(lambda: run.step >= target or run.ranks[-1].exit_code is not None, f"step {target}")
     time.sleep(chance.uniform(0, 0.04))
@@ -135,16 +134,14 @@ def kill_at_random(run: LearnerRun, chance: random.Random) -> str:
     for rank in {"all": run.ranks, "the coordinator": run.ranks[1:], "another rank": run.ranks[:1]}[victim]:
         rank.kill()
     for rank in run.ranks:
-        assert rank.wait(60) is not None, f"rank {rank.number} stayed; {run.logs()}"
+        assert rank.wait(60) is not None, f"rank {rank.number} did not exit; {run.logs()}"
     return victim
 
 
 @pytest.mark.fault(15, "kill -9 of the learner at random steps, all ranks or one")
 @pytest.mark.parametrize("kind", [DECAYING, pytest.param(CRITIC, marks=pytest.mark.full)])
-def test_a_learner_killed_at_random_comes_to_the_bit_where_one_comes_that_was_never_killed(
-    recording, run_of, show, kind
-):
-    # decays and warm-up depend on the number of the step
+def test_a_learner_killed_at_random_reaches_a_bit_identical_result(recording, run_of, show, kind):
+    # learning rate and beta depend on the step number
     recorded = recording(kind, lr_schedule="cosine", warmup_steps=3)
     run, chance, victims = run_of(recorded), random.Random(kind), Counter()
     for _ in range(pick(3, 12)):
@@ -155,18 +152,16 @@ def test_a_learner_killed_at_random_comes_to_the_bit_where_one_comes_that_was_ne
     recorded.finish(run)
     recorded.check(run)
     redone = len(run.reports()) - NUM_STEPS
-    show(
-        f"{kind}: killed {as_text(victims)}; {redone} steps redone, losses, weights and moments of {NUM_STEPS} the same"
-    )
+    show(f"{kind}: killed {as_text(victims)}; {redone} steps redone, losses, weights and moments of {NUM_STEPS} equal")
 
 
 FEW_POINTS = [(0, 3), (1, 1), (1, 6), (1, 16)]
 ALL_POINTS = [*((0, at) for at in range(1, 5)), *((1, at) for at in range(1, 25))]
-"""(rank, which fsync or rename of a checkpoint's files); the third checkpoint also removes the first."""
+"""(rank, ordinal of the fsync or rename of checkpoint files); the third checkpoint also removes the first."""
 
 
 @pytest.mark.fault(15, "kill -9 inside a checkpoint write, before every fsync and rename")
-def test_a_learner_killed_inside_a_checkpoint_write_resumes_to_the_bit(recording, run_of, show):
+def test_a_learner_killed_inside_a_checkpoint_write_resumes_bit_identically(recording, run_of, show):
     recorded = recording(BALANCE)
     run, num_kills, num_torn = run_of(recorded), 0, 0
     for victim, at in ALL_POINTS if FULL else FEW_POINTS:
@@ -182,7 +177,7 @@ def test_a_learner_killed_inside_a_checkpoint_write_resumes_to_the_bit(recording
     recorded.check(run)
     assert num_torn >= len(FEW_POINTS) // 2
     assert not list(run.checkpoints.glob(".step-*")), "leftovers are removed"
-    show(f"{num_kills} kills, {num_torn} left a checkpoint half written or half removed: the same to the bit")
+    show(f"{num_kills} kills, {num_torn} left a checkpoint half written or half removed: bit-identical result")
 
 
 @pytest.mark.fault(15, "the disk of the checkpoints is full, then freed", root=True, full=True)
@@ -195,18 +190,18 @@ def test_a_full_disk_ends_the_learner_and_its_last_checkpoint_stays_usable(recor
     ballast = fill(disk, leave_bytes=100_000)
     recorded.start(run)
     assert all(run.finish(run.ranks)), run.logs()
-    said = [re.search(r"CheckpointFailed: rank \d could not .*No space left on device", run.log(n)) for n in (0, 1)]
-    assert any(said), run.logs()
+    errors = [re.search(r"CheckpointFailed: rank \d could not .*No space left on device", run.log(n)) for n in (0, 1)]
+    assert any(errors), run.logs()
     assert run.steps_saved() == [2, 4]
-    assert not list(run.checkpoints.glob(".step-*")), "what filled the disk is removed"
+    assert not list(run.checkpoints.glob(".step-*")), "partial files are removed"
     ballast.unlink()
     recorded.finish(run)
     recorded.check(run)
-    show("all ranks say so and leave, nothing half written stays; once freed, resumed from step 4 to the same result")
+    show("all ranks report it and exit, no partial files stay; once freed, resumed from step 4 to the same result")
 
 
 @pytest.mark.fault(15, "the optimizer's moments are not restored", control=True)
-def test_a_learner_that_forgot_its_moments_would_be_found_out(recording, run_of, show):
+def test_a_learner_that_does_not_restore_its_moments_is_detected(recording, run_of, show):
     recorded = recording(BALANCE)
     run = run_of(recorded)
     recorded.finish(run, num_steps=6)
@@ -217,7 +212,7 @@ def test_a_learner_that_forgot_its_moments_would_be_found_out(recording, run_of,
     show(f"{len(wrong)} of {len(state)} tensors differ")
 
 
-def test_a_run_killed_on_two_stages_goes_on_with_one_and_then_with_four_or_two_replicas(recording, run_of):
+def test_a_killed_run_resumes_with_other_numbers_of_stages_replicas_and_chunks(recording, run_of):
     recorded = recording(BALANCE, precision="float64")
     run = run_of(recorded)
     chunks = {"num_stages": 2, "num_chunks": 2, "schedule": "interleaved_1f1b"}
@@ -233,16 +228,16 @@ def test_a_run_killed_on_two_stages_goes_on_with_one_and_then_with_four_or_two_r
     assert not different, different
 
 
-LEAVE_WITHIN_S = 10.0
+EXIT_WITHIN_S = 10.0
 
 
-def seconds_to_leave(run: LearnerRun, victim: int) -> float:
-    """Kill a rank; how long it takes until all others have ended."""
+def seconds_to_exit(run: LearnerRun, victim: int) -> float:
+    """Kill a rank; return the seconds until all other ranks have exited."""
     run.ranks[victim].kill()
     killed_s = time.monotonic()
     for rank in run.ranks:
-        code = rank.wait(killed_s + bound(LEAVE_WITHIN_S) - time.monotonic())
-        assert code, f"rank {rank.number} ended with {code}; {run.logs()}"
+        code = rank.wait(killed_s + bound(EXIT_WITHIN_S) - time.monotonic())
+        assert code, f"rank {rank.number} exited with {code}; {run.logs()}"
     return time.monotonic() - killed_s
 
 
@@ -251,77 +246,77 @@ def seconds_to_leave(run: LearnerRun, victim: int) -> float:
     ("num_replicas", "as_script"),
     [pytest.param(1, True, id="2 stages"), pytest.param(2, False, id="2 replicas of 2 stages", marks=pytest.mark.full)],
 )
-def test_all_ranks_leave_when_one_is_killed_and_a_restart_gives_the_same_result(
+def test_all_ranks_exit_after_one_is_killed_and_a_restart_gives_the_same_result(
     recording, run_of, show, num_replicas, as_script
 ):
     recorded = recording(BALANCE, num_replicas=num_replicas)
-    run, chance, left_s = run_of(recorded), random.Random(num_replicas), []
+    run, chance, exited_s = run_of(recorded), random.Random(num_replicas), []
     for attempt in range(pick(1, 8)):
         recorded.start(run, as_script=as_script and attempt == 0, num_steps=NUM_STEPS + 1)
         target = run.step + chance.randint(1, 3)
-        # one that dies before all have met is missed for COLLECTIVE_TIMEOUT_S
+        # if a rank dies before the rendezvous, the others time out after COLLECTIVE_TIMEOUT_S
         run.wait_until(lambda: len(list(run.folder.glob("ready-*"))) == len(run.ranks), "the end of set-up", 180)
         run.wait_until(lambda: run.step >= min(target, NUM_STEPS), f"step {target}")  # noqa: B023
         time.sleep(chance.uniform(0, 0.04))
-        left_s.append(seconds_to_leave(run, chance.randrange(2 * num_replicas)))
+        exited_s.append(seconds_to_exit(run, chance.randrange(2 * num_replicas)))
     for victim in (0, 1):
         recorded.start(run, num_steps=NUM_STEPS + 1)
         run.wait_until_ready()
-        # nothing is recorded for the step after the last
+        # no step is recorded after the last one
         run.wait_until(lambda: run.step == NUM_STEPS, f"step {NUM_STEPS}")
         time.sleep(0.3)
-        left_s.append(seconds_to_leave(run, victim))
+        exited_s.append(seconds_to_exit(run, victim))
         assert any("StageLost" in run.log(rank.number) for rank in run.ranks)
     recorded.finish(run)
     recorded.check(run)
-    kills = f"{num_replicas} x 2 ranks, {len(left_s)} kills"
-    show(f"{kills}: the others left after {max(left_s):.1f} s at the longest; same result to the bit")
+    kills = f"{num_replicas} x 2 ranks, {len(exited_s)} kills"
+    show(f"{kills}: the others exited within {max(exited_s):.1f} s; bit-identical result")
 
 
 @pytest.mark.fault(16, "the coordinator says nothing while it waits for a batch", control=True)
-def test_without_heartbeats_ranks_would_stay_with_a_dead_one(recording, run_of, show):
+def test_without_heartbeats_a_rank_does_not_detect_that_another_died(recording, run_of, show):
     recorded = recording(BALANCE)
     run = run_of(recorded)
     recorded.start(run, {"without_heartbeats": True}, num_steps=NUM_STEPS + 1)
     run.wait_until(lambda: run.step == NUM_STEPS, f"step {NUM_STEPS}")
     time.sleep(0.3)
     run.ranks[0].kill()
-    assert run.ranks[1].wait(LEAVE_WITHIN_S) is None
-    show(f"the coordinator still waits after {LEAVE_WITHIN_S:g} s")
+    assert run.ranks[1].wait(EXIT_WITHIN_S) is None
+    show(f"the coordinator is still waiting after {EXIT_WITHIN_S:g} s")
 
 
 @pytest.mark.fault(17, "newest checkpoint corrupt: a byte flipped")
-def test_a_flipped_byte_is_found_and_the_checkpoint_before_is_used(tmp_path, show):
+def test_a_flipped_byte_is_detected_and_the_previous_checkpoint_is_used(tmp_path, show):
     run = LearnerRun(tmp_path / "run")
     try:
-        with MadeUpActor(run.address):
+        with RandomActor(run.address):
             run.train(num_steps=6, checkpoint_every=2)
             file = flip_a_byte(run.checkpoints / "step-00000006")
             run.train(num_steps=6, checkpoint_every=2)
         for rank in (0, 1):
-            assert f"{file} does not have the checksum that it was written with" in run.log(rank)
-            assert "The checkpoint before it is used" in run.log(rank)
+            assert f"{file} is damaged: checksum mismatch" in run.log(rank)
+            assert "Falling back to the previous checkpoint" in run.log(rank)
         assert [report["step"] for report in run.reports()] == [1, 2, 3, 4, 5, 6, 5, 6]
         assert run.steps_saved() == [4, 6]
         assert (run.checkpoints / "damaged-step-00000006").exists()
     finally:
         run.close()
-    show("found at the start, the log of every rank names the file; step 4 is resumed from, steps 5 and 6 are redone")
+    show("found at the start, the log of every rank names the file; resumed from step 4, steps 5 and 6 are redone")
 
 
 @pytest.mark.fault(17, "newest checkpoint corrupt: the result of the run", full=True)
-def test_a_run_that_falls_back_to_the_checkpoint_before_comes_to_the_same_weights(recording, run_of, show):
+def test_a_run_that_falls_back_to_the_previous_checkpoint_reaches_the_same_weights(recording, run_of, show):
     recorded = recording(BALANCE)
     run = run_of(recorded)
     recorded.finish(run, num_steps=6)
     flip_a_byte(run.checkpoints / "step-00000006")
     recorded.finish(run)
     recorded.check(run)
-    show("the draws since the checkpoint before were still held; same weights, moments and ledger to the bit")
+    show("the draws since the previous checkpoint were still held; bit-identical weights, moments and ledger")
 
 
 @pytest.mark.fault(17, "files of a checkpoint are not compared with their checksums", control=True)
-def test_without_checksums_a_learner_would_train_on_from_a_flipped_byte(recording, run_of, show):
+def test_without_checksums_a_learner_resumes_from_a_corrupt_checkpoint(recording, run_of, show):
     recorded = recording(BALANCE)
     run = run_of(recorded)
     recorded.finish(run, num_steps=6)
@@ -330,14 +325,14 @@ def test_without_checksums_a_learner_would_train_on_from_a_flipped_byte(recordin
     assert str(file) not in run.log(0) + run.log(1)
     wrong = differences(run.newest_state(), recorded.state, 0)
     assert wrong
-    show(f"nothing is said, and {len(wrong)} of {len(recorded.state)} tensors come out different")
+    show(f"nothing is logged, and {len(wrong)} of {len(recorded.state)} tensors differ")
 
 
 def flip_a_byte(checkpoint: Path) -> Path:
-    """Change a number in the middle of a tensor of rank 0."""
+    """Flip a bit of a number in the middle of a tensor of rank 0; return the file."""
     file = checkpoint / "__0_0.distcp"
     content = bytearray(file.read_bytes())
-    # the longest run without a zero byte is numbers, and no padding of the container
+    # the longest run without a zero byte is numbers, not padding of the container
     start = max(content.split(b"\0"), key=len)
     content[content.index(start) + len(start) // 2] ^= 0x40
     file.write_bytes(content)

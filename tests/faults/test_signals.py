@@ -1,4 +1,4 @@
-"""Whatever asks a run to end, and whenever: it ends soon, with its page, and leaves no process behind."""
+"""Signals at any time, to any processes: the run ends soon, writes its report, and leaves no process behind."""
 
 import json
 import os
@@ -9,47 +9,46 @@ from contextlib import suppress
 
 import psutil
 import pytest
-
-from launch.errors import ExitStatus
 from tests.world.live_run import LiveRun, assert_ended_in_order, command_of, descendants, wait_for_end
+
+from leeway.launch.errors import ExitStatus
 
 pytestmark = pytest.mark.timeout(600)
 
 BOUND_S = 25.0
-"""From the signal to the end of the last process; a manager of jobs kills after 30 s. Half of it is imports of
-processes that begin or report then, so machines differ: the page has what each took."""
-
+"""Seconds from the signal to the exit of the last process; job managers kill after 30 s. Half of it is imports in
+processes that start or report then, so that it differs between machines: the page has the time of each case."""
 Send = Callable[[LiveRun, signal.Signals], None]
 
 
 def to_command(run: LiveRun, number: signal.Signals) -> None:
-    """As `kill` sends it."""
+    """Send the signal as `kill` does."""
     run.process.send_signal(number)
 
 
 def to_group(run: LiveRun, number: signal.Signals) -> None:
-    """As `timeout` sends it: to the command, and at once to the group of processes that the command is in too."""
+    """Send the signal as `timeout` does: to the command and to its process group, which includes the command."""
     run.process.send_signal(number)
     os.killpg(run.process.pid, number)
 
 
-def to_everybody(run: LiveRun, number: signal.Signals) -> None:
-    """As systemd and Slurm send it."""
+def to_all_processes(run: LiveRun, number: signal.Signals) -> None:
+    """Send the signal as systemd and Slurm do: to every process."""
     for process in [psutil.Process(run.process.pid), *descendants(run.process)]:
         with suppress(psutil.NoSuchProcess):
             process.send_signal(number)
 
 
 def phase_is(*phases: str) -> Callable[[LiveRun], bool]:
-    """Return a function that tells whether the status of a run names one of these phases."""
+    """Return a predicate: whether the run reports one of these phases."""
 
-    def look(run: LiveRun) -> bool:
+    def matches(run: LiveRun) -> bool:
         try:
             return json.loads((run.folder / "status.json").read_text())["phase"].startswith(phases)
         except (FileNotFoundError, ValueError):
             return False
 
-    return look
+    return matches
 
 
 PHASES: dict[str, Callable[[LiveRun], bool]] = {
@@ -61,16 +60,16 @@ PHASES: dict[str, Callable[[LiveRun], bool]] = {
 
 WAYS: dict[signal.Signals, tuple[Send, ...]] = {
     signal.SIGINT: (to_command, to_group),
-    signal.SIGTERM: (to_command, to_group, to_everybody),
+    signal.SIGTERM: (to_command, to_group, to_all_processes),
     signal.SIGHUP: (to_command, to_group),
-    signal.SIGUSR1: (to_command, to_everybody),
+    signal.SIGUSR1: (to_command, to_all_processes),
     signal.SIGUSR2: (to_group,),
 }
-"""Signal -> the ways in which it is sent, each in every phase."""
+"""Signal -> the ways to send it, each used in every phase."""
 
 
 def seconds_to_end(run: LiveRun, send: Send, number: signal.Signals) -> float:
-    """Send it, and see the run end with its page and without a traceback."""
+    """Send the signal; return the seconds until the run ends. Assert that it wrote its report and no traceback."""
     family = descendants(run.process)
     sent_s = time.monotonic()
     send(run, number)
@@ -85,7 +84,7 @@ def seconds_to_end(run: LiveRun, send: Send, number: signal.Signals) -> float:
 
 @pytest.fixture
 def start_run(tmp_path):
-    """`start_run(*overrides)`: a run that ends with the test."""
+    """`start_run(*overrides)`: a run, closed after the test."""
     runs = []
 
     def start(*overrides: str) -> LiveRun:
@@ -100,9 +99,9 @@ def start_run(tmp_path):
 @pytest.mark.fault("S", "a signal", full=True)
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize(("number", "send"), [(number, send) for number, ways in WAYS.items() for send in ways])
-def test_a_signal_ends_a_run_soon_with_its_page(start_run, show, number, send, phase):
+def test_a_signal_ends_a_run_soon_and_its_report_is_written(start_run, show, number, send, phase):
     num_steps = "2" if phase == "export" else "100000"
-    # what follows an export takes seconds, so that a signal in it does not come when all is done
+    # evaluation after an export takes seconds, so that a signal during the export does not come too late
     num_heldout = "1024" if phase == "export" else "16"
     numbers = ("--learner.num_steps", num_steps, "--task.num_heldout", num_heldout)
     run = start_run(*numbers, "--learner.checkpoint_every", "100000")
@@ -111,4 +110,4 @@ def test_a_signal_ends_a_run_soon_with_its_page(start_run, show, number, send, p
     if phase == "training":
         assert_ended_in_order(run.folder)
     assert ended_s < BOUND_S
-    show(f"{number.name} {send.__name__.replace('_', ' ')} in {phase}: ended after {ended_s:.1f} s")
+    show(f"{number.name} {send.__name__.replace('_', ' ')} in {phase}: exited after {ended_s:.1f} s")

@@ -1,4 +1,4 @@
-"""Strangers at the sockets of a run: nobody without its key is heard, and those who are heard do not notice them."""
+"""Unauthenticated clients at the sockets of a run are refused, without effect on authenticated ones."""
 
 import contextlib
 import itertools
@@ -13,31 +13,31 @@ from pathlib import Path
 import psutil
 import pytest
 import zmq
-
-from buffer import protocol as buffer_protocol
-from buffer.client import BufferClient
-from common.rpc.auth import LOOPBACK
-from common.rpc.messages import Asker
-from common.staleness import PolicyVersion
 from tests.faults import strangers
 from tests.faults.locked_service import write_keys
-from tests.faults.service_process import MANY, Kept, Service
+from tests.faults.service_process import MANY, Service, StoreContents
 from tests.faults.weight_processes import ROOT
 from tests.full import FULL, pick
 from tests.weights_by_hand import RUN, publish
 from tests.world.waiting import wait_until
-from weight_sync import protocol as weights_protocol
-from weight_sync.client import WeightClient
+
+from leeway.buffer import protocol as buffer_protocol
+from leeway.buffer.client import BufferClient
+from leeway.common.rpc.auth import LOOPBACK
+from leeway.common.rpc.messages import ClientIdentity
+from leeway.common.staleness import PolicyVersion
+from leeway.weight_sync import protocol as weights_protocol
+from leeway.weight_sync.client import WeightClient
 
 MODULE = "tests.faults.locked_service"
 NUM_SLOW = 500
 CUT_OFF_S = 15.0
-"""By then a silent connection is closed, with room for busy cores: the door gives it 2 s, the service's socket 5, and
-libzmq by itself 30."""
+"""Seconds until a silent connection is closed, with slack for busy cores: the proxy allows 2 s, the service's socket
+5 s, and libzmq by itself 30 s."""
 ENDLESS = MANY.model_copy(update={"groups_per_step": 40_000})
 VERSION = PolicyVersion(0, 0)
-UNHEARD_S = 1.5
-STRANGER = Asker("stranger", "actor", "s")
+NO_REPLY_S = 1.5
+UNAUTHENTICATED = ClientIdentity("stranger", "actor", "s")
 
 
 @pytest.fixture
@@ -51,11 +51,11 @@ def keys(keys_file):
 
 
 class LockedBuffer:
-    """A locked buffer service, good traffic on it, and what a stranger would say."""
+    """A buffer service that requires keys, good traffic on it, and the hello of an unauthenticated client."""
 
     hello = staticmethod(
         lambda: buffer_protocol.encode(
-            1, buffer_protocol.Hello("actor", "stranger", "s"), run_id=ENDLESS.run_id, asker=STRANGER
+            1, buffer_protocol.Hello("actor", "stranger", "s"), run_id=ENDLESS.run_id, client=UNAUTHENTICATED
         )
     )
 
@@ -72,12 +72,12 @@ class LockedBuffer:
 
     @property
     def progress(self) -> int:
-        """Trajectories acknowledged so far."""
+        """Return the number of trajectories acknowledged so far."""
         assert not self.load.errors, self.load.errors
         return len(self.load.outcomes)
 
-    def check(self, words: bytes) -> None:
-        """The holder of a key who speaks no message of ours is not believed either; nothing acknowledged is lost."""
+    def check(self, data: bytes) -> None:
+        """Assert that invalid bytes from a holder of a key are quarantined, and that nothing acknowledged is lost."""
         client = BufferClient(
             self.address,
             run_id=ENDLESS.run_id,
@@ -86,17 +86,17 @@ class LockedBuffer:
             keys=self._keys.clients,
         )
         client.connect()
-        assert client.status().result(60).ledger["quarantined"] == 0, "a stranger's bytes were read as a message"
+        assert client.status().result(60).ledger["quarantined"] == 0, "unauthenticated bytes were read as a message"
         with zmq.Context() as context, context.socket(zmq.DEALER) as insider:
             self._keys.clients.lock(insider)
             insider.linger = 2000
             insider.connect(self.address)
-            insider.send_multipart([words, words])
+            insider.send_multipart([data, data])
             wait_until(lambda: client.status().result(60).ledger["quarantined"] == 1, "the quarantine")
         client.close(1.0)
         self.load.end()
         self.service.stop()
-        Kept.read(self.service.folder).check(self.load.acknowledged)
+        StoreContents.read(self.service.folder).check(self.load.acknowledged)
 
     @property
     def log(self) -> str:
@@ -107,11 +107,11 @@ class LockedBuffer:
 
 
 class LockedWeights:
-    """The same of the weight service; its traffic is a client that fetches the same version again and again."""
+    """The same for the weight service; its traffic is a client that fetches the same version repeatedly."""
 
     hello = staticmethod(
         lambda: weights_protocol.PROTOCOL.encode(
-            1, weights_protocol.StoreRequest("stranger"), run_id=RUN, asker=STRANGER
+            1, weights_protocol.StoreRequest("stranger"), run_id=RUN, client=UNAUTHENTICATED
         )
     )
 
@@ -148,13 +148,13 @@ class LockedWeights:
         finally:
             client.close()
 
-    def check(self, words: bytes) -> None:
+    def check(self, data: bytes) -> None:
         with zmq.Context() as context, context.socket(zmq.DEALER) as insider:
             self._keys.clients.lock(insider)
             insider.linger = 2000
             insider.connect(self.address)
-            insider.send_multipart([words, words])
-            wait_until(lambda: "none of ours" in self.log, "the message to be dropped")
+            insider.send_multipart([data, data])
+            wait_until(lambda: "invalid or damaged message" in self.log, "the report of the message")
         client = self._client()
         assert client.newest() == VERSION
         client.close()
@@ -182,7 +182,7 @@ SERVICES = {"buffer": LockedBuffer, "weights": LockedWeights}
 
 @pytest.fixture
 def start_locked(tmp_path, keys_file, keys, load_on):
-    """`start_locked("weights")`: a locked service that ends with the test."""
+    """`start_locked("weights")`: a service that requires keys, closed after the test."""
     running = []
 
     def start(name, kind=None):
@@ -195,57 +195,57 @@ def start_locked(tmp_path, keys_file, keys, load_on):
 
 
 def is_answered(address: str, options: dict, message: bytes, within_s: float) -> bool:
-    """Does a socket with these options get any answer to this message?"""
-    with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
-        stranger.linger = 0
+    """Return whether a socket with these options gets any reply to this message."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.linger = 0
         for name, value in options.items():
-            setattr(stranger, name, value)
-        stranger.connect(address)
-        with contextlib.suppress(zmq.Again):  # it was refused already, and has no line any more
-            stranger.send(message, zmq.NOBLOCK)
-        return bool(stranger.poll(int(within_s * 1000)))
+            setattr(socket, name, value)
+        socket.connect(address)
+        with contextlib.suppress(zmq.Again):  # it was refused before the send
+            socket.send(message, zmq.NOBLOCK)
+        return bool(socket.poll(int(within_s * 1000)))
 
 
 @pytest.mark.parametrize("name", SERVICES)
 @pytest.mark.fault(27, "strangers: no key, PLAIN, wrong keys, garbage, a pickle", full=True)
-def test_strangers_are_neither_heard_nor_obeyed_and_nobody_notices_them(name, start_locked, keys, tmp_path, show):
+def test_unauthenticated_clients_are_refused_without_effect_on_good_traffic(name, start_locked, keys, tmp_path, show):
     began, service, trap = time.monotonic(), start_locked(name), tmp_path / "unpickled"
     service.start_traffic()
     wait_until(lambda: service.progress > 10, "good traffic")
-    for who, options in strangers.sockets_of_strangers(keys).items():
-        assert not is_answered(service.address, options, service.hello(), UNHEARD_S), who
-        assert not is_answered(service.address, options, strangers.pickled(trap), 0.1), who
-    said = strangers.garbage(trap)
-    for words in said:
-        strangers.say(service.address, words)
+    for kind, options in strangers.unauthenticated_sockets(keys).items():
+        assert not is_answered(service.address, options, service.hello(), NO_REPLY_S), kind
+        assert not is_answered(service.address, options, strangers.pickled(trap), 0.1), kind
+    invalid = strangers.garbage(trap)
+    for data in invalid:
+        strangers.send_bytes(service.address, data)
     before = service.progress
     wait_until(lambda: service.progress > before + 10, "more good traffic")
     service.check(strangers.pickled(trap))
-    assert not trap.exists(), "code of a stranger was run"
-    lines = [line for line in service.log.splitlines() if "refused strangers" in line]
-    assert 1 <= len(lines) <= 2 + (time.monotonic() - began) // 60, "once a minute at most, and the rest at the end"
+    assert not trap.exists(), "unpickled code was run"
+    lines = [line for line in service.log.splitlines() if "key is not of this run" in line]
+    assert 1 <= len(lines) <= 2 + (time.monotonic() - began) // 60, "at most once a minute, and the rest at the end"
     assert "127.0.0.1" in lines[0]
     everything = service.log.encode()
     shown = [
         key for key in (keys.clients.secret, keys.clients.public, keys.services.secret) if key.reveal() in everything
     ]
     assert not shown, "a key is in the log"
-    refused = f"4 kinds of sockets and {len(said)} kinds of bytes refused"
-    show(f"the {name} service: {refused}, no code run, told in {len(lines)} line(s)")
+    refused = f"4 kinds of sockets and {len(invalid)} kinds of bytes refused"
+    show(f"the {name} service: {refused}, no code run, logged in {len(lines)} line(s)")
 
 
 @pytest.mark.parametrize("name", SERVICES)
 @pytest.mark.fault(27, "the list of keys that are let in", control=True)
-def test_control_without_the_list_a_strangers_key_is_let_in(name, start_locked, keys, show):
+def test_control_without_the_key_list_any_key_is_accepted(name, start_locked, keys, show):
     service = start_locked(name, f"unlisted-{name}")
-    wrong = strangers.sockets_of_strangers(keys)["wrong key"]
+    wrong = strangers.unauthenticated_sockets(keys)["wrong key"]
     assert is_answered(service.address, wrong, service.hello(), 15.0)
-    show(f"the {name} service answered a stranger's hello")
+    show(f"the {name} service answered the hello of an unlisted key")
 
 
 @pytest.mark.parametrize("name", SERVICES)
 @pytest.mark.fault(27, f"{NUM_SLOW} sockets that say nothing, half a greeting or half a handshake", full=True)
-def test_slow_sockets_are_cut_off_and_good_traffic_goes_on(name, start_locked, show):
+def test_slow_sockets_are_closed_and_good_traffic_continues(name, start_locked, show):
     service = start_locked(name)
     process = psutil.Process(service.pid)
     service.start_traffic()
@@ -264,11 +264,11 @@ def test_slow_sockets_are_cut_off_and_good_traffic_goes_on(name, start_locked, s
             sender.send_signal(signal.SIGCONT if is_slow else signal.SIGSTOP)
             if is_slow:
                 wait_until(lambda: process.num_fds() > at_rest + NUM_SLOW // 2, "the slow sockets")
-            else:  # the sender holds its ends still, and opens no others
+            else:  # the sender keeps its ends and opens no others
                 cut_off_s.append(wait_until(lambda: process.num_fds() < at_rest + 50, "the cut-off", CUT_OFF_S))
             before, began = service.progress, time.monotonic()
             wait_until(lambda before=before: service.progress > before + 10, "good traffic meanwhile")
-            if FULL:  # strangers and service share the cores, and the short run looks but twice
+            if FULL:  # clients and service share the cores, and the short run measures only twice
                 time.sleep(1.5)
                 rates[is_slow].append((service.progress - before) / (time.monotonic() - began))
             most = max(most, process.num_fds())
@@ -278,7 +278,7 @@ def test_slow_sockets_are_cut_off_and_good_traffic_goes_on(name, start_locked, s
         sender.stdout.close()
     wait_until(lambda: process.num_fds() < at_rest + 20, "the descriptors to be given back")
     assert most <= at_rest + 2 * NUM_SLOW
-    shown = f"at most {most - at_rest} descriptors, cut off within {max(cut_off_s):.1f} s, all given back"
+    shown = f"at most {most - at_rest} descriptors, closed within {max(cut_off_s):.1f} s, all given back"
     if FULL:
         ratio = statistics.median(rates[True]) / statistics.median(rates[False])
         assert ratio >= 0.5
@@ -287,7 +287,7 @@ def test_slow_sockets_are_cut_off_and_good_traffic_goes_on(name, start_locked, s
 
 
 @pytest.mark.fault(27, "a locked buffer service is killed and started again")
-def test_clients_come_back_to_a_locked_service_that_was_killed(start_locked, show):
+def test_clients_reconnect_to_a_locked_service_after_a_kill(start_locked, show):
     locked = start_locked("buffer")
     locked.start_traffic()
     num_kills = pick(2, 10)
@@ -299,7 +299,7 @@ def test_clients_come_back_to_a_locked_service_that_was_killed(start_locked, sho
     locked.load.wait_for(20)
     locked.load.end()
     locked.service.stop()
-    Kept.read(locked.service.folder).check(locked.load.acknowledged)
+    StoreContents.read(locked.service.folder).check(locked.load.acknowledged)
     show(f"{num_kills} kills, 0 lost")
 
 

@@ -1,4 +1,4 @@
-"""A learner is killed while it publishes: actors see whole versions only, and the next learner goes on."""
+"""A learner is killed while it publishes: actors see whole versions only, and the next learner continues."""
 
 import signal
 import subprocess
@@ -8,22 +8,22 @@ from pathlib import Path
 
 import pytest
 import torch
-
-from common.staleness import PolicyVersion
 from tests.unit.published import publisher_of, read
-from weight_sync.delta import rebuild_file
-from weight_sync.manifest import WeightsCorrupt, WeightsGone, delta_name, file_name
-from weight_sync.puller import Puller
-from weight_sync.store import WeightStore
+
+from leeway.common.staleness import PolicyVersion
+from leeway.weight_sync.delta import rebuild_file
+from leeway.weight_sync.manifest import WeightsCorrupt, WeightsGone, delta_name, file_name
+from leeway.weight_sync.puller import Puller
+from leeway.weight_sync.store import WeightStore
 
 DTYPES = ("float32", "bfloat16")
 LEARNER = """
 import sys
 from pathlib import Path
 import torch
-from common.staleness import PolicyVersion
-from weight_sync.publisher import Publisher
-from weight_sync.store import WeightStore
+from leeway.common.staleness import PolicyVersion
+from leeway.weight_sync.publisher import Publisher
+from leeway.weight_sync.store import WeightStore
 
 folder, incarnation = Path(sys.argv[1]), int(sys.argv[2])
 publishers = [
@@ -44,7 +44,7 @@ def script(tmp_path: Path) -> Path:
 
 
 @pytest.mark.fault(15, "kill -9 of the learner while it publishes")
-def test_actors_only_ever_see_whole_versions_of_a_learner_killed_again_and_again(tmp_path: Path, script: Path, show):
+def test_actors_see_only_whole_versions_of_a_repeatedly_killed_learner(tmp_path: Path, script: Path, show):
     folder = tmp_path / "weights"
     puller = Puller.of_folder(folder, "float32")
     WeightStore(folder).note_remote_reader()
@@ -60,7 +60,7 @@ def test_actors_only_ever_see_whole_versions_of_a_learner_killed_again_and_again
                 if newest is None or (seen and newest <= seen[-1]):
                     time.sleep(0.001)
                     continue
-                # at full speed retention may be faster than the reader; nothing else may go wrong
+                # at full speed, retention may remove a version before it is read; no other error may occur
                 check_whole(puller, newest)
                 num_deltas += check_deltas(folder, newest, tmp_path / "out")
                 seen.append(newest)
@@ -77,7 +77,7 @@ def test_actors_only_ever_see_whole_versions_of_a_learner_killed_again_and_again
     publisher.close()
     assert sorted(path.name for path in folder.iterdir() if path.is_dir()) == ["9.0"]
     read(folder, PolicyVersion(9, 0))
-    show(f"{len(seen)} versions of 3 learners looked at, {num_deltas} deltas, all whole; the next learner cleans up")
+    show(f"{len(seen)} versions of 3 learners read, {num_deltas} deltas, all whole; the next learner cleans up")
 
 
 def check_whole(puller: Puller, version: PolicyVersion) -> None:
@@ -94,7 +94,7 @@ def check_whole(puller: Puller, version: PolicyVersion) -> None:
 
 
 def check_deltas(folder: Path, version: PolicyVersion, out: Path) -> int:
-    """How many files could be made from their deltas and their parents; all of them exactly."""
+    """Return how many files were rebuilt from their deltas and parents; assert that all are exact."""
     store, num_checked = WeightStore(folder), 0
     try:
         manifest = store.manifest(version)

@@ -1,4 +1,4 @@
-"""Rows 6 and 26 of the fault matrix, for weights at rest: a folder without space, content that is not as published."""
+"""Rows 6 and 26 of the fault matrix, for weights at rest: a folder without space, and damaged files."""
 
 import random
 import shutil
@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
-
-from common.staleness import PolicyVersion
 from tests.faults.disks import MIB, fill
 from tests.full import pick
 from tests.unit.published import publisher_of, pull, read, same
 from tests.world.waiting import bound, wait_until
-from weight_sync.delta import rebuild_file
-from weight_sync.manifest import (
+
+from leeway.common.staleness import PolicyVersion
+from leeway.weight_sync.delta import rebuild_file
+from leeway.weight_sync.manifest import (
     MANIFEST_NAME,
     PublishFailed,
     TensorFile,
@@ -24,9 +24,9 @@ from weight_sync.manifest import (
     delta_name,
     file_name,
 )
-from weight_sync.puller import Puller
-from weight_sync.store import WeightStore
-from weight_sync.tensors import tensor_of
+from leeway.weight_sync.puller import Puller
+from leeway.weight_sync.store import WeightStore
+from leeway.weight_sync.tensors import tensor_of
 
 DTYPE = "float32"
 
@@ -36,12 +36,12 @@ def v(version: int) -> PolicyVersion:
 
 
 def tensors_of(version: int, rank: int = 0) -> dict[str, torch.Tensor]:
-    """1 MiB, of one value that tells the version."""
+    """Return 1 MiB of tensors whose values are the version number."""
     return {f"w{rank}.{i}": torch.full((MIB // 16,), float(version)) for i in range(4)}
 
 
 class Reader:
-    """An actor that fetches the newest version again and again, and compares every value."""
+    """An actor that fetches the newest version repeatedly and compares every value."""
 
     def __init__(self, folder: Path, num_stages: int) -> None:
         self.fetches: list[PolicyVersion] = []
@@ -69,7 +69,7 @@ class Reader:
     def _fetch(self, puller: Puller, version: PolicyVersion) -> None:
         try:
             staged = puller.fetch(version)
-        except WeightsGone:  # retention was faster
+        except WeightsGone:  # removed by retention
             return
         with staged:
             found = read(staged.folder, version)
@@ -100,7 +100,7 @@ def test_publishing_waits_for_space_and_readers_keep_the_old_version(num_stages:
     try:
         ballast = fill(folder, leave_bytes=MIB // 2)
         took_s = publish(2) + publish(3)
-        wait_until(lambda: all("space in" in stage.waiting_for for stage in stages), "every stage to say that it waits")
+        wait_until(lambda: all("space in" in stage.waiting_for for stage in stages), "every stage to report its wait")
         assert "No space left on device" in lead.waiting_for
         before = len(reader.fetches)
         wait_until(lambda: len(reader.fetches) > before + 3 or reader.errors, "reads meanwhile")
@@ -117,20 +117,20 @@ def test_publishing_waits_for_space_and_readers_keep_the_old_version(num_stages:
     assert reader.errors == []
     assert reader.fetches == sorted(reader.fetches)
     assert all(stage.waiting_for == "" for stage in stages)
-    publish(4)  # a version that was read while 3 was committed stays until the next
+    publish(4)  # a version that was read while 3 was committed is kept until the next
     for stage in stages:
         stage.close()
     assert WeightStore(folder).committed() == [v(3), v(4)]
     assert not list(folder.rglob("*.tmp"))
     assert freed_s < bound(2.0)
     show(
-        f"{num_stages} stage(s): the learner went on after {1000 * took_s:.0f} ms, readers kept version 1, the newest "
-        f"came {1000 * freed_s:.0f} ms after there was space, {len(reader.fetches)} fetches all whole"
+        f"{num_stages} stage(s): the learner resumed after {1000 * took_s:.0f} ms, readers kept version 1, the newest "
+        f"was available {1000 * freed_s:.0f} ms after there was space, {len(reader.fetches)} fetches all whole"
     )
 
 
 @pytest.mark.fault(6, "a version is not tried again when there was no space for it", control=True, root=True)
-def test_a_publisher_that_does_not_try_again_loses_the_version(mounts, show):
+def test_a_publisher_without_retries_loses_the_version(mounts, show):
     folder = mounts.tmpfs("weights", 8)
     publisher = publisher_of(folder, timeout_s=0.0)
     publisher.publish(v(0), tensors_of(0))
@@ -143,11 +143,11 @@ def test_a_publisher_that_does_not_try_again_loses_the_version(mounts, show):
     with pytest.raises(PublishFailed, match="No space left on device"):
         publisher.publish(v(2), tensors_of(2))
     assert WeightStore(folder).newest() == v(0)
-    show("the learner ends with the reason, version 1 never appears")
+    show("the learner exits with the reason; version 1 is never published")
 
 
 @pytest.mark.fault(6, "room for one more version, which a killed learner has half written", root=True)
-def test_what_a_killed_learner_left_on_a_disk_for_one_more_version_does_not_keep_the_next_one_out(mounts, show):
+def test_leftovers_of_a_killed_learner_do_not_block_the_next_one_on_a_small_disk(mounts, show):
     folder = mounts.tmpfs("weights", 3)
     first = publisher_of(folder, keep_versions=1)
     first.publish(v(0), tensors_of(0))
@@ -160,18 +160,18 @@ def test_what_a_killed_learner_left_on_a_disk_for_one_more_version_does_not_keep
         restarted.publish(PolicyVersion(1, version), tensors_of(version))
     restarted.close()
     assert WeightStore(folder).committed() == [PolicyVersion(1, 1)]
-    show("1.5 MiB of version 0.1 lay beside version 0.0 on a disk of 3 MiB; version 1.0 and 1.1 were published")
+    show("1.5 MiB of version 0.1 beside version 0.0 on a disk of 3 MiB; versions 1.0 and 1.1 were published")
 
 
 @pytest.mark.fault(26, "weights at rest: a byte flipped, a file cut or missing")
-def test_a_version_that_is_not_as_published_is_refused_and_the_old_one_stays(tmp_path: Path, show):
+def test_a_damaged_version_is_refused_and_the_old_one_stays_readable(tmp_path: Path, show):
     chance = random.Random(0)
     folder = tmp_path / "weights"
     versions = publish_two(folder)
     puller = Puller.of_folder(folder, DTYPE)
     newest, num = folder / "0.1", pick(30, 200)
     for _ in range(num):
-        spoil(newest, chance)
+        damage(newest, chance)
         with pytest.raises((WeightsCorrupt, WeightsGone), match=r"version 1\b|0\.1"):
             pull(folder, v(1))
         with puller.fetch(v(0)) as staged:
@@ -181,11 +181,11 @@ def test_a_version_that_is_not_as_published_is_refused_and_the_old_one_stays(tmp
     with puller.fetch(v(1)) as staged:
         assert same(read(staged.folder, v(1)), versions[1])
     puller.close()
-    show(f"{num} of {num} refused by name, the old version served on")
+    show(f"{num} of {num} refused by name; the old version stays readable")
 
 
 @pytest.mark.fault(26, "weights are read without their checksums", control=True)
-def test_weights_that_nobody_checks_arrive_changed(tmp_path: Path, show):
+def test_without_checksums_changed_weights_are_read(tmp_path: Path, show):
     publish_two(tmp_path / "weights")
     path = tmp_path / "weights" / "0.1" / file_name(0, DTYPE)
     data = bytearray(path.read_bytes())
@@ -199,14 +199,14 @@ def test_weights_that_nobody_checks_arrive_changed(tmp_path: Path, show):
 
 
 @pytest.mark.fault(26, "a delta on the wrong base, cut, or with a byte flipped")
-def test_a_delta_that_does_not_fit_its_base_makes_no_file_and_the_whole_one_is_there(tmp_path: Path, show):
+def test_a_damaged_delta_makes_no_file_and_the_whole_file_is_used(tmp_path: Path, show):
     chance = random.Random(1)
     folder, out = tmp_path / "weights", tmp_path / "out"
     versions = publish_two(folder)
     file = file_name(0, DTYPE)
     entries = WeightStore(folder).manifest(v(1)).variant(DTYPE)
     delta, parent = folder / "0.1" / delta_name(file), folder / "0.0" / file
-    with pytest.raises(WeightsCorrupt, match="its checksum is another"):
+    with pytest.raises(WeightsCorrupt, match="wrong checksum"):
         rebuild_file(entries, delta, folder / "0.1" / file, out)
     good, num = delta.read_bytes(), pick(100, 500)
     for _ in range(num):
@@ -218,16 +218,16 @@ def test_a_delta_that_does_not_fit_its_base_makes_no_file_and_the_whole_one_is_t
         except WeightsCorrupt:
             assert not out.exists()
         else:
-            # a byte that says nothing, as the unused ones of a compressed frame's header
+            # an unused byte, as in the header of a compressed frame
             assert out.read_bytes() == (folder / "0.1" / file).read_bytes()
             out.unlink()
     with Puller.of_folder(folder, DTYPE).fetch(v(1)) as staged:
         assert same(read(staged.folder, v(1)), versions[1])
-    show(f"{num} spoiled deltas and the wrong base: no file made, the whole file serves")
+    show(f"{num} damaged deltas and the wrong base: no file made, the whole file is used")
 
 
 def publish_two(folder: Path) -> list[dict[str, torch.Tensor]]:
-    """Two versions, the second also as a delta; and a copy of the folder beside it."""
+    """Publish two versions, the second also as a delta, and copy the folder. Return the tensors."""
     folder.mkdir()
     WeightStore(folder).note_remote_reader()
     versions = [tensors_of(version) for version in range(2)]
@@ -240,8 +240,8 @@ def publish_two(folder: Path) -> list[dict[str, torch.Tensor]]:
     return versions
 
 
-def spoil(folder: Path, chance: random.Random) -> None:
-    """Flip one bit of the safetensors file or of the manifest, cut one of them, or remove it."""
+def damage(folder: Path, chance: random.Random) -> None:
+    """Flip one bit of the safetensors file or of the manifest, truncate one of them, or remove it."""
     path = folder / chance.choice([file_name(0, DTYPE), MANIFEST_NAME])
     data = bytearray(path.read_bytes())
     at = chance.randrange(len(data))

@@ -1,4 +1,4 @@
-"""Real runs in which weights go wrong or do not arrive: they go on, within the bound, and say what happened."""
+"""Real runs with failing weight transfers: they continue within the lag bound and report what happened."""
 
 import itertools
 import json
@@ -10,25 +10,25 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-
-from common.staleness import PolicyVersion
-from launch.observe.tripwires import BEHIND_AFTER_S
 from tests.faults.disks import fill
 from tests.full import pick
 from tests.world.live_run import GROUP_SIZE, GROUPS_PER_STEP, LiveRun
-from weight_sync.manifest import Manifest
-from weight_sync.store import WeightStore
+
+from leeway.common.staleness import PolicyVersion
+from leeway.launch.observe.alerts import BEHIND_AFTER_S
+from leeway.weight_sync.manifest import Manifest
+from leeway.weight_sync.store import WeightStore
 
 pytestmark = pytest.mark.timeout(900)
 
 LEASE_S = 3.0
 CAPACITY = 4 * GROUPS_PER_STEP * GROUP_SIZE
-"""Samples that may be outstanding at max_lag = 4: an actor may be one version behind."""
+"""Samples that may be outstanding at max_lag = 4, of which an actor may be one version behind."""
 
 
 @pytest.fixture
 def start_run(tmp_path):
-    """`start_run(*overrides)`: a run that ends with the test."""
+    """`start_run(*overrides)`: a run, closed after the test."""
     runs = []
 
     def start(*overrides: str) -> LiveRun:
@@ -44,13 +44,13 @@ def outstanding(ledger: dict[str, int]) -> int:
     return ledger["in_flight"] + ledger["waiting"] + ledger["drawn"]
 
 
-def of_epoch(run: LiveRun, actor: str, epoch: int) -> list[dict]:
-    """What the so-manieth process of an actor has made."""
+def samples_of_epoch(run: LiveRun, actor: str, epoch: int) -> list[dict]:
+    """Return the samples of one process of an actor; epochs number its processes."""
     return [each for each in run.trajectories() if (each["actor"], each["epoch"]) == (actor, epoch)]
 
 
 def flip_a_byte(manifest: Manifest, folder: Path) -> str:
-    """Damage the largest tensor of a version on disk; returns its name."""
+    """Flip a bit of the largest tensor of a version on disk; return the tensor's name."""
     entry = max(manifest.tensors, key=lambda each: each.size_bytes)
     path = folder / entry.file
     with path.open("r+b") as file:
@@ -65,10 +65,10 @@ def flip_a_byte(manifest: Manifest, folder: Path) -> str:
 
 
 def damage_an_unseen_version(run: LiveRun, stops: ExitStack) -> tuple[PolicyVersion, str]:
-    """Stop the stages behind a version that no actor has seen, and damage it.
+    """Stop the stages after a version that no actor has fetched, and damage that version.
 
     Returns:
-        The version and the tensor. The stages are stopped until `stops` ends.
+        The version and the tensor. The stages stay stopped until `stops` closes.
     """
     store = WeightStore(run.folder / "weights")
     for _ in range(20):
@@ -82,11 +82,11 @@ def damage_an_unseen_version(run: LiveRun, stops: ExitStack) -> tuple[PolicyVers
                     stops.push(these.pop_all())
                     return newest, flip_a_byte(store.manifest(newest), store.version_folder(newest))
         time.sleep(0.5)
-    pytest.fail("no version came while the actors were stopped")
+    pytest.fail("no version was published while the actors were stopped")
 
 
 def stop_at_work(run: LiveRun, actor: int) -> ExitStack:
-    """Stop an actor that has leases, and see them issued anew; it is continued where the stack ends."""
+    """Stop an actor that has leases until these are issued again; it continues when the returned stack closes."""
     for _ in range(10):
         failed = run.ledger()["failed"]
         with ExitStack() as stops:
@@ -95,7 +95,7 @@ def stop_at_work(run: LiveRun, actor: int) -> ExitStack:
             if run.ledger()["failed"] > failed:
                 return stops.pop_all()
         time.sleep(0.3)
-    pytest.fail("the actor had no lease whenever it was stopped")
+    pytest.fail("the actor held no lease each time it was stopped")
 
 
 @pytest.mark.fault(14, "none: a whole run at max_lag = 0", full=True)
@@ -113,8 +113,8 @@ def test_at_max_lag_0_training_is_synchronous(start_run, show):
     trajectories = run.trajectories()
     for each in trajectories:
         (version,) = {span["version"] for span in each["spans"]}
-        assert began[version] < each["started_s"], "generation began before its version was there"
-        assert each["finished_s"] < ends.get(version, float("inf")), "a step began before its samples were there"
+        assert began[version] < each["started_s"], "generation began before its version was published"
+        assert each["finished_s"] < ends.get(version, float("inf")), "a step began before its samples were complete"
     assert summary["ledger"]["dropped_stale"] == 0
     show(
         f"12 steps, {len(trajectories)} samples, greatest lag 0, generation during "
@@ -124,14 +124,14 @@ def test_at_max_lag_0_training_is_synchronous(start_run, show):
 
 @pytest.mark.fault(14, "none: whole runs at max_lag = 1 and 4", full=True)
 @pytest.mark.parametrize(("max_lag", "max_actor_lag", "overlaps"), [(1, 1, False), (1, 0, True), (4, 1, True)])
-def test_a_whole_run_keeps_within_its_bound(start_run, show, max_lag, max_actor_lag, overlaps):
+def test_a_run_stays_within_its_lag_bound(start_run, show, max_lag, max_actor_lag, overlaps):
     knobs = ("--weight_sync.max_lag", str(max_lag), "--weight_sync.max_actor_lag", str(max_actor_lag))
     run = start_run("--learner.num_steps", "120", *knobs)
     summary = run.end()
     trained = [each["lag"] for each in run.trajectories() if each["lag"] is not None]
     assert len(trained) == 120 * GROUPS_PER_STEP * GROUP_SIZE
     assert 0 < max(trained) <= summary["lag_max"] <= max_lag
-    assert (summary["overlap_frac"] > 0.1) == overlaps, "an actor that may be all of max_lag behind leaves no room"
+    assert (summary["overlap_frac"] > 0.1) == overlaps, "no overlap if max_actor_lag equals max_lag"
     assert summary["ledger_gap"] == 0
     show(
         f"max_lag = {max_lag}, max_actor_lag = {max_actor_lag}: 120 steps, greatest lag {summary['lag_max']}, mean "
@@ -142,10 +142,8 @@ def test_a_whole_run_keeps_within_its_bound(start_run, show, max_lag, max_actor_
 @pytest.mark.fault(
     14, "both stages stopped, the newest version damaged; then an actor stopped and continued", full=True
 )
-def test_stopped_stages_a_damaged_version_and_a_stopped_actor_leave_the_run_within_its_bound(
-    start_run, constants, show
-):
-    constants({"buffer.leases.LEASE_TIMEOUT_S": LEASE_S, "weight_sync.store.KEPT_VERSIONS": 2})
+def test_stopped_stages_a_damaged_version_and_a_stopped_actor_keep_the_lag_bound(start_run, constants, show):
+    constants({"leeway.buffer.leases.LEASE_TIMEOUT_S": LEASE_S, "leeway.weight_sync.store.KEPT_VERSIONS": 2})
     run = start_run("--learner.num_steps", "100000")
     run.wait_for_steps(4)
     with ExitStack() as stops:
@@ -161,16 +159,16 @@ def test_stopped_stages_a_damaged_version_and_a_stopped_actor_leave_the_run_with
         first = run.ledger()
         time.sleep(max(0.0, 10.0 - (time.monotonic() - stopped_at)))
         second = run.ledger()
-        assert first["issued"] == second["issued"], "leases were granted although nobody learns"
+        assert first["issued"] == second["issued"], "leases were granted although no stage trains"
         assert outstanding(second) <= CAPACITY
     run.wait_for_steps(10)
-    run.wait_for("the next version to heal it", lambda: run.steps()[-1].get("weights/refused") == 0)
+    run.wait_for("the next version to load", lambda: run.steps()[-1].get("weights/refused") == 0)
 
-    # an actor that stands still: its leases are issued anew, and it catches up before it starts anything
+    # a stopped actor: its leases are issued again, and it fetches the newest version before it starts new samples
     stop_s = pick(8, 60)
     with stop_at_work(run, 1):
         began_s = time.time()
-        run.wait_for("the actor to be named", lambda: run.events("behind", "actor-1"), BEHIND_AFTER_S + 30)
+        run.wait_for("the event about the actor", lambda: run.events("behind", "actor-1"), BEHIND_AFTER_S + 30)
         time.sleep(max(0.0, stop_s - (time.time() - began_s)))
         newest, continued_s = run.newest(), time.time()
     run.wait_for("the actor to catch up", lambda: run.events("behind_ended", "actor-1"))
@@ -179,7 +177,7 @@ def test_stopped_stages_a_damaged_version_and_a_stopped_actor_leave_the_run_with
     assert (summary["ledger_gap"], summary["lag_max"] <= 4) == (0, True)
     assert summary["failed_by_reason"].get("lease expired", 0) > 0, summary["failed_by_reason"]
     later = [each for each in run.trajectories() if each["actor"] == "actor-1" and each["started_s"] > continued_s]
-    assert later, "it made nothing after it was continued"
+    assert later, "it generated nothing after it continued"
     assert min(each["spans"][0]["version"] for each in later) >= newest.version - 1
     assert not run.events("restart")
     show(
@@ -190,43 +188,43 @@ def test_stopped_stages_a_damaged_version_and_a_stopped_actor_leave_the_run_with
 
 
 @pytest.mark.fault(26, "over ZeroMQ: weight service killed -9; an actor killed at version 50 joins anew", full=True)
-def test_a_killed_weight_service_and_an_actor_that_joins_late(start_run, show):
+def test_a_run_survives_a_killed_weight_service_and_an_actor_that_joins_late(start_run, show):
     run = start_run("--learner.num_steps", "100000", "--weight_sync.transport", "network")
     run.wait_for("version 50", lambda: run.newest().version >= 50)
     run_id = json.loads((run.folder / "run.json").read_text())["run_id"]
     staged = f"leeway-{os.geteuid()}-{run_id}-*/**/*.safetensors"
-    places = (Path("/dev/shm"), Path(tempfile.gettempdir()))
-    assert [file for place in places for file in place.glob(staged)], "actors stage weights elsewhere"
-    assert list((run.folder / "weights").glob("*/*.delta")), "nobody was offered deltas"
+    roots = (Path("/dev/shm"), Path(tempfile.gettempdir()))
+    assert [file for root in roots for file in root.glob(staged)], "no staged weights were found"
+    assert list((run.folder / "weights").glob("*/*.delta")), "no deltas were published"
     run.kill("actor", 1)
     joined_after = run.newest()
     (old,) = run.processes("weights")
     run.kill("weights")
     killed_s, killed_at = time.monotonic(), run.newest()
     run.wait_for("newer versions", lambda: run.newest().version > killed_at.version + 10)
-    healed_s = time.monotonic() - killed_s
-    run.wait_for("both restarts to be told", lambda: len(run.events("restart")) >= 2)
+    recovered_s = time.monotonic() - killed_s
+    run.wait_for("both restart events", lambda: len(run.events("restart")) >= 2)
     ended = sorted(event["text"].split(" (")[0] for event in run.events("restart"))
-    assert ended == ["actor.1 died", "the weight service ended"]
+    assert ended == ["actor.1 died", "the weight service exited"]
     (new,) = run.processes("weights")
     assert new.pid != old.pid
-    run.wait_for("the actor to be back", lambda: of_epoch(run, "actor-1", 2), every_s=2.0)
+    run.wait_for("the actor to be back", lambda: samples_of_epoch(run, "actor-1", 2), every_s=2.0)
     run.wait_for_steps(10)
     summary = run.end(now=True)
     assert (summary["ledger_gap"], summary["lag_max"] <= 4) == (0, True)
-    fresh = of_epoch(run, "actor-1", 2)
+    fresh = samples_of_epoch(run, "actor-1", 2)
     oldest = min(span["version"] for each in fresh for span in each["spans"])
     assert oldest >= joined_after.version
-    assert [file for place in places for file in place.glob(staged)] == [], "staged weights outlive the run"
+    assert [file for root in roots for file in root.glob(staged)] == [], "staged weights outlive the run"
     show(
-        f"weight service killed at version {killed_at}: 10 versions further after {healed_s:.1f} s; an actor that died "
-        f"at version {joined_after} made {len(fresh)} samples when it was back, none below version {oldest}; "
+        f"weight service killed at version {killed_at}: 10 more versions after {recovered_s:.1f} s; an actor that died "
+        f"at version {joined_after} generated {len(fresh)} samples after its restart, none below version {oldest}; "
         f"greatest lag {summary['lag_max']} of 4"
     )
 
 
 @pytest.mark.fault(6, "the weights folder's disk full, then freed", tools=("fallocate",), root=True, full=True)
-def test_a_full_disk_of_weights_makes_the_run_wait_and_nothing_else(start_run, show, mounts):
+def test_a_full_weights_disk_only_makes_the_run_wait(start_run, show, mounts):
     folder = mounts.tmpfs("weights", size_mib=32)
     run = start_run("--learner.num_steps", "60", "--weight_sync.folder", str(folder / "w"))
     run.wait_for_steps(5)
@@ -236,7 +234,7 @@ def test_a_full_disk_of_weights_makes_the_run_wait_and_nothing_else(start_run, s
             ballast.append(fill(folder, leave_bytes=0).rename(folder / f"ballast-{number}"))
         if run.events("publishing"):
             break
-        assert number < 600, "a full disk was never told"
+        assert number < 600, "the full disk was never reported"
         time.sleep(0.1)
     (event,) = run.events("publishing")
     assert str(folder) in event["text"]

@@ -1,6 +1,6 @@
-"""Rewards in processes of their own: what hangs, crashes or eats memory there costs its sample alone, and is named.
+"""Reward processes: a hang, a crash or an allocation failure fails only its own sample and is reported.
 
-Real processes, because only they can be ended: the rules by which they are used are in tests/unit/test_actors_rewards.
+The processes are real, because only they can be killed; tests/unit/test_actors_rewards.py covers their scheduling.
 """
 
 import asyncio
@@ -15,11 +15,11 @@ import time
 import psutil
 import pytest
 
-from actors import reward_process, sandbox
-from actors.config import OFFLINE_ENV
-from actors.rewards import RewardFailed, Scorer, ScorerLimits
-from actors.tasks import Problem, RewardFunction, TaskError, load_task
-from actors.tasks.config import FileTask, ReasoningGymTask
+from leeway.actors import reward_process, sandbox
+from leeway.actors.config import OFFLINE_ENV
+from leeway.actors.rewards import RewardFailed, Scorer, ScorerLimits
+from leeway.actors.tasks import Problem, RewardFunction, TaskError, load_task
+from leeway.actors.tasks.config import FileTask, ReasoningGymTask
 from tests.unit.fake_actor import FakeBuffer, K, make_actor, run_to_end
 from tests.unit.test_actors_classifier import make as make_classifier
 
@@ -67,20 +67,20 @@ def child():
     time.sleep(1e6)
 
 def sessions():
-    # one in a session of its own, one that became an orphan there, and one that ignores what may be ignored
+    # a child in its own session, an orphan in its own session, and an orphan that ignores signals
     pids = [subprocess.Popen(["sleep", "1000"], start_new_session=True).pid]
     for ignores in (False, True):
-        said, says = os.pipe()
+        reader, writer = os.pipe()
         if os.fork() == 0:
             os.setsid()
             if os.fork() == 0:
                 if ignores:
                     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
                         signal.signal(number, signal.SIG_IGN)
-                os.write(says, str(os.getpid()).encode())
+                os.write(writer, str(os.getpid()).encode())
                 time.sleep(1000)
             os._exit(0)
-        pids.append(int(os.read(said, 20)))
+        pids.append(int(os.read(reader, 20)))
         os.wait()
     open(f"{PID}.new", "w").write(" ".join(map(str, pids)))
     os.rename(f"{PID}.new", PID)
@@ -153,7 +153,7 @@ KINDS = {"q0": "sleep", "q1": "exit", "q2": "memory", "q3": "threaded alarm"}
 async def ask(completions, **_):
     global client
     client = client or asyncio.get_running_loop()
-    assert client is asyncio.get_running_loop(), "a connection would be of another loop"
+    assert client is asyncio.get_running_loop(), "a connection would belong to another loop"
     if "blocked" in completions:
         time.sleep(1e6)
     await asyncio.sleep(0.01)
@@ -202,68 +202,68 @@ def problem(answer="42"):
     [
         ("sleep, regex", "took longer than 5 s"),
         pytest.param("sum", "took longer than 5 s", marks=pytest.mark.full),
-        ("exit", "the reward's process ended with exit status 3"),
-        ("forks", "the reward's process ended with exit status 4"),
+        ("exit", "the reward process ended with exit status 3"),
+        ("forks", "the reward process ended with exit status 4"),
         ("waits", "ChildProcessError"),
-        ("closes", "the reward closed the descriptor by which its process answers"),
-        ("reopens", "the reward closed the descriptor by which its process answers"),
-        ("alarm", "the reward's process ended with signal SIGALRM"),
-        ("threaded alarm", "the reward's process ended with signal SIGALRM"),
-        ("crash", "the reward's process ended with signal SIGSEGV"),
+        ("closes", "the reward closed the descriptor through which its process replies"),
+        ("reopens", "the reward closed the descriptor through which its process replies"),
+        ("alarm", "the reward process ended with signal SIGALRM"),
+        ("threaded alarm", "the reward process ended with signal SIGALRM"),
+        ("crash", "the reward process ended with signal SIGSEGV"),
         ("handled", "TimeoutError"),
         ("memory", "MemoryError"),
     ],
 )
-async def test_whatever_a_reward_does_costs_its_own_sample_alone(scorer, caplog, completion, reason):
-    # the others have it too, and share busy cores
+async def test_a_faulty_reward_fails_only_its_own_sample(scorer, caplog, completion, reason):
+    # the limit holds for the other samples too, and cores may be busy
     scores = await scorer(timeout_s=5.0 if "took longer" in reason else 20.0)
     bad = completion.split(", ")
-    asked = ["42", *bad, "41"]
-    results = await asyncio.gather(*(scores.score(problem(), each) for each in asked), return_exceptions=True)
+    completions = ["42", *bad, "41"]
+    results = await asyncio.gather(*(scores.score(problem(), each) for each in completions), return_exceptions=True)
     assert [getattr(each, "reward", None) for each in results] == [1.0, *[None] * len(bad), 0.0]
     for each, result in zip(bad, results[1:-1], strict=True):
         assert isinstance(result, RewardFailed)
         assert str(result) == f"reward failed: judge: {reason}"
         assert f"prompt: 'q?'\n  completion: '{each}'" in caplog.text
     if completion == "memory":
-        assert "a reward's process may allocate 16 GiB" in caplog.text
+        assert "the limit of a reward process is 16 GiB" in caplog.text
 
 
-async def test_a_process_lasts_from_call_to_call_reads_no_terminal_and_imports_nothing_heavy(scorer):
+async def test_a_process_is_reused_and_has_no_stdin_and_no_heavy_imports(scorer):
     scores = await scorer()
     assert [(await scores.score(problem(), "count")).reward for _ in range(3)] == [1.0, 2.0, 3.0]
     assert (await scores.score(problem(), "heavy")).reward == 0.0
     assert (await scores.score(problem(), "stdin")).reward == 1.0
 
 
-async def test_an_alarm_that_a_call_leaves_does_not_strike_the_next_sample(scorer, caplog):
+async def test_a_pending_alarm_of_one_call_does_not_affect_the_next_sample(scorer, caplog):
     scores = await scorer()
     assert [(await scores.score(problem(), each)).reward for each in ("leaves an alarm", "naps")] == [1.0, 1.0]
-    assert caplog.text == "", "nor is it tried again"
+    assert caplog.text == "", "no retry"
 
 
-async def test_an_async_function_keeps_one_loop_and_is_ended_where_it_blocks(scorer):
+async def test_an_async_function_keeps_one_event_loop_and_times_out_if_it_blocks(scorer):
     scores = await scorer("ask")
     results = await asyncio.gather(*(scores.score(problem(), each) for each in ("a", "")))
     assert [each.reward for each in results] == [1.0, None]
     assert (await scores.score(problem(), "b")).reward == 1.0
-    scores._lanes[0]._timeout_s = 1.0  # the others had longer, for they share busy cores
+    scores._lanes[0]._timeout_s = 1.0  # longer for the calls before, because cores may be busy
     with pytest.raises(RewardFailed, match=r"took longer than 1 s"):
         await scores.score(problem(), "blocked")
 
 
-async def test_what_a_reward_has_started_ends_with_it(scorer, folder):
+async def test_child_processes_end_with_their_reward_process(scorer, folder):
     scores = await scorer(timeout_s=2.0)
     with pytest.raises(RewardFailed, match=r"took longer"):
         await scores.score(problem(), "child")
-    await gone(int((folder / "pid").read_text()))
+    await wait_for_exit(int((folder / "pid").read_text()))
 
 
 @pytest.mark.parametrize(
     "completion",
     ["sessions", *(f"sessions, then {each}" for each in ("hangs", "exits", "is killed", "ends its group"))],
 )
-async def test_what_it_has_started_in_sessions_of_their_own_ends_with_it_however_it_ends(scorer, folder, completion):
+async def test_children_in_other_sessions_end_with_their_reward_process(scorer, folder, completion):
     scores = await scorer(timeout_s=2.0 if "hangs" in completion else 20.0)
     try:
         assert (await scores.score(problem(), completion)).reward == 1.0
@@ -272,33 +272,33 @@ async def test_what_it_has_started_in_sessions_of_their_own_ends_with_it_however
     pids = [int(each) for each in (folder / "pid").read_text().split()]
     assert len(pids) == 3
     if completion == "sessions":
-        assert all(psutil.pid_exists(each) for each in pids), "it has ended before its reward: the test shows nothing"
+        assert all(psutil.pid_exists(each) for each in pids), "a child ended before its reward: the test proves nothing"
         await scores.close()
     for pid in pids:
-        await gone(pid)
+        await wait_for_exit(pid)
 
 
 @pytest.mark.parametrize(
     ("code", "reason"),
     [
-        ("import os\nos._exit(7)", "importing .*broken.py ended its process with status 7"),
+        ("import os\nos._exit(7)", "importing .*broken.py exited the process with status 7"),
         ("import no_such_thing", "importing .*broken.py failed: ModuleNotFoundError"),
-        ("raise SystemExit(1)", "importing .*broken.py ended its process with status 1"),
-        ("quit()", "importing .*broken.py ended its process with status 0"),
-        ("raise SystemExit('no key')", "importing .*broken.py ended its process with status 1: no key"),
-        ("import os\nos.abort()", "importing .*broken.py: the reward's process ended with signal SIGABRT"),
+        ("raise SystemExit(1)", "importing .*broken.py exited the process with status 1"),
+        ("quit()", "importing .*broken.py exited the process with status 0"),
+        ("raise SystemExit('no key')", "importing .*broken.py exited the process with status 1: no key"),
+        ("import os\nos.abort()", "importing .*broken.py: the reward process ended with signal SIGABRT"),
         ("import os\nos.closerange(3, 4096)", "importing .*broken.py: the reward closed the descriptor"),
-        ("import os\nif os.fork() == 0:\n    os._exit(0)\nraise SystemExit(5)", "its process with status 5"),
+        ("import os\nif os.fork() == 0:\n    os._exit(0)\nraise SystemExit(5)", "the process with status 5"),
     ],
 )
-async def test_a_file_that_cannot_be_loaded_is_known_at_the_start(scorer, folder, code, reason):
+async def test_a_file_that_cannot_be_loaded_fails_at_start(scorer, folder, code, reason):
     (folder / "broken.py").write_text(f"{code}\n\ndef f(completions):\n    return []\n")
     with pytest.raises(TaskError, match=f"reward f: its process did not start: .*{reason}"):
         await scorer("f", file="broken.py")
 
 
 @pytest.mark.parametrize("by_us", [True, False])
-async def test_a_reward_may_ask_the_hub_unless_the_run_was_started_without_it(scorer, folder, monkeypatch, by_us):
+async def test_a_reward_may_use_the_hub_unless_the_user_set_offline_mode(scorer, folder, monkeypatch, by_us):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv(OFFLINE_ENV, "HF_HUB_OFFLINE,TRANSFORMERS_OFFLINE" if by_us else "")
     code = "import os\n\ndef online(completions):\n    return [float('HF_HUB_OFFLINE' not in os.environ)]\n"
@@ -308,8 +308,8 @@ async def test_a_reward_may_ask_the_hub_unless_the_run_was_started_without_it(sc
 
 
 @pytest.mark.parametrize("has_network", [True, False])
-async def test_without_the_network_a_reward_reaches_nobody(scorer, has_network):
-    if why := sandbox.why_not_cut():
+async def test_a_reward_without_network_cannot_connect(scorer, has_network):
+    if why := sandbox.cut_network_error():
         pytest.skip(why)
     with socket.create_server(("127.0.0.1", 0)) as server:
         scores = await scorer("connects", has_network=has_network)
@@ -321,20 +321,20 @@ async def test_without_the_network_a_reward_reaches_nobody(scorer, has_network):
                 await scores.score(problem(), port)
 
 
-async def test_a_kernel_that_cannot_cut_the_network_off_is_named_before_anything_is_scored(scorer, tmp_path):
-    # as where namespaces are forbidden: their number is what root may set, and this test need not be root
+async def test_a_kernel_that_cannot_cut_the_network_is_an_error_at_start(scorer, tmp_path):
+    # simulates forbidden namespaces, whose limit only root may set
     site = tmp_path / "sitecustomize.py"
     site.write_text("import ctypes\nCDLL = ctypes.CDLL\n" + REFUSES)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(tmp_path))
-        with pytest.raises(TaskError, match=r"reward_network = false, and the kernel refuses: .*not permitted.*user"):
+        with pytest.raises(TaskError, match=r"reward_network = false, but the kernel refuses: .*not permitted.*user"):
             await scorer(has_network=False)
 
 
-async def test_a_classifier_may_allocate_more_than_a_reward_of_the_users(tmp_path, monkeypatch):
+async def test_a_classifier_may_allocate_more_than_a_user_reward(tmp_path, monkeypatch):
     make_classifier(tmp_path)
-    little = "import sys; sys.path.append(sys.argv[1]); from actors import reward_process as here;"
-    monkeypatch.setattr(reward_process, "_PROGRAM", f"{little} here.MEMORY_BYTES = 2**20; here.serve(*sys.argv[2:])")
+    imports = "import sys; sys.path.append(sys.argv[1]); from leeway.actors import reward_process as here;"
+    monkeypatch.setattr(reward_process, "_PROGRAM", f"{imports} here.MEMORY_BYTES = 2**20; here.serve(*sys.argv[2:])")
     models = {"helpful": {"type": "classifier", "path": str(tmp_path)}}
     task = FileTask(type="file", path="rows.jsonl", rewards=("helpful",), reward_models=models)
     process = await reward_process.RewardProcess.start(RewardFunction("helpful", task, ["answer"]), 60.0)
@@ -344,20 +344,20 @@ async def test_a_classifier_may_allocate_more_than_a_reward_of_the_users(tmp_pat
         await process.end()
 
 
-async def test_a_rule_whose_pattern_backtracks_for_ever_costs_its_own_sample(folder):
+async def test_a_pattern_that_backtracks_forever_fails_only_its_own_sample(folder):
     rules = {"form": {"type": "regex", "pattern": "(a+)+$"}}
     task = FileTask(type="file", path="rows.jsonl", rewards=("form",), reward_rules=rules)
     scores = Scorer([RewardFunction("form", task, ["answer"])], ScorerLimits(2, 3.0, start_timeout_s=20.0))
-    asked = ["aaa", "a" * 64 + "b", "b"]
+    completions = ["aaa", "a" * 64 + "b", "b"]
     try:
-        results = await asyncio.gather(*(scores.score(problem(), each) for each in asked), return_exceptions=True)
+        results = await asyncio.gather(*(scores.score(problem(), each) for each in completions), return_exceptions=True)
     finally:
         await scores.close()
     assert [getattr(each, "reward", None) for each in results] == [1.0, None, 0.0]
     assert str(results[1]) == "reward failed: form: took longer than 3 s"
 
 
-async def test_an_actor_loses_the_bad_samples_alone_and_accounts_for_every_one(folder):
+async def test_an_actor_loses_only_faulty_samples_and_accounts_for_all(folder):
     reference = f"{folder / 'judge.py'}:by_prompt"
     task = FileTask(type="file", path="rows.jsonl", rewards=(reference,))
     buffer = FakeBuffer(8)
@@ -366,27 +366,27 @@ async def test_an_actor_loses_the_bad_samples_alone_and_accounts_for_every_one(f
     report = await run_to_end(actor, timeout_s=240)
     reasons = {
         0: "took longer than 5 s",
-        1: "the reward's process ended with exit status 3",
+        1: "the reward process ended with exit status 3",
         2: "MemoryError",
-        3: "the reward's process ended with signal SIGALRM",
+        3: "the reward process ended with signal SIGALRM",
     }
-    given_up = [(lease % 8, reason) for lease, _, reason in buffer.given_up]  # prompt 0 is of lease 8
-    assert sorted(given_up) == [
+    failed = [(lease % 8, reason) for lease, _, reason in buffer.failed]  # prompt 0 belongs to lease 8
+    assert sorted(failed) == [
         (key, f"reward failed: by_prompt: {why}") for key, why in reasons.items() for _ in range(K)
     ]
     assert sorted(each.prompt_id for each in buffer.pushed) == sorted([4, 5, 6, 7] * K)
     assert all(each.reward == 1.0 for each in buffer.pushed)
-    assert sum(report.num_outcomes.values()) + len(buffer.given_up) == 8 * K, "none is lost"
+    assert sum(report.num_outcomes.values()) + len(buffer.failed) == 8 * K, "no sample is lost"
 
 
-async def test_a_dataset_scores_as_it_does_here():
+async def test_a_dataset_is_scored_in_a_reward_process():
     config = ReasoningGymTask(type="reasoning_gym", name="spiral_matrix", num_train=8, num_heldout=2)
     task = load_task(config)
     scores = Scorer(task.rewards, ScorerLimits(1, 20.0, start_timeout_s=60.0))
     try:
         right = [(await scores.score(each, each.columns["answer"])).reward for each in task.train]
         wrong = await scores.score(task.train[0], "1 2")
-        # the dataset evaluates what looks like a list, which a model may say
+        # the dataset evaluates text that looks like a list, which a model may generate
         with pytest.raises(RewardFailed, match="exit status 5"):
             await scores.score(task.train[0], "[__import__('os')._exit(5)]")
     finally:
@@ -396,9 +396,9 @@ async def test_a_dataset_scores_as_it_does_here():
 
 ACTOR = """
 import asyncio, sys
-from actors.rewards import Scorer, ScorerLimits
-from actors.tasks import Problem, RewardFunction
-from actors.tasks.config import FileTask
+from leeway.actors.rewards import Scorer, ScorerLimits
+from leeway.actors.tasks import Problem, RewardFunction
+from leeway.actors.tasks.config import FileTask
 
 async def main(reference):
     task = FileTask(type="file", path="rows.jsonl", rewards=(reference,))
@@ -410,24 +410,24 @@ asyncio.run(main(sys.argv[1]))
 
 
 @pytest.mark.parametrize("completion", ["forever", "child", "sessions, then hangs"])
-async def test_it_and_what_it_has_started_end_with_an_actor_that_is_killed(folder, completion):
+async def test_reward_processes_and_their_children_end_with_a_killed_actor(folder, completion):
     with subprocess.Popen([sys.executable, "-c", ACTOR, f"{folder / 'judge.py'}:judge", completion]) as actor:
         await wait_for(lambda: (folder / "pid").exists() and (folder / "pid").read_text())
         pids = [int(each) for each in (folder / "pid").read_text().split()]
         assert all(actor.pid in [each.pid for each in psutil.Process(pid).parents()] for pid in pids)
         os.kill(actor.pid, signal.SIGKILL)
     for pid in pids:
-        await gone(pid)
+        await wait_for_exit(pid)
 
 
-async def wait_for(is_so, limit_s=180.0):
-    deadline = time.monotonic() + limit_s
-    while not is_so():
+async def wait_for(condition, timeout_s=180.0):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
         assert time.monotonic() < deadline
         await asyncio.sleep(0.01)
 
 
-async def gone(pid):
+async def wait_for_exit(pid):
     def is_gone():
         try:
             return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
@@ -466,7 +466,7 @@ task.rewards = [{rewards}]
 
 @pytest.fixture
 def check(tmp_path):
-    """Starts `leeway check-reward` of these functions; what still runs at the end of the test is killed."""
+    """`check(*names)`: start `leeway check-reward` on these functions; kill it at the end of the test."""
     started = []
 
     def start(*names, limit=5.0):
@@ -475,14 +475,14 @@ def check(tmp_path):
         (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
         rewards = ", ".join(f'"checked.py:{name}"' for name in names)
         (tmp_path / "task.toml").write_text(CONFIG.format(limit=limit, rewards=rewards))
-        command = [sys.executable, "-m", "launch.cli", "check-reward", str(tmp_path / "task.toml")]
+        command = [sys.executable, "-m", "leeway", "check-reward", str(tmp_path / "task.toml")]
         started.append(
             subprocess.Popen(
                 command,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
-                # a shell has its background jobs ignore it, these tests perhaps among them
+                # shells make background jobs ignore SIGINT, possibly including these tests
                 preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             )
         )
@@ -494,19 +494,19 @@ def check(tmp_path):
         command.communicate(timeout=20)
 
 
-def test_the_check_survives_all_of_it_and_names_it(check):
+def test_check_reward_survives_and_reports_all_failures(check):
     out, error = check("loops", "exits", "alarms", "eats").communicate(timeout=120)
-    said = " ".join(out.split())
-    assert "FAILED loops, right: took longer than 5 s" in said
-    assert "FAILED exits, right: the reward's process ended with exit status 0" in said
-    assert "FAILED alarms, right: the reward's process ended with signal SIGALRM" in said
-    assert "eats failed on 384 of 384 completions" in said
-    assert "MemoryError: out of memory; a reward's process may allocate 16 GiB" in said
+    text = " ".join(out.split())
+    assert "FAILED loops, correct: took longer than 5 s" in text
+    assert "FAILED exits, correct: the reward process ended with exit status 0" in text
+    assert "FAILED alarms, correct: the reward process ended with signal SIGALRM" in text
+    assert "eats failed on 384 of 384 completions" in text
+    assert "MemoryError: out of memory; the limit of a reward process is 16 GiB" in text
     assert len(out.splitlines()) < 50
-    assert error == "", "no progress where nobody looks"
+    assert error == "", "progress is shown only on a terminal"
 
 
-async def test_the_check_ends_at_once_when_it_is_interrupted(check, tmp_path):
+async def test_check_reward_exits_immediately_on_sigint(check, tmp_path):
     command = check("exits", "loops", limit=600.0)
     await wait_for(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
     pid = int((tmp_path / "pid").read_text())
@@ -514,4 +514,4 @@ async def test_the_check_ends_at_once_when_it_is_interrupted(check, tmp_path):
     _, error = await asyncio.to_thread(command.communicate, timeout=20)
     assert command.returncode == 130, error
     assert error.strip() == "leeway: interrupted"
-    await gone(pid)
+    await wait_for_exit(pid)

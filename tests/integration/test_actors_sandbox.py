@@ -1,6 +1,6 @@
-"""Programs that a model wrote: what they may do, and that nothing of them is left.
+"""Programs written by a model: their limits and their cleanup.
 
-Real processes and namespaces, because only the kernel can show what it holds them to.
+Processes and namespaces are real, because only the kernel enforces these limits.
 """
 
 import asyncio
@@ -16,25 +16,25 @@ from unittest.mock import MagicMock
 import psutil
 import pytest
 
-from actors import sandbox
-from actors.tasks import Problem, code
-from actors.tasks.config import CodeRule
+from leeway.actors import sandbox
+from leeway.actors.tasks import Problem, code
+from leeway.actors.tasks.config import CodeRule
 from tests.world.waiting import bound, wait_until
 
 
-@pytest.fixture(params=[True, False], ids=["isolated", "limits alone"])
+@pytest.fixture(params=[True, False], ids=["isolated", "limits only"])
 def is_isolated(request, monkeypatch):
-    """Where the kernel isolates them, and as where it does not."""
+    """Run with kernel isolation, and as on a kernel without it."""
     try_way = code._try
     if not request.param:
         monkeypatch.setattr(code, "_try", lambda rule, way: "no" if way.isolated else try_way(rule, way))
-    elif not code._way("code", CodeRule())[0].isolated:
+    elif not code._best_isolation("code", CodeRule())[0].isolated:
         pytest.skip("this kernel isolates nothing")
     return request.param
 
 
 def rewards(source, tests, columns=None, **keys):
-    """What the rule gives to a program, once."""
+    """Return the score of one program."""
     rule = CodeRule(**{"timeout_s": 20.0, **keys})
     call = code.load_code("code", rule, lambda problem: problem.columns["tests"])
     (value,) = asyncio.run(call([Problem("q", "q", {"tests": tests, **(columns or {})})], [source]))
@@ -57,7 +57,7 @@ NODE = "from dataclasses import dataclass\n@dataclass\nclass Node:\n    v: int\n
         ("import mmap\nshared = mmap.mmap(-1, 12 * 2**30)", ["assert shared"], {"memory_mib": 64}, 0.0),
         ("print(int(input()) + 1)", [{"input": "1", "output": "2"}, {"input": "2", "output": "3 \n\n"}], {}, 1.0),
         ("import numpy\nprint(numpy.ones(3).sum())", [{"output": "3.0"}], {}, 1.0),
-        # what one thread takes, by the kind of CPU between 60 and 80; another takes some 35 more
+        # one thread takes 60 to 80 MiB depending on the CPU; a second takes about 35 more
         ("import numpy\nprint(1)", [{"output": "1"}], {"memory_mib": 88}, 1.0),
         ("import os\nos._exit(0)", ["assert False"], {}, 0.0),
         ("print(1); raise SystemExit(3)", [{"output": "1"}], {}, 0.0),
@@ -68,7 +68,7 @@ NODE = "from dataclasses import dataclass\n@dataclass\nclass Node:\n    v: int\n
         ("import os\nprint(sorted(set(os.environ) & {'SECRET'}))", [{"output": "[]"}], {}, 1.0),
     ],
 )
-def test_a_program_is_paid_for_the_tests_that_it_passes_within_its_limits(
+def test_a_program_is_scored_by_the_tests_it_passes_within_its_limits(
     is_isolated, monkeypatch, source, tests, keys, expected
 ):
     monkeypatch.setenv("SECRET", "1")
@@ -112,14 +112,12 @@ NONE, PYTEST = "the row's tests execute no assertion", "the row's tests need pyt
         ([{"input": {"a": 1, "b": 2}, "output": 3}], {"fn_name": "add"}, None),
     ],
 )
-def test_a_right_program_passes_and_a_wrong_one_does_not_in_each_form_and_where_nothing_is_asserted_neither_has_a_score(
-    tests, columns, why
-):
+def test_each_test_format_separates_correct_from_wrong_programs_or_gives_no_score(tests, columns, why):
     found = [rewards(source, tests, columns) for source in (ADD, ADD.replace("+", "-"))]
     assert found == [1.0, 0.0] if why is None else [one.why for one in found] == [why, why]
 
 
-def test_a_row_that_names_no_function_scores_no_program_that_defines_several():
+def test_a_program_with_several_functions_needs_a_row_that_names_one():
     tests = [{"input": "1\n2", "output": "3", "testtype": "functional"}]
     found = rewards(f"def one():\n    return 1\n{ADD}", tests)
     assert found.why == "the row names no function to call"
@@ -147,7 +145,7 @@ EQUAL = "class Equal:\n    def __eq__(self, other):\n        return True\n"
         "open('solution.py').read()",
     ],
 )
-def test_a_wrong_program_that_changes_what_judges_it_does_not_pass(source):
+def test_a_wrong_program_cannot_pass_by_patching_its_tests(source):
     functional = [{"input": "1\n2", "output": "3", "testtype": "functional"}]
     check = "import math\ndef check(candidate):\n    assert all([math.isclose(candidate(1, 2), 3)])"
     for tests in (
@@ -161,13 +159,13 @@ def test_a_wrong_program_that_changes_what_judges_it_does_not_pass(source):
         assert rewards(source, tests, {"entry_point": "add"}) == 0.0
 
 
-def test_objects_of_the_programs_own_are_compared_by_their_own_equality():
+def test_objects_of_program_classes_use_their_own_equality():
     source = "class V:\n    def __init__(self, x): self.x = x\n    def __eq__(self, other): return self.x == other.x\n"
     assert rewards(source, ["assert V(1) == V(1)", "assert [V(1), V(2)] != [V(1), V(1)]"]) == 1.0
     assert rewards(source, ["assert V(1) == V(2)"]) == 0.0
 
 
-def test_a_function_that_is_named_as_a_builtin_is_the_programs():
+def test_a_program_function_may_shadow_a_builtin():
     assert rewards("def sum(a, b):\n    return a + b", ["import math\nassert math and sum(1, 2) == 3"]) == 1.0
     assert rewards("def max(xs):\n    return xs[0]", ["assert max([1, 2]) == 2"]) == 0.0
     two, tests = "def abs(x):\n    return 0\ndef max(xs):\n    return 7", ["assert abs(max([1, 2]) - 2) < 1e-9"]
@@ -176,19 +174,19 @@ def test_a_function_that_is_named_as_a_builtin_is_the_programs():
     assert rewards("def abs(x):\n    return 0\nlowest = max", ["assert abs(lowest([1, 2]) - 1) < 1e-9"]) == 0.0
 
 
-def test_a_program_that_does_not_end_costs_its_time_alone_and_all_that_it_started_ends(is_isolated):
+def test_an_endless_program_times_out_and_its_children_end(is_isolated):
     mark = str(9e6 + os.getpid() % 1000)
     started = f"import subprocess\nsubprocess.Popen(['sleep', {mark!r}])\n"
     assert rewards(started, ["assert True"]) == 1.0
-    began_s = time.monotonic()
+    started_s = time.monotonic()
     assert rewards(f"{started}while True: pass", ["assert True"], timeout_s=0.5) == 0.0
-    assert time.monotonic() - began_s < bound(10)
-    wait_until(lambda: not any(mark in command for command in commands()), "what it started to end")
+    assert time.monotonic() - started_s < bound(10)
+    wait_until(lambda: not any(mark in command for command in commands()), "its children to end")
 
 
 @pytest.mark.parametrize("isolated", [True, False])
 @pytest.mark.parametrize("as_nobody", [True, False])
-def test_processes_are_limited_where_those_of_whoever_started_the_run_do_not_count(monkeypatch, as_nobody, isolated):
+def test_the_process_limit_applies_only_if_other_user_processes_do_not_count(monkeypatch, as_nobody, isolated):
     limits = {}
     monkeypatch.setattr(sandbox, "_libc", MagicMock())
     monkeypatch.setattr(sandbox.resource, "setrlimit", lambda kind, most: limits.update({kind: most}))
@@ -204,10 +202,10 @@ def commands():
 
 
 @pytest.mark.parametrize("as_nobody", [True, False])
-def test_an_isolated_program_has_no_network_no_other_process_and_writes_nowhere_else(tmp_path, monkeypatch, as_nobody):
+def test_an_isolated_program_has_no_network_no_other_processes_and_no_other_files(tmp_path, monkeypatch, as_nobody):
     try_way = code._try
     monkeypatch.setattr(code, "_try", lambda rule, way: "no" if way.as_nobody > as_nobody else try_way(rule, way))
-    if not code._way("code", CodeRule())[0].isolated:
+    if not code._best_isolation("code", CodeRule())[0].isolated:
         pytest.skip("this kernel isolates nothing")
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -218,7 +216,7 @@ def test_an_isolated_program_has_no_network_no_other_process_and_writes_nowhere_
             "kill": f"import os\nos.kill({os.getpid()}, 0)",
             "mount": "import ctypes\nassert ctypes.CDLL(None).mount(b'none', b'/', None, 0x1020, None) == 0",
         }
-        if not os.statvfs("/proc/sys").f_flag & os.ST_RDONLY:  # as a container may have it
+        if not os.statvfs("/proc/sys").f_flag & os.ST_RDONLY:  # read-only in some containers
             attempts["namespace"] = "import ctypes\nassert ctypes.CDLL(None).unshare(0x10000000) == 0"
         passed = {name: rewards(f"{source}\nprint(1)", [{"output": "1"}]) for name, source in attempts.items()}
     assert passed == dict.fromkeys(attempts, 0.0)
@@ -231,15 +229,15 @@ def is_a_test(process):
     return False
 
 
-def test_a_sandbox_that_is_killed_takes_its_program_along():
-    if not code._way("code", CodeRule())[0].isolated:
+def test_a_killed_sandbox_ends_its_program():
+    if not code._best_isolation("code", CodeRule())[0].isolated:
         pytest.skip("this kernel isolates nothing")
     before = set(psutil.Process().children(recursive=True))
 
     def programs():
         return [each for each in set(psutil.Process().children(recursive=True)) - before if is_a_test(each)]
 
-    async def give_up():
+    async def cancel():
         call = code.load_code("code", CodeRule(timeout_s=100.0), lambda problem: problem.columns["tests"])
         tests = {"tests": ["assert True"]}
         task = asyncio.create_task(call([Problem("q", "q", tests)], ["import time\ntime.sleep(100)"]))
@@ -249,21 +247,21 @@ def test_a_sandbox_that_is_killed_takes_its_program_along():
         await asyncio.gather(task, return_exceptions=True)
         await until(lambda: not any(each.is_running() and each.status() != "zombie" for each in found))
 
-    asyncio.run(give_up())
+    asyncio.run(cancel())
 
 
-async def until(is_so, limit_s=30.0):
-    deadline = time.monotonic() + limit_s
-    while not is_so():
+async def until(condition, timeout_s=30.0):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
         assert time.monotonic() < deadline
         await asyncio.sleep(0.05)
 
 
-def test_a_process_without_network_keeps_a_loopback_of_its_own():
-    if why := sandbox.why_not_cut():
+def test_a_process_without_network_keeps_its_own_loopback():
+    if why := sandbox.cut_network_error():
         pytest.skip(why)
     program = (
-        "import socket, sys\nfrom actors.sandbox import cut_network\ncut_network()\n"
+        "import socket, sys\nfrom leeway.actors.sandbox import cut_network\ncut_network()\n"
         "own = socket.create_server(('127.0.0.1', 0))\nsocket.create_connection(own.getsockname(), 5)\n"
         "try: socket.create_connection(('127.0.0.1', int(sys.argv[1])), 5)\n"
         "except ConnectionRefusedError: print('cut')\n"

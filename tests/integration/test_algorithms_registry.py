@@ -1,6 +1,6 @@
-"""The registry, and an algorithm in a file of a user's, as docs/algorithms/README.md and examples/ have it.
+"""The algorithm registry, and user-defined algorithms as in docs/algorithms/README.md and examples/.
 
-As a script this file is a run that has that algorithm: `python -m tests.integration.test_algorithms_registry FOLDER`.
+As a script, this file trains with such an algorithm: `python -m tests.integration.test_algorithms_registry FOLDER`.
 """
 
 import datetime
@@ -23,12 +23,12 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from ray import cloudpickle
 
-from algorithms.base import AlgorithmSection, LossOutput
-from algorithms.registry import ALGORITHMS, FILES, AlgorithmConfig, loss_for
-from buffer import samplers
-from common.user_input import UserFileError
-from launch.config import Config, load_config, to_toml
-from launch.errors import ConfigError
+from leeway.algorithms.base import AlgorithmSection, LossOutput
+from leeway.algorithms.registry import ALGORITHMS, FILES, AlgorithmConfig, loss_for
+from leeway.buffer import samplers
+from leeway.common.user_input import UserFileError
+from leeway.launch.config import Config, load_config, to_toml
+from leeway.launch.errors import ConfigError
 from tests.unit.loss_batches import gradient, make_inputs
 
 ROOT = Path(__file__).parents[2]
@@ -44,17 +44,17 @@ name = "chain_sum"
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_file_registers_a_frozen_config_of_its_own_name(name):
+def test_each_file_registers_a_frozen_config_with_its_name(name):
     config = ALGORITHMS[name].config_class()
     assert config.type == name
     assert isinstance(config, AlgorithmSection)
     with pytest.raises(ValidationError, match="frozen"):
         config.type = "other"
     for heading in ("Objective:", "Estimator:", "Where the off-policy correction enters:", "What we left out:"):
-        assert heading in sys.modules[f"algorithms.{name}"].__doc__
+        assert heading in sys.modules[f"leeway.algorithms.{name}"].__doc__
 
 
-def test_the_config_union_selects_by_type_and_refuses_unknown_keys():
+def test_the_config_union_selects_by_type_and_rejects_unknown_keys():
     adapter = TypeAdapter(AlgorithmConfig)
     for name, algorithm in ALGORITHMS.items():
         assert type(adapter.validate_python({"type": name})) is algorithm.config_class
@@ -64,7 +64,7 @@ def test_the_config_union_selects_by_type_and_refuses_unknown_keys():
         adapter.validate_python({"type": "reinforce"})
 
 
-def test_every_algorithm_has_its_page():
+def test_every_algorithm_has_a_docs_page():
     assert {path.stem for path in DOCS.glob("*.md")} == {"README", *FILES}
     index = (DOCS / "README.md").read_text()
     assert all(f"[`{name}`]({name}.md)" in index for name in FILES)
@@ -74,13 +74,13 @@ def blocks(language, page=DOCS / "README.md"):
     return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
 
 
-def test_the_pages_show_the_files_of_the_examples():
+def test_the_docs_show_the_files_of_the_examples():
     assert blocks("python") == [(EXAMPLES / "reinforce.py").read_text()]
     assert (EXAMPLES / "samplers.py").read_text() in blocks("python", DOCS.parent / "buffer.md")
 
 
 @pytest.mark.parametrize("sampler", ["hard_ones", "newest_first", "same_prompt"])
-def test_the_example_names_a_loss_and_a_sampler_that_can_be_had(sampler):
+def test_the_example_config_loads_its_loss_and_its_sampler(sampler):
     changed = ["--buffer.sampler", f"{EXAMPLES}/samplers.py:{sampler}"]
     config = load_config(EXAMPLES / "own-loss.toml", changed if sampler != "newest_first" else [])
     assert config.algorithm.type == f"{EXAMPLES / 'reinforce.py'}:ALGORITHM"
@@ -88,11 +88,11 @@ def test_the_example_names_a_loss_and_a_sampler_that_can_be_had(sampler):
     assert samplers.build(config.buffer)[0].choose is not None
 
 
-def test_an_algorithm_in_a_file_of_a_users_is_checked_trained_and_kept_in_the_runs_config(tmp_path):
+def test_a_user_defined_algorithm_is_validated_trained_and_saved_in_the_config(tmp_path):
     (section,) = blocks("toml")
     shutil.copy(EXAMPLES / "reinforce.py", tmp_path)
     (tmp_path / "run.toml").write_text(TOML + section)
-    said = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-W", "error", "-m", "tests.integration.test_algorithms_registry", str(tmp_path)],
         capture_output=True,
         text=True,
@@ -101,13 +101,13 @@ def test_an_algorithm_in_a_file_of_a_users_is_checked_trained_and_kept_in_the_ru
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
-    assert said.returncode == 0, said.stderr
-    seen = json.loads(said.stdout.splitlines()[-1])
+    assert process.returncode == 0, process.stderr
+    seen = json.loads(process.stdout.splitlines()[-1])
     assert seen["type"] == f"{tmp_path / 'reinforce.py'}:ALGORITHM"
     assert seen["reward_scale"] == 2.0
-    assert seen["kept"]
-    known = f"keys of {seen['type']} are compare, reward_scale"
-    assert seen["refused"] == f"[algorithm] reward_scal: extra inputs are not permitted; {known}"
+    assert seen["is_saved"]
+    known = f"valid keys of {seen['type']}: compare, reward_scale"
+    assert seen["error"] == f"[algorithm] reward_scal: extra inputs are not permitted; {known}"
     assert seen["taken"] == [True]
     assert seen["logged"] == pytest.approx(seen["advantage_abs"])
     assert seen["objective_after"] > seen["objective_before"] + 1e-4
@@ -116,17 +116,17 @@ def test_an_algorithm_in_a_file_of_a_users_is_checked_trained_and_kept_in_the_ru
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("ALGORITHM = 3", "is no Algorithm: write NAME = Algorithm"),
-        ("OTHER = 3", "the file defines no 'ALGORITHM', but OTHER"),
+        ("ALGORITHM = 3", "is not an Algorithm: write NAME = Algorithm"),
+        ("OTHER = 3", "the file does not define 'ALGORITHM', but OTHER"),
         ("1 / 0", "failed: ZeroDivisionError: division by zero"),
-        ("import sys\nsys.exit()", "ended its process with status 0"),
-        ("raise SystemExit('set KEY')", "ended its process with status 1: set KEY"),
-        ("import os\nos._exit(0)", "ended its process with status 0"),
-        ("from os import _exit\n_exit(7)", "ended its process with status 7"),
-        (None, "there is no file"),
+        ("import sys\nsys.exit()", "exited the process with status 0"),
+        ("raise SystemExit('set KEY')", "exited the process with status 1: set KEY"),
+        ("import os\nos._exit(0)", "exited the process with status 0"),
+        ("from os import _exit\n_exit(7)", "exited the process with status 7"),
+        (None, "no file /"),
     ],
 )
-def test_a_file_without_an_algorithm_is_refused_by_name(tmp_path, source, message):
+def test_a_file_without_an_algorithm_is_rejected_with_its_path(tmp_path, source, message):
     if source is not None:
         (tmp_path / "mine.py").write_text(source)
     (tmp_path / "run.toml").write_text(TOML + '[algorithm]\ntype = "mine.py:ALGORITHM"\n')
@@ -135,16 +135,16 @@ def test_a_file_without_an_algorithm_is_refused_by_name(tmp_path, source, messag
     assert str(tmp_path / "mine.py") in str(caught.value)
 
 
-def test_what_is_wrong_with_a_users_section_as_a_whole_is_said_as_of_one_of_ours(tmp_path):
+def test_errors_of_a_whole_user_defined_section_are_reported_like_built_in_ones(tmp_path):
     (tmp_path / "mine.py").write_text(
-        "from algorithms.base import Algorithm\n"
-        "from algorithms.corrections import WeighedSection\n"
+        "from leeway.algorithms.base import Algorithm\n"
+        "from leeway.algorithms.corrections import WeighedSection\n"
         "ALGORITHM = Algorithm(WeighedSection, None)\n"
     )
     section = '[algorithm]\ntype = "mine.py:ALGORITHM"\ncorrections = ["token_tis", "sequence_tis"]\n'
     (tmp_path / "run.toml").write_text(TOML + section)
     with pytest.raises(
-        ConfigError, match=r"\[algorithm\] corrections 'token_tis' .* one of them; keys of .* are corrections"
+        ConfigError, match=r"\[algorithm\] corrections 'token_tis' .* one of them; valid keys of .*: corrections"
     ):
         load_config(tmp_path / "run.toml")
 
@@ -159,7 +159,7 @@ from typing import Annotated
 import torch
 from pydantic import AliasChoices, BaseModel, Field, field_validator
 
-from algorithms.base import Algorithm, AlgorithmSection, LossOutput, Needs
+from leeway.algorithms.base import Algorithm, AlgorithmSection, LossOutput, Needs
 from beside import HALF
 
 
@@ -196,7 +196,7 @@ MINE = Algorithm(Mine, loss)
 
 @pytest.fixture
 def mine(tmp_path):
-    """Loads a config whose algorithm lies in a file, with this loss and this field in its section."""
+    """Return a function that loads a config whose algorithm file has this loss and this section field."""
 
     def load(*overrides, loss="return LossOutput(inputs.logprobs_T.sum())", field="pass"):
         folder = tmp_path / f"{len(list(tmp_path.iterdir()))}"
@@ -209,7 +209,7 @@ def mine(tmp_path):
     return load
 
 
-TOLD = """
+LOAD = """
 import sys
 from ray import cloudpickle
 config = cloudpickle.load(sys.stdin.buffer)
@@ -217,11 +217,11 @@ print(config.model_dump_json())
 """
 
 
-def told_elsewhere(sent: bytes, cwd: Path) -> subprocess.CompletedProcess:
-    """What another process makes of a config, as Ray sends it."""
+def load_elsewhere(sent: bytes, cwd: Path) -> subprocess.CompletedProcess:
+    """Load a pickled config in another process, as Ray does."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.run(
-        [sys.executable, "-c", TOLD],
+        [sys.executable, "-c", LOAD],
         input=sent,
         capture_output=True,
         check=False,
@@ -231,23 +231,23 @@ def told_elsewhere(sent: bytes, cwd: Path) -> subprocess.CompletedProcess:
     )
 
 
-def test_a_section_of_a_users_reaches_a_process_that_has_not_imported_its_file(mine, tmp_path):
+def test_a_user_defined_section_reaches_a_process_that_has_not_imported_its_file(mine, tmp_path):
     inner = "{ pair = { low = 1.0 }, names = { a = [1, 2] } }"
     config = mine("--algorithm.kind", "odd", "--algorithm.inner", inner)
     sent = cloudpickle.dumps({"config": config, "again": config.model_copy(update={"tracking": config.tracking})})
     assert b"odd" in sent
-    told = told_elsewhere(cloudpickle.dumps(config), tmp_path)
-    assert told.returncode == 0, told.stderr.decode()
-    assert told.stdout.decode().strip() == config.model_dump_json()
+    process = load_elsewhere(cloudpickle.dumps(config), tmp_path)
+    assert process.returncode == 0, process.stderr.decode()
+    assert process.stdout.decode().strip() == config.model_dump_json()
 
 
-def test_a_host_that_lacks_the_file_says_so_by_name(mine, tmp_path):
+def test_a_host_without_the_algorithm_file_reports_its_path(mine, tmp_path):
     config = mine()
     file = Path(config.algorithm.type.rpartition(":")[0])
     sent = cloudpickle.dumps(config)
     file.unlink()
-    said = told_elsewhere(sent, tmp_path).stderr.decode().splitlines()[-1]
-    assert said.endswith(f"there is no file {file} on host {socket.gethostname()}")
+    error = load_elsewhere(sent, tmp_path).stderr.decode().splitlines()[-1]
+    assert error.endswith(f"no file {file} on host {socket.gethostname()}")
 
 
 @pytest.mark.parametrize(
@@ -262,7 +262,7 @@ def test_a_host_that_lacks_the_file_says_so_by_name(mine, tmp_path):
         ("late: Unknown = None", "pass"),
     ],
 )
-def test_a_section_that_no_other_process_could_make_again_is_refused_before_anything_starts(mine, field, loss):
+def test_a_section_that_other_processes_cannot_rebuild_is_rejected_at_load(mine, field, loss):
     with pytest.raises(ConfigError, match=r"mine\.py:MINE"):
         mine("--algorithm.share", "10.0", field=field, loss=loss) if "share" in field else mine(field=field, loss=loss)
 
@@ -270,18 +270,18 @@ def test_a_section_that_no_other_process_could_make_again_is_refused_before_anyt
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
-        ("return inputs.logprobs_T.sum()", r"returned a Tensor, .* and not LossOutput"),
-        ("return None", r"returned a NoneType, None, and not LossOutput"),
-        ("return LossOutput(inputs.logprobs_T)", r"returned a Tensor, torch.Size\(\[\d+\]\), .* one number"),
+        ("return inputs.logprobs_T.sum()", r"returned a Tensor, .* but must return LossOutput"),
+        ("return None", r"returned a NoneType, None, but must return LossOutput"),
+        ("return LossOutput(inputs.logprobs_T)", r"returned a Tensor, torch.Size\(\[\d+\]\), .* one-element"),
         ("return LossOutput(inputs.logprobs_T.detach().sum())", "with gradients"),
-        ("return LossOutput(0.0)", r"returned a float, 0.0, and not"),
+        ("return LossOutput(0.0)", r"returned a float, 0.0, but must"),
         ("return {}['key']", r"line \d+ raised KeyError: 'key'"),
         ("import sys; sys.exit(3)", r"line \d+ raised SystemExit: 3"),
         ("class Own(Exception):\n        def __init__(self, a, b): pass\n    raise Own(1, 2)", r"raised Own: \(1, 2\)"),
-        ("return inputs.reference_logprobs_T.sum()", r"Return Needs\(reference=True"),
+        ("return inputs.reference_logprobs_T.sum()", r"return Needs\(reference=True"),
     ],
 )
-def test_what_a_users_loss_does_wrong_is_one_sentence_that_names_it(mine, loss, message):
+def test_an_error_in_a_user_defined_loss_names_the_loss_in_one_sentence(mine, loss, message):
     config = mine(loss=loss).algorithm
     with pytest.raises(UserFileError, match=message) as caught:
         loss_for(config)(make_inputs())
@@ -299,7 +299,7 @@ NUMBERS = [
 
 
 @pytest.mark.parametrize("found", NUMBERS, ids=repr)
-def test_a_metric_may_be_of_any_numeric_type(found):
+def test_a_metric_may_have_any_numeric_type(found):
     (number,) = LossOutput(torch.zeros(()), {"mine": found}).metrics.values()
     assert type(number) is float
     assert number == float(found.item() if hasattr(found, "item") else found)
@@ -317,13 +317,13 @@ def test_a_metric_that_does_not_apply_is_none(found):
         *(np.array(["3"]), np.array([]), torch.zeros(2), torch.zeros(0), torch.tensor(1j), datetime.timedelta(1)),
     ],
 )
-def test_a_metric_that_is_no_real_number_is_refused_by_its_name(found):
+def test_a_metric_that_is_not_a_real_number_is_rejected_by_name(found):
     with pytest.raises(TypeError, match=rf"a {type(found).__name__}, .* as metric 'mine/odd'"):
         _ = LossOutput(torch.zeros(()), {"mine/odd": found}).metrics
 
 
-def test_a_metric_without_a_text_as_its_name_is_refused():
-    with pytest.raises(TypeError, match="as metric 3: give"):
+def test_a_metric_whose_name_is_not_a_string_is_rejected():
+    with pytest.raises(TypeError, match="as metric 3: return"):
         _ = LossOutput(torch.zeros(()), {3: 1.0}).metrics
 
 
@@ -333,13 +333,13 @@ def test_a_metric_without_a_text_as_its_name_is_refused():
         ("return [float(each) for each in rewards_B]", None),
         ("return rewards_B.numpy() / 2", None),
         ("return (rewards_B > 0).int()", None),
-        ("return rewards_B[0]", r"returned the shape \[\] for \[9\]"),
+        ("return rewards_B[0]", r"returned shape \[\], expected \[9\]"),
         ("return 'rloo'", "raised"),
         ("return None", "raised"),
         ("raise KeyError('x')", "line 2 raised KeyError: 'x'"),
     ],
 )
-def test_what_a_users_baseline_returns_is_taken_or_refused_by_its_name(tmp_path, body, message):
+def test_the_result_of_a_user_defined_baseline_is_accepted_or_rejected_by_name(tmp_path, body, message):
     (tmp_path / "mine.py").write_text(f"def mine(inputs, rewards_B):\n    {body}\n")
     (tmp_path / "run.toml").write_text(TOML + '[algorithm]\ntype = "off_policy_ppo"\nbaseline = "mine.py:mine"\n')
     config = load_config(tmp_path / "run.toml").algorithm
@@ -351,11 +351,11 @@ def test_what_a_users_baseline_returns_is_taken_or_refused_by_its_name(tmp_path,
     assert f"{tmp_path / 'mine.py'}:mine" in str(caught.value)
 
 
-def test_a_baseline_in_a_file_of_a_users_weighs_the_sequences(tmp_path):
+def test_a_user_defined_baseline_weighs_the_sequences(tmp_path):
     (tmp_path / "mine.py").write_text("def centred(inputs, rewards_B):\n    return rewards_B - rewards_B.mean()\n")
     (tmp_path / "run.toml").write_text(TOML + '[algorithm]\ntype = "off_policy_ppo"\nbaseline = "mine.py:centred"\n')
     config = load_config(tmp_path / "run.toml").algorithm
-    assert config.needs.separable is None, "nobody knows what it reads"
+    assert config.needs.separable is None, "its inputs are unknown"
     inputs = make_inputs()
     fresh = replace(inputs, proximal_logprobs_T=inputs.logprobs_T, behaviour_logprobs_T=inputs.logprobs_T)
     advantage_B = inputs.rewards_B - inputs.rewards_B.mean()
@@ -363,30 +363,30 @@ def test_a_baseline_in_a_file_of_a_users_weighs_the_sequences(tmp_path):
     torch.testing.assert_close(gradient(config, fresh)[1], expected_T, rtol=0, atol=1e-12)
     (tmp_path / "wrong.py").write_text("def centred(inputs, rewards_B):\n    return rewards_B.mean()\n")
     wrong = load_config(tmp_path / "run.toml", ["--algorithm.baseline", f"{tmp_path}/wrong.py:centred"]).algorithm
-    with pytest.raises(ValueError, match=r"returned the shape \[\] for \[9\]"):
+    with pytest.raises(ValueError, match=r"returned shape \[\], expected \[9\]"):
         gradient(wrong, fresh)
 
 
-def learn_with_it(folder: Path) -> dict:
-    """Load its config, and take a step of the learner with it on one rank."""
-    from learner.config import LearnerConfig
-    from learner.step import TrainStep
-    from tests.world.learner import SEED, alone, build, make_models, make_networks, make_rows
+def train_one_step(folder: Path) -> dict:
+    """Load the config of `folder` and take one learner step with its algorithm on one rank."""
+    from leeway.learner.config import LearnerConfig
+    from leeway.learner.step import TrainStep
+    from tests.world.learner import SEED, build, make_models, make_networks, make_rows, single_rank
 
     whole = load_config(folder / "run.toml")
-    (folder / "kept.toml").write_text(to_toml(whole))
+    (folder / "saved.toml").write_text(to_toml(whole))
     algorithm = whole.algorithm
     try:
         load_config(folder / "run.toml", ["--algorithm.reward_scal", "1.0"])
-    except ConfigError as error:
-        refused = str(error).removeprefix(f"{folder / 'run.toml'}: ")
+    except ConfigError as caught:
+        error = str(caught).removeprefix(f"{folder / 'run.toml'}: ")
     make_models(folder)
     config, rows = LearnerConfig(learning_rate=1e-3, warmup_steps=0), make_rows(SEED)
     advantages = []
     for row in rows:
         others = [each.reward for each in rows if each.group_id == row.group_id and each is not row]
         advantages.append(algorithm.reward_scale * (row.reward - sum(others) / len(others)))
-    with alone():
+    with single_rank():
         networks, reference = make_networks(folder / "tied", config, algorithm)
         batch = build(rows)
 
@@ -400,8 +400,8 @@ def learn_with_it(folder: Path) -> dict:
     return {
         "type": algorithm.type,
         "reward_scale": algorithm.reward_scale,
-        "kept": load_config(folder / "kept.toml") == whole == Config.model_validate_json(whole.model_dump_json()),
-        "refused": refused,
+        "is_saved": load_config(folder / "saved.toml") == whole == Config.model_validate_json(whole.model_dump_json()),
+        "error": error,
         "taken": [update.result.taken for update in result.updates],
         "logged": result.metrics["reinforce/advantage_abs"],
         "advantage_abs": sum(map(abs, advantages)) / len(rows),
@@ -411,4 +411,4 @@ def learn_with_it(folder: Path) -> dict:
 
 
 if __name__ == "__main__":
-    print(json.dumps(learn_with_it(Path(sys.argv[1]))))
+    print(json.dumps(train_one_step(Path(sys.argv[1]))))

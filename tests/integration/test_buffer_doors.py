@@ -1,6 +1,6 @@
-"""The door of a service on one machine, as other users and later processes find it.
+"""Local access to a service: permissions, and its address after a restart.
 
-Only real processes show what another user of the machine can do, what a kill leaves behind, and what listens where.
+Access by another user, the leftovers of a kill, and open ports need real processes.
 """
 
 import os
@@ -15,32 +15,32 @@ from pathlib import Path
 import psutil
 import pytest
 
-from buffer.client import BufferClient
-from buffer.config import BufferConfig
-from buffer.service import BufferService
-from common.rpc import server
+from leeway.buffer.client import BufferClient
+from leeway.buffer.config import BufferConfig
+from leeway.buffer.service import BufferService
+from leeway.common.rpc import server
 from tests.world.buffer import facts
 from tests.world.buffer_process import serving
 
 FACTS = facts()
-NOBODY = 65534
-KNOCK = """
+OTHER_UID = 65534
+CONNECT = """
 import os, socket, sys
 os.setuid(int(sys.argv[2]))
-with socket.socket(socket.AF_UNIX) as knocking:
-    knocking.connect(sys.argv[1])
+with socket.socket(socket.AF_UNIX) as client:
+    client.connect(sys.argv[1])
 """
 
 
 class Served:
-    """`python -m tests.world.buffer_process` on a folder."""
+    """Process of `python -m tests.world.buffer_process` on a folder."""
 
     def __init__(self, folder, host=None):
         self._command = serving(folder, FACTS, *([] if host is None else ["--host", host]))
         self.start()
 
     def start(self):
-        # under the mask of most systems, for the service has to see to its own door
+        # with the umask of most systems: the service must restrict access itself
         self.process = subprocess.Popen(self._command, stdout=subprocess.PIPE, text=True, umask=0o022)
         self.address = self.process.stdout.readline().strip()
 
@@ -52,7 +52,7 @@ class Served:
 
 @pytest.fixture
 def serve(request):
-    """`serve(folder, host)`: a service that ends with the test."""
+    """Return `serve(folder, host)`, which starts a service that ends with the test."""
 
     def start(folder, host=None):
         served = Served(folder, host)
@@ -72,7 +72,7 @@ def path_of(address) -> Path:
 
 @pytest.fixture
 def home(tmp_path, monkeypatch):
-    """A short folder, which everybody may enter; temporary files are there too."""
+    """Create a folder with a short path and access for all users, which also holds temporary files."""
     short = Path("/tmp") / f"leeway-doors-test-{os.getpid()}"
     short.mkdir(mode=0o755)
     (short / "tmp").mkdir()
@@ -83,27 +83,27 @@ def home(tmp_path, monkeypatch):
     subprocess.run(["rm", "-r", str(short)], check=True)
 
 
-def knock(path, user) -> str:
-    command = [sys.executable, "-c", KNOCK, str(path), str(user)]
+def connect_as(path, user) -> str:
+    command = [sys.executable, "-c", CONNECT, str(path), str(user)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return done.stderr.strip().splitlines()[-1] if done.returncode else "let in"
+    return done.stderr.strip().splitlines()[-1] if done.returncode else "connected"
 
 
-def test_its_owner_alone_can_open_the_socket_and_no_port_is_listened_on(serve, home):
+def test_only_the_owner_can_open_the_socket_and_no_port_is_open(serve, home):
     served = serve(home / "buffer")
     path = path_of(served.address)
     assert path == home / "buffer" / "socket"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    (home / "buffer").chmod(0o755)  # as where somebody opens the folder of a run to colleagues
+    (home / "buffer").chmod(0o755)  # as if a user opens the run folder to colleagues
     assert not [each for each in psutil.Process(served.process.pid).net_connections("inet") if each.status == "LISTEN"]
-    assert knock(path, os.geteuid()) == "let in"
+    assert connect_as(path, os.geteuid()) == "connected"
     if os.geteuid() == 0:
-        assert "PermissionError" in knock(path, NOBODY)
+        assert "PermissionError" in connect_as(path, OTHER_UID)
     with client_of(served.address) as client:
         client.connect()
 
 
-def test_a_killed_service_is_followed_at_its_address_and_its_clients_come_back(serve, home):
+def test_a_restarted_service_has_the_same_address_and_its_clients_reconnect(serve, home):
     served = serve(home / "buffer")
     with client_of(served.address) as client:
         client.connect()
@@ -111,16 +111,16 @@ def test_a_killed_service_is_followed_at_its_address_and_its_clients_come_back(s
         for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGKILL):
             served.end(number)
             assert path_of(before).exists() == (number == signal.SIGKILL)
-            asked = client.status()
+            status = client.status()
             served.start()
             assert served.address == before
-            assert asked.result(60).ledger["gap"] == 0
+            assert status.result(60).ledger["gap"] == 0
 
 
-@pytest.mark.parametrize("why", ["its path is too long", "its file system takes no sockets"])
-def test_where_the_folder_can_hold_no_socket_it_has_a_private_one_of_its_own(serve, home, why, monkeypatch):
-    folder = home / ("x" * 120 if "long" in why else "buffer")
-    if "long" not in why:  # as on file systems that refuse them; libzmq says so in the same way
+@pytest.mark.parametrize("reason", ["its path is too long", "its file system has no sockets"])
+def test_a_private_folder_is_used_if_the_run_folder_cannot_hold_a_socket(serve, home, reason, monkeypatch):
+    folder = home / ("x" * 120 if "long" in reason else "buffer")
+    if "long" not in reason:  # libzmq reports the same error on file systems without sockets
         (folder / "socket").mkdir(parents=True)
     served = serve(folder)
     path = path_of(served.address)
@@ -136,15 +136,15 @@ def test_where_the_folder_can_hold_no_socket_it_has_a_private_one_of_its_own(ser
             client.connect()
 
 
-def test_a_private_folder_that_another_may_enter_is_not_used(home):
+def test_a_private_folder_that_is_accessible_to_others_is_rejected(home):
     (home / "tmp" / f"leeway-sockets-{os.geteuid()}").mkdir(mode=0o777)
     (home / "tmp" / f"leeway-sockets-{os.geteuid()}").chmod(0o777)
     service = BufferService(BufferConfig(), FACTS, home / ("x" * 120))
-    with closing(service), pytest.raises(OSError, match=r"not a folder that this user alone may enter.*launch.host"):
+    with closing(service), pytest.raises(OSError, match=r"not a folder accessible to this user alone.*launch.host"):
         service.bind()
 
 
-def test_nobody_takes_the_socket_of_a_service_that_lives_nor_a_file_of_its_name(home, monkeypatch):
+def test_the_socket_of_a_live_service_and_a_file_of_its_name_are_not_replaced(home, monkeypatch):
     monkeypatch.setattr(server, "BIND_RETRY_S", 0.2)
     (home / "buffer").mkdir()
     with socket.socket(socket.AF_UNIX) as other:
@@ -161,7 +161,7 @@ def test_nobody_takes_the_socket_of_a_service_that_lives_nor_a_file_of_its_name(
     assert (home / "buffer" / "socket").read_text() == "precious"
 
 
-def test_a_port_is_had_for_the_asking(serve, home):
+def test_a_service_with_a_host_listens_on_a_port_that_it_keeps(serve, home):
     by_host = serve(home / "buffer", host="127.0.0.1")
     port = int(by_host.address.removeprefix("tcp://127.0.0.1:"))
     by_host.end(signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""launch/cluster.sh on this machine alone, with real processes: what `down` does to a run that is at work."""
+"""launch/cluster.sh on one machine with real processes: `down` during a run."""
 
 import os
 import shutil
@@ -10,29 +10,29 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 FAKES = {
-    # `leeway`: asked to end it works on for half a second, and has a checkpoint if its Ray is still there then; where
-    # its folder has a file `slow` the step has no end, and it stops when it is asked a second time
+    # `leeway`: on SIGTERM, works for 0.5 s more and writes a checkpoint if its Ray is still alive then; if its folder
+    # has a file `slow`, the step never ends, and it stops on the second SIGTERM
     "leeway": """#!/usr/bin/env bash
 end() {
-  asked=$((asked + 1))
-  [ "$asked" = 1 ] || { echo "$asked" >stopped && exit 130; }
+  signals=$((signals + 1))
+  [ "$signals" = 1 ] || { echo "$signals" >stopped && exit 130; }
   [ ! -e slow ] || return 0
   sleep 0.5
   ! grep -q sleep "/proc/$(cat raylet)/cmdline" || touch checkpoint
   exit 130
 }
-asked=0
+signals=0
 trap end TERM
 touch training
 while true; do sleep 0.1; done
 """,
-    # `python -m launch.cluster_nodes`: a head that knows this machine
+    # `python -m leeway.launch.cluster_nodes`: a head that lists this machine
     "python": "#!/usr/bin/env bash\necho '127.0.0.1 up 4 0'\n",
 }
 
 
 class Alone:
-    """A checkout of its own whose cluster is up on this machine; its Ray is a process that sleeps."""
+    """A separate checkout whose cluster runs on this machine; its Ray is a sleeping process."""
 
     def __init__(self, folder: Path) -> None:
         self.checkout = folder
@@ -53,7 +53,7 @@ class Alone:
         self.run = self._start("run", "config.toml")
         deadline = time.monotonic() + 60
         while not (folder / "training").exists():
-            assert time.monotonic() < deadline, "waited 20 s for the run"
+            assert time.monotonic() < deadline, "the run did not start within 60 s"
             time.sleep(0.05)
 
     def _start(self, *arguments: str, **environment: str) -> subprocess.Popen[str]:
@@ -66,13 +66,13 @@ class Alone:
         )
 
     def down(self, **environment: str) -> list[str]:
-        """What `down` says, after which nothing is left."""
+        """Run `down`, check that nothing is left, and return the lines of its output."""
         process = self._start("down", **environment)
-        said = process.communicate(timeout=60)[0]
-        assert (process.returncode, self.raylet.poll() is None) == (0, False), said
+        output = process.communicate(timeout=60)[0]
+        assert (process.returncode, self.raylet.poll() is None) == (0, False), output
         assert self.run.wait(60) == 130
         assert not (self.checkout / "state").exists()
-        return said.splitlines()
+        return output.splitlines()
 
     def end(self) -> None:
         for process in (self.run, self.raylet):
@@ -89,15 +89,15 @@ def alone(tmp_path):
     made.end()
 
 
-def test_down_has_a_run_write_its_checkpoint_before_it_ends_ray(alone):
-    asked = f"localhost: runs are asked to write a checkpoint and end (process {alone.run.pid}); waiting for at most"
-    assert alone.down() == [f"{asked} 720 s", "localhost: down"]
+def test_down_lets_a_run_write_its_checkpoint_before_it_ends_ray(alone):
+    first = f"localhost: requested a checkpoint and the end of all runs (process {alone.run.pid}); waiting up to"
+    assert alone.down() == [f"{first} 720 s", "localhost: down"]
     assert (alone.checkout / "checkpoint").exists()
 
 
 def test_down_stops_a_run_that_does_not_end_in_time(alone):
     (alone.checkout / "slow").touch()
     _, late, last = alone.down(LEEWAY_END_S="4")
-    advice = "has not ended within 4 s (LEEWAY_END_S), and is stopped now"
+    advice = "has not ended within 4 s (LEEWAY_END_S); stopping it now"
     assert (late, last) == (f"localhost: process {alone.run.pid} {advice}", "localhost: down")
     assert (alone.checkout / "stopped").read_text() == "2\n"

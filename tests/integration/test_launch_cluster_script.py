@@ -1,4 +1,4 @@
-"""launch/cluster.sh against hosts that only answer: what it asks of whom, what it refuses; and its script on a host."""
+"""launch/cluster.sh with fake hosts: the calls that it makes and what it refuses; and its script on a host."""
 
 import os
 import re
@@ -12,13 +12,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from launch.cluster_nodes import lines
+from leeway.launch.cluster_nodes import lines
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "launch" / "cluster.sh"
 HEAD, EXACT, FAST = "10.9.0.1", "10.9.0.2", "10.9.0.3"
 SSH = """#!/usr/bin/env bash
-# [-o OPTION]... HOST COMMAND; what a host answers to a verb is in HOST.VERB, and one with HOST.gone answers nothing.
+# [-o OPTION]... HOST COMMAND; HOST.VERB has the reply of a host to a verb, and a host with HOST.gone is unreachable.
 options=
 while [ "$1" = -o ]; do options+=" $2" && shift 2; done
 cd "FOLDER"
@@ -32,8 +32,8 @@ echo "$1 ${words[*]}" >>calls
 """
 
 
-class Told:
-    """Three hosts on which Ray is up, each in its pool, and a home from which the script is called."""
+class FakeCluster:
+    """Three hosts with a running Ray, each in its own pool, and a home folder to call the script from."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -41,21 +41,21 @@ class Told:
         (folder / "bin").mkdir()
         (folder / "bin" / "ssh").write_text(SSH.replace("FOLDER", str(folder)))
         (folder / "bin" / "ssh").chmod(0o700)
-        self.name(f"{HEAD} learner", f"{EXACT} exact", f"{FAST} fast")
+        self.write_hosts(f"{HEAD} learner", f"{EXACT} exact", f"{FAST} fast")
         self.answer(
             HEAD, "nodes", *(f"{h} up 4 0 {p}" for h, p in ((HEAD, "learner"), (EXACT, "exact"), (FAST, "fast")))
         )
         for host in (HEAD, EXACT, FAST):
             self.answer(host, "facts", "python 3", "ray 2", "leeway 1", "raylet 77")
 
-    def name(self, *lines: str) -> None:
+    def write_hosts(self, *lines: str) -> None:
         self.file.write_text("\n".join(lines) + "\n")
 
     def answer(self, host: str, verb: str, *lines: str) -> None:
         (self.folder / f"{host}.{verb}").write_text("\n".join(lines) + "\n")
 
     def call(self, *arguments: object, **environment: str) -> tuple[int, str]:
-        """Exit status, and what it complained of."""
+        """Return the exit status and stderr."""
         kept = {key: value for key, value in os.environ.items() if not key.startswith(("RAY_", "LEEWAY_"))}
         path = f"{self.folder / 'bin'}:{os.environ['PATH']}"
         done = subprocess.run(
@@ -68,107 +68,107 @@ class Told:
         )
         return done.returncode, done.stderr
 
-    def asked(self, verb: str) -> list[str]:
-        """Of whom and with which words, since the last time that somebody wanted to know."""
+    def calls_of(self, verb: str) -> list[str]:
+        """Return the calls of a verb since the last query."""
         calls = self.folder / "calls"
         lines = calls.read_text().splitlines() if calls.exists() else []
         calls.unlink(missing_ok=True)
         return sorted(line for line in lines if line.split()[1] == verb)
 
     @property
-    def remembered(self) -> str:
+    def stored_hosts(self) -> str:
         path = self.folder / ".cache" / "leeway" / "hosts-6379"
         return path.read_text() if path.exists() else ""
 
 
 @pytest.fixture
-def told(tmp_path):
-    return Told(tmp_path)
+def cluster(tmp_path):
+    return FakeCluster(tmp_path)
 
 
-def test_new_pools_for_the_head_are_refused_before_anything_is_ended(told):
-    assert told.call("up", told.file) == (0, "")
-    told.name(f"{HEAD} learner,more", f"{EXACT} exact", f"{FAST} other")
-    told.asked("start")
-    status, said = told.call("up", told.file)
+def test_new_pools_for_the_head_are_refused_before_anything_is_stopped(cluster):
+    assert cluster.call("up", cluster.file) == (0, "")
+    cluster.write_hosts(f"{HEAD} learner,more", f"{EXACT} exact", f"{FAST} other")
+    cluster.calls_of("start")
+    status, error = cluster.call("up", cluster.file)
     sentence = f"the pools of the head changed from 'learner' to 'learner,more'; run '{SCRIPT} down' first"
-    assert (status, said) == (1, f"cluster.sh: {sentence}\n")
-    assert told.asked("stop") == []
+    assert (status, error) == (1, f"cluster.sh: {sentence}\n")
+    assert cluster.calls_of("stop") == []
 
 
-def test_without_a_host_file_up_means_the_hosts_of_the_last_one_until_down(told):
-    assert told.call("up", told.file) == (0, "")
-    assert told.asked("start") == []
-    told.answer(FAST, "facts", "python 3", "ray 2", "leeway 1")
-    assert told.call("up") == (0, "")
-    assert told.asked("start") == [f"{FAST} start {HEAD}"]
-    assert told.call("down") == (0, "")
-    assert told.asked("stop") == [f"{host} stop" for host in (HEAD, EXACT, FAST)]
-    assert told.remembered == ""
+def test_up_without_a_host_file_uses_the_hosts_of_the_last_one_until_down(cluster):
+    assert cluster.call("up", cluster.file) == (0, "")
+    assert cluster.calls_of("start") == []
+    cluster.answer(FAST, "facts", "python 3", "ray 2", "leeway 1")
+    assert cluster.call("up") == (0, "")
+    assert cluster.calls_of("start") == [f"{FAST} start {HEAD}"]
+    assert cluster.call("down") == (0, "")
+    assert cluster.calls_of("stop") == [f"{host} stop" for host in (HEAD, EXACT, FAST)]
+    assert cluster.stored_hosts == ""
 
 
-def test_a_host_that_left_the_file_is_not_forgotten_before_its_ray_is_ended(told):
-    assert told.call("up", told.file) == (0, "")
-    told.name(f"{HEAD} learner", f"{EXACT} exact")
-    (told.folder / f"{FAST}.gone").touch()
-    status, said = told.call("up", told.file)
+def test_a_removed_host_is_stored_until_its_ray_is_stopped(cluster):
+    assert cluster.call("up", cluster.file) == (0, "")
+    cluster.write_hosts(f"{HEAD} learner", f"{EXACT} exact")
+    (cluster.folder / f"{FAST}.gone").touch()
+    status, error = cluster.call("up", cluster.file)
     assert status == 1
-    assert f"{FAST} cannot be reached" in said
-    assert "its Ray may still run there; call this again when it can be reached, or take it out of" in said
-    assert FAST in told.remembered
-    (told.folder / f"{FAST}.gone").unlink()
-    told.asked("stop")
-    assert told.call("up", told.file) == (0, "")
-    assert told.asked("stop") == [f"{FAST} stop"]
-    assert FAST not in told.remembered
+    assert f"{FAST} cannot be reached" in error
+    assert "its Ray may still run there; repeat this when it can be reached, or remove it from" in error
+    assert FAST in cluster.stored_hosts
+    (cluster.folder / f"{FAST}.gone").unlink()
+    cluster.calls_of("stop")
+    assert cluster.call("up", cluster.file) == (0, "")
+    assert cluster.calls_of("stop") == [f"{FAST} stop"]
+    assert FAST not in cluster.stored_hosts
 
 
-def test_a_config_of_this_checkout_is_that_of_the_checkout_on_the_head(told, tmp_path):
-    assert told.call("up", told.file) == (0, "")
+def test_a_config_of_this_checkout_maps_to_the_checkout_on_the_head(cluster, tmp_path):
+    assert cluster.call("up", cluster.file) == (0, "")
     elsewhere = tmp_path / "mine.toml"
     elsewhere.touch()
-    for config, there in ((ROOT / "examples" / "pools.toml", "/there/examples/pools.toml"), (elsewhere, elsewhere)):
-        assert told.call("run", config, "--run.seed", "1", LEEWAY_DIR="/there") == (0, "")
-        (call,) = told.asked("run")
+    for config, expected in ((ROOT / "examples" / "pools.toml", "/there/examples/pools.toml"), (elsewhere, elsewhere)):
+        assert cluster.call("run", config, "--run.seed", "1", LEEWAY_DIR="/there") == (0, "")
+        (call,) = cluster.calls_of("run")
         host, _, number, *words = call.split()
-        assert (host, words) == (HEAD, ["train", str(there), "--run.seed", "1"])
+        assert (host, words) == (HEAD, ["train", str(expected), "--run.seed", "1"])
         assert number.startswith(f"{os.uname().nodename}.")
 
 
-def test_a_run_is_resumed_on_the_head_where_it_lies_there_or_by_its_name(told, tmp_path):
-    assert told.call("up", told.file) == (0, "")
+def test_a_run_is_resumed_on_the_head_by_its_path_or_its_name(cluster, tmp_path):
+    assert cluster.call("up", cluster.file) == (0, "")
     seen = tmp_path / "seen" / "mine"
     seen.mkdir(parents=True)
     (seen / "config.toml").touch()
-    for run, there in ((f"{seen}/../mine", str(seen)), ("runs/there", "runs/there"), ("mine", "mine")):
-        assert told.call("resume", run, "--learner.num_steps", "9") == (0, "")
-        (call,) = told.asked("run")
-        assert (call.split()[0], call.split()[3:]) == (HEAD, ["resume", there, "--learner.num_steps", "9"])
+    for run, expected in ((f"{seen}/../mine", str(seen)), ("runs/there", "runs/there"), ("mine", "mine")):
+        assert cluster.call("resume", run, "--learner.num_steps", "9") == (0, "")
+        (call,) = cluster.calls_of("run")
+        assert (call.split()[0], call.split()[3:]) == (HEAD, ["resume", expected, "--learner.num_steps", "9"])
 
 
-def test_a_connection_over_which_nothing_comes_is_given_up(told):
-    assert told.call("up", told.file) == (0, "")
-    options = (told.folder / "options").read_text().split()
+def test_a_silent_connection_times_out(cluster):
+    assert cluster.call("up", cluster.file) == (0, "")
+    options = (cluster.folder / "options").read_text().split()
     assert {"BatchMode=yes", "ServerAliveInterval=15", "ServerAliveCountMax=8"} <= set(options)
 
 
-def test_a_clock_is_compared_with_ours_at_the_time_of_its_answer_however_late_others_are(told):
-    (told.folder / f"{FAST}.late").touch()
-    assert "clock" not in told.call("up", told.file)[1]
-    (told.folder / f"{FAST}.late").unlink()
-    told.answer(EXACT, "clock", "-100")
-    # less what passes until it looks at its clock
-    assert re.search(r"its clock is (8\d|9\d|100) s behind", told.call("up", told.file)[1])
+def test_the_clock_of_a_host_is_compared_at_the_time_of_its_reply(cluster):
+    (cluster.folder / f"{FAST}.late").touch()
+    assert "clock" not in cluster.call("up", cluster.file)[1]
+    (cluster.folder / f"{FAST}.late").unlink()
+    cluster.answer(EXACT, "clock", "-100")
+    # minus the delay until the host reads its clock
+    assert re.search(r"its clock is (8\d|9\d|100) s behind", cluster.call("up", cluster.file)[1])
 
 
-def test_a_machine_that_lacks_what_the_script_needs_says_so_in_one_sentence(tmp_path):
+def test_a_machine_without_a_required_tool_gets_one_sentence(tmp_path):
     for tool in ("bash", "dirname", "timeout", "realpath"):
         (tmp_path / tool).symlink_to(str(shutil.which(tool)))
     done = subprocess.run(
         [str(SCRIPT), "status"], env={"PATH": str(tmp_path)}, capture_output=True, text=True, timeout=20, check=False
     )
-    said = "cluster.sh: this machine lacks getent; call it from Linux, such as the head\n"
-    assert (done.returncode, done.stderr) == (2, said)
+    expected = "cluster.sh: this machine lacks getent; run it on Linux, such as the head\n"
+    assert (done.returncode, done.stderr) == (2, expected)
 
 
 # --- on a host ----------------------------------------------------------------------------------------
@@ -176,7 +176,7 @@ def test_a_machine_that_lacks_what_the_script_needs_says_so_in_one_sentence(tmp_
 
 @pytest.fixture
 def host(tmp_path):
-    """The script in a checkout of its own, whose `leeway` hangs up its own terminal; `host(VERB, ...)` calls it."""
+    """`host(VERB, ...)` calls the script in a separate checkout, whose `leeway` sends SIGHUP to itself."""
     (tmp_path / "launch").mkdir()
     script = Path(shutil.copy(ROOT / "launch" / "cluster_host.sh", tmp_path / "launch"))
     leeway = tmp_path / ".venv" / "bin" / "leeway"
@@ -195,14 +195,14 @@ def host(tmp_path):
 
 
 @pytest.mark.parametrize("verb", ["train", "resume"])
-def test_a_run_outlives_its_terminal_in_the_checkout_and_on_the_ray_of_now(host, tmp_path, verb):
-    done = host("run", "a.1", verb, "what", "--run.seed", "1")
+def test_a_run_survives_its_terminal_and_uses_the_checkout_and_the_current_ray(host, tmp_path, verb):
+    done = host("run", "a.1", verb, "path", "--run.seed", "1")
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == f"{tmp_path}: a.1 {verb} what --run.seed 1 --launch.ray_address 127.0.0.1:6379\n"
+    assert done.stdout == f"{tmp_path}: a.1 {verb} path --run.seed 1 --launch.ray_address 127.0.0.1:6379\n"
     assert (tmp_path / "state" / "ray-6379" / "run-a.1.pid").exists()
 
 
-def test_an_interrupt_reaches_its_own_run_alone_and_no_process_that_has_its_number_now(host, tmp_path):
+def test_an_interrupt_reaches_only_its_run_and_no_process_with_a_reused_pid(host, tmp_path):
     ours, others = (
         subprocess.Popen(["sleep", "60"], env={**os.environ, "LEEWAY_CLUSTER_RUN": run}) for run in ("a.1", "a.2")
     )
@@ -221,7 +221,7 @@ def test_an_interrupt_reaches_its_own_run_alone_and_no_process_that_has_its_numb
             process.wait()
 
 
-def test_a_ray_that_ended_and_that_nobody_reaped_is_not_in_the_way():
+def test_a_zombie_process_of_ray_is_ignored():
     be_raylet = "open('/proc/self/comm', 'w').write('raylet')"
     stays = f"{be_raylet}; print(flush=True); import time; time.sleep(60)"
     with (
@@ -231,22 +231,22 @@ def test_a_ray_that_ended_and_that_nobody_reaped_is_not_in_the_way():
         running.stdout.readline()
         os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
         facts = [str(ROOT / "launch" / "cluster_host.sh"), "facts", "127.0.0.1"]
-        told = subprocess.run(facts, capture_output=True, text=True, timeout=60, check=True).stdout
+        output = subprocess.run(facts, capture_output=True, text=True, timeout=60, check=True).stdout
         running.kill()
-    others = re.findall(r"^other (\d+)", told, re.MULTILINE)
+    others = re.findall(r"^other (\d+)", output, re.MULTILINE)
     assert (str(running.pid) in others, str(ended.pid) in others) == (True, False)
 
 
-def test_a_folder_that_another_user_may_have_made_is_not_used(host, tmp_path):
+def test_a_state_folder_that_another_user_may_have_created_is_refused(host, tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "state")
     for verb in ("stop", "start", "nodes"):
         done = host(verb, "127.0.0.1", state=tmp_path / "link")
         assert done.returncode == 1
-        assert f"{tmp_path / 'link'} is not a folder of this user's; set LEEWAY_STATE to one that is" in done.stderr
+        assert f"{tmp_path / 'link'} is not a folder of this user; set LEEWAY_STATE to one that is" in done.stderr
     assert (tmp_path / "state" / "ray-6379").exists()
 
 
-def test_a_head_on_loopback_is_told_under_its_own_address_which_ray_changes():
+def test_a_head_on_loopback_is_listed_under_its_own_address():
     node = SimpleNamespace(node_manager_address="192.0.2.2", state=0, resources_total={"CPU": 4.0, "pool_a": 1.0})
     gone = SimpleNamespace(node_manager_address="192.0.2.2", state=1, resources_total={})
     assert lines([gone, node], "127.0.0.1") == ["127.0.0.1 up 4 0 a"]
@@ -262,23 +262,23 @@ def test_a_head_on_loopback_is_told_under_its_own_address_which_ray_changes():
     ],
     ids=["Windows", "old Mac", "white space"],
 )
-def test_a_host_file_is_read_however_its_lines_end_and_whatever_marks_its_start(told, content):
+def test_a_host_file_may_have_any_line_ending_and_a_byte_order_mark(cluster, content):
     for name, host in ((b"{h}", HEAD), (b"{e}", EXACT), (b"{f}", FAST)):
         content = content.replace(name, host.encode())
-    told.file.write_bytes(content)
-    assert told.call("up", told.file) == (0, "")
-    assert told.remembered == f"{HEAD} learner {HEAD}\n{EXACT} exact {EXACT}\n{FAST} fast {FAST}\n"
+    cluster.file.write_bytes(content)
+    assert cluster.call("up", cluster.file) == (0, "")
+    assert cluster.stored_hosts == f"{HEAD} learner {HEAD}\n{EXACT} exact {EXACT}\n{FAST} fast {FAST}\n"
 
 
 @pytest.mark.parametrize(
     ("content", "why"),
     [
         ("10.9.0.1 learner\n".encode("utf-16"), "is not UTF-8 text (UTF-16?); save it as UTF-8"),
-        (b"10.9.0.1 learner\r\n10.9.0.2 a b c\r\n", "hosts.txt:2: 'c' is too much"),
-        (b"head all fd00::1\n", "fd00::1 is an IPv6 address, and a cluster needs IPv4; give its private address as"),
+        (b"10.9.0.1 learner\r\n10.9.0.2 a b c\r\n", "hosts.txt:2: remove 'c'"),
+        (b"head all fd00::1\n", "fd00::1 is an IPv6 address, but a cluster needs IPv4; give its private address as"),
     ],
 )
-def test_a_host_file_that_cannot_be_used_is_refused_in_one_sentence(told, content, why):
-    told.file.write_bytes(content)
-    status, said = told.call("up", told.file)
-    assert (status, said.count("\n"), why in said) == (2, 1, True), said
+def test_an_invalid_host_file_is_refused_in_one_sentence(cluster, content, why):
+    cluster.file.write_bytes(content)
+    status, error = cluster.call("up", cluster.file)
+    assert (status, error.count("\n"), why in error) == (2, 1, True), error

@@ -1,4 +1,4 @@
-"""A verb imports what it needs and no more: torch takes seconds, Transformers as many again, and each its memory."""
+"""A verb imports only what it needs: torch and Transformers each take seconds and memory."""
 
 import subprocess
 import sys
@@ -6,41 +6,45 @@ import sys
 import pytest
 
 HEAVY = ("ray", "torch", "torch.distributed.checkpoint", "transformers", "vllm")
-LOOKING = (
-    "launch.run_folder",
-    "launch.report.data",
-    "launch.report.page",
-    "launch.observe.trace",
-    "launch.observe.status",
-    "launch.text",
-    "launch.observe.view",
-    "launch.buffer_cli",
+VIEW_MODULES = (
+    "leeway.launch.run_folder",
+    "leeway.launch.report.data",
+    "leeway.launch.report.page",
+    "leeway.launch.observe.trace",
+    "leeway.launch.observe.status",
+    "leeway.launch.text",
+    "leeway.launch.observe.view",
+    "leeway.launch.buffer_cli",
 )
 
 
 def imported(code: str) -> list[str]:
-    """Which of the heavy ones a process has imported after it has run some code."""
+    """Return the heavy modules that a process has imported after it ran this code."""
     code += f"\nimport sys; print(*(name for name in {HEAVY} if name in sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return done.stdout.splitlines()[-1].split()
 
 
 @pytest.mark.parametrize("verb", ["status", "top", "report", "scale --count 1", "buffer ls"])
-def test_who_looks_at_a_run_or_asks_something_of_it_need_not_wait_for_torch(verb):
-    assert imported(f"from launch.cli import main; main({[*verb.split(), 'no-such-run']})") == []
+def test_verbs_that_show_or_control_a_run_do_not_import_torch(verb):
+    assert imported(f"from leeway.launch.cli import main; main({[*verb.split(), 'no-such-run']})") == []
 
 
-def test_nor_do_the_modules_that_they_look_with_import_it():
-    assert imported(f"import {', '.join(LOOKING)}") == []
+def test_the_modules_that_show_a_run_do_not_import_torch():
+    assert imported(f"import {', '.join(VIEW_MODULES)}") == []
 
 
 def test_a_config_is_checked_before_ray_is_imported():
-    assert imported("import launch.cli, launch.checks") == ["torch"]
+    assert imported("import leeway.launch.cli, leeway.launch.checks") == ["torch"]
 
 
-def test_the_command_of_a_run_leaves_models_and_engines_to_its_roles():
-    assert imported("import launch.train, launch.resume") == ["ray", "torch", "torch.distributed.checkpoint"]
+def test_the_launcher_leaves_models_and_engines_to_its_roles():
+    assert imported("import leeway.launch.train, leeway.launch.resume") == [
+        "ray",
+        "torch",
+        "torch.distributed.checkpoint",
+    ]
 
 
-def test_services_and_what_vllm_loads_into_each_of_its_processes_need_no_torch():
-    assert imported("import buffer.service, weight_sync.service, weight_sync.vllm_engine") == []
+def test_services_and_the_plugin_of_vllm_do_not_import_torch():
+    assert imported("import leeway.buffer.service, leeway.weight_sync.service, leeway.weight_sync.vllm_engine") == []

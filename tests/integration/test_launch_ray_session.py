@@ -1,4 +1,4 @@
-"""Ray as a run starts it here: our signals stay ours, its session is this user's alone, and goes with it."""
+"""Ray as a run starts it: signals reach the launcher, and its session is private and removed with it."""
 
 import json
 import os
@@ -11,20 +11,20 @@ from pathlib import Path
 
 import pytest
 
-from launch import host
-from launch.errors import END_SIGNALS
+from leeway.launch import host
+from leeway.launch.errors import END_SIGNALS
 
 ROOT = Path(__file__).parents[2]
-LOOK = """
+PROGRAM = """
 import json, os, psutil, signal
 from pathlib import Path
-from launch.cli import RAY_ENVIRONMENT
+from leeway.launch.cli import RAY_ENVIRONMENT
 os.environ.update(RAY_ENVIRONMENT)
-from launch.errors import END_SIGNALS, Interrupts, Stopped
-from launch.config import load_config
-from launch.processes.ray_cluster import end_ray, start_ray
-from launch.processes.placement import PlacementGroup, Reservation, spawn
-from launch.processes.role_process import RunFailed
+from leeway.launch.errors import END_SIGNALS, Interrupts, Stopped
+from leeway.launch.config import load_config
+from leeway.launch.processes.ray_cluster import end_ray, start_ray
+from leeway.launch.processes.placement import PlacementGroup, Reservation, spawn
+from leeway.launch.processes.role_process import RunFailed
 
 class Role:
     def __init__(self, log):
@@ -50,7 +50,7 @@ with Interrupts():
     rays_own = [each for each in psutil.Process().children(recursive=True) if each.pid != watch._reaper.pid]
     found["blocked"] = [signals_blocked(each.pid) for each in rays_own]
     try:
-        PlacementGroup([{"CPU": 0.25, "GPU": 8, "pool_small": 0.001}], "pool 'small'").wait(60, others_come=False)
+        PlacementGroup([{"CPU": 0.25, "GPU": 8, "pool_small": 0.001}], "pool 'small'").wait(60, hosts_may_join=False)
     except RunFailed as error:
         found["shortage"] = str(error)
     try:
@@ -58,11 +58,11 @@ with Interrupts():
     except Stopped:
         found["stopped"] = True
     found["alarm_s"] = signal.alarm(0)
-    asked = []
+    terminated = []
     for (info,) in ray._private.worker._global_node.all_processes.values():
-        info.process.terminate = lambda: asked.append("told")
+        info.process.terminate = lambda: terminated.append(info.process.pid)
     end_ray()
-    found["asked"], found["alive"] = asked, [each.pid for each in psutil.wait_procs(rays_own, 20)[1]]
+    found["terminated"], found["alive"] = terminated, [each.pid for each in psutil.wait_procs(rays_own, 20)[1]]
     watch.close()
 print(json.dumps(found | {"left": [each.name for each in session.parent.iterdir() if not each.is_symlink()]}))
 """
@@ -70,11 +70,11 @@ print(json.dumps(found | {"left": [each.name for each in session.parent.iterdir(
 
 @pytest.fixture(scope="module")
 def found():
-    """What a process saw that started Ray, and ended it."""
+    """The observations of a process that started and ended Ray."""
     place = tempfile.mkdtemp(prefix="r-", dir="/tmp")  # the names of Ray's sockets are long
     environment = {**os.environ, "RAY_TMPDIR": place, "CUDA_VISIBLE_DEVICES": "0"}
     ended = subprocess.run(
-        [sys.executable, "-c", LOOK],
+        [sys.executable, "-c", PROGRAM],
         cwd=ROOT,
         env=environment,
         capture_output=True,
@@ -87,32 +87,32 @@ def found():
     return json.loads(ended.stdout.splitlines()[-1])
 
 
-def test_a_signal_after_the_start_is_heard_by_us_and_not_by_ray(found):
+def test_a_signal_after_the_start_reaches_the_launcher_and_not_ray(found):
     assert found["stopped"]
-    assert found["alarm_s"] == 0, "Ray's handler in C++ heard it first, and ends the process after 3 s"
+    assert found["alarm_s"] == 0, "Ray's C++ handler received it first and exits after 3 s"
 
 
-def test_its_processes_and_the_roles_are_deaf_to_the_signals_that_are_meant_for_the_command(found):
+def test_processes_of_ray_and_roles_block_the_signals_for_the_launcher(found):
     assert len(found["blocked"]) >= 4
     assert all(blocked == sorted(END_SIGNALS) for blocked in found["blocked"])
 
 
-def test_none_of_its_processes_is_waited_for_by_a_signal_that_it_does_not_hear(found):
-    assert (found["asked"], found["alive"]) == ([], [])
+def test_processes_of_ray_are_not_ended_by_a_signal_that_they_block(found):
+    assert (found["terminated"], found["alive"]) == ([], [])
 
 
-def test_workers_that_no_host_has_room_for_are_told_what_was_asked_for_and_what_there_is(found):
-    assert re.match(r"pool 'small', and in \d+ s there was no room for it\. Free are: ", found["shortage"])
+def test_a_shortage_states_the_requested_and_the_free_resources(found):
+    assert re.match(r"pool 'small', but no host had these resources free within \d+ s\. Free: ", found["shortage"])
     assert "of 1 pool_small" in found["shortage"]
 
 
-def test_the_session_lies_where_nobody_else_may_enter_and_goes_with_ray(found):
+def test_the_session_is_in_a_private_folder_and_removed_with_ray(found):
     session, around = Path(found["session"]), dict(zip((0, 1, 2), found["modes"], strict=False))
     assert session.parent.name == "r"
     assert session.parents[1].name == f"leeway-{os.geteuid()}-ray"
-    assert around[2] == "0o700", "Ray itself opens what it makes to everybody"
+    assert around[2] == "0o700", "Ray makes its own folders accessible to all users"
     (left,) = found["left"]
-    assert left.startswith("session_of_another_"), "of a process of our number in another container"
+    assert left.startswith("session_of_another_"), "of a process with our pid in another container"
 
 
 def test_gpus_are_hidden_from_a_role_that_reserved_none(found):
@@ -120,15 +120,15 @@ def test_gpus_are_hidden_from_a_role_that_reserved_none(found):
 
 
 @pytest.mark.parametrize("mode", [0o755, 0o770])
-def test_a_folder_that_others_may_enter_is_not_used(tmp_path, monkeypatch, mode):
+def test_a_folder_that_other_users_may_enter_is_refused(tmp_path, monkeypatch, mode):
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     assert host.make_sessions_folder() == tmp_path / f"leeway-{os.geteuid()}-ray" / "r"
     host.sessions_folder().parent.chmod(mode)
-    with pytest.raises(PermissionError, match="is not a folder of this user alone"):
+    with pytest.raises(PermissionError, match="must be a folder that belongs only to this user"):
         host.make_sessions_folder()
 
 
-def test_the_session_of_a_command_that_was_killed_is_removed_and_that_of_a_living_one_stays(tmp_path, monkeypatch):
+def test_the_session_of_a_killed_launcher_is_removed_and_that_of_a_live_one_stays(tmp_path, monkeypatch):
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     dead = subprocess.Popen(["true"])
     dead.wait()
@@ -137,9 +137,9 @@ def test_the_session_of_a_command_that_was_killed_is_removed_and_that_of_a_livin
     for name in names | {"session_latest", "other"}:
         (folder / name / "logs").mkdir(parents=True)
     host.make_sessions_folder()
-    assert len([*folder.iterdir()]) == 4, "it was written to just now, maybe by a process of another container"
+    assert len([*folder.iterdir()]) == 4, "it was just written to, maybe by a process in another container"
     monkeypatch.setattr(host, "_QUIET_S", -1.0)
-    assert not host._is_quiet(folder / "session_gone_1"), "two commands that start at once remove the same ones"
+    assert not host._is_quiet(folder / "session_gone_1"), "two launchers may remove the same one"
     assert host.make_sessions_folder() == folder
     left = {each.name for each in folder.iterdir()}
     assert left == {f"session_2026-11-26_09-00-00_1_{os.getpid()}", "session_latest", "other"}

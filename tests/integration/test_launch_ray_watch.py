@@ -1,4 +1,4 @@
-"""The death of Ray's own processes is seen, and named with its log."""
+"""The watch detects dead processes of Ray and names their logs."""
 
 import shutil
 import socket
@@ -9,22 +9,22 @@ from pathlib import Path
 import psutil
 import pytest
 
-from launch.processes.ray_cluster import RayWatch
-from launch.processes.role_process import RunFailed
+from leeway.launch.processes.ray_cluster import RayWatch
+from leeway.launch.processes.role_process import RunFailed
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
 def store():
-    """A socket that takes connections, as the control store's does."""
+    """A socket that accepts connections like Ray's GCS."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield server
 
 
 @pytest.fixture
 def children(tmp_path):
-    """Children of this process that are called as Ray's are."""
+    """Children of this process with the names of Ray's processes."""
     started = []
     folder = tmp_path / "site-packages" / "ray"
     folder.mkdir(parents=True)
@@ -40,7 +40,7 @@ def children(tmp_path):
 
 @pytest.fixture
 def watching():
-    """`watching(address, logs, **options)`: a RayWatch that is closed with the test."""
+    """`watching(address, logs, **options)` makes a RayWatch that is closed with the test."""
     made = []
 
     def make(*arguments, **options) -> RayWatch:
@@ -56,8 +56,8 @@ def address_of(server: socket.socket) -> str:
     return "{}:{}".format(*server.getsockname())
 
 
-@pytest.mark.parametrize(("number", "name"), [(0, "control store (gcs_server"), (1, "node manager (raylet")])
-def test_a_process_of_rays_that_dies_is_named_with_its_log(watching, store, children, tmp_path, number, name):
+@pytest.mark.parametrize(("number", "name"), [(0, "GCS (gcs_server"), (1, "node manager (raylet")])
+def test_a_dead_process_of_ray_is_named_with_its_log(watching, store, children, tmp_path, number, name):
     watch = watching(address_of(store), tmp_path)
     watch.check()
     children[number].kill()
@@ -70,9 +70,9 @@ def test_a_process_of_rays_that_dies_is_named_with_its_log(watching, store, chil
     assert str(tmp_path) in str(failed.value)
 
 
-def test_all_of_ray_is_ended_and_nobody_else(watching, store, children, tmp_path):
+def test_all_processes_of_ray_are_ended_and_no_others(watching, store, children, tmp_path):
     watch = watching(address_of(store), tmp_path)
-    # as multiprocessing starts its server where Ray was imported before
+    # like a server of multiprocessing if Ray was imported before
     code = f"import time; sys_path = ['{tmp_path}/site-packages/ray/thirdparty_files']; time.sleep(60)"
     other = subprocess.Popen([sys.executable, "-c", code])
     watch.end_all()
@@ -82,7 +82,7 @@ def test_all_of_ray_is_ended_and_nobody_else(watching, store, children, tmp_path
     assert alive == [False, False, True]
 
 
-def test_a_control_store_elsewhere_that_is_gone_for_long_ends_the_run_and_one_that_comes_back_does_not(watching, store):
+def test_a_remote_gcs_ends_the_run_only_if_it_stays_unreachable(watching, store):
     now_s = [0.0]
     watch = watching(address_of(store), Path("logs"), clock=lambda: now_s[0])
     for now_s[0] in (10.0, 40.0):
@@ -97,14 +97,14 @@ def test_a_control_store_elsewhere_that_is_gone_for_long_ends_the_run_and_one_th
     for now_s[0] in (80.0, 110.0):
         watch.check()
     now_s[0] = 116.0
-    with pytest.raises(RunFailed, match="takes no connection for 46 s"):
+    with pytest.raises(RunFailed, match="unreachable for 46 s"):
         watch.check()
 
 
 COMMAND = """
 import os, signal, subprocess, sys
 from pathlib import Path
-from launch.processes.ray_cluster import RayWatch
+from leeway.launch.processes.ray_cluster import RayWatch
 quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
 children = [subprocess.Popen([sys.argv[1], "120"], **quiet) for _ in range(2)]
 watch = RayWatch(sys.argv[2], Path("logs"))
@@ -116,21 +116,21 @@ watch.close()
 
 
 @pytest.mark.parametrize("end", ["killed", "closed"])
-def test_what_a_killed_command_leaves_behind_is_ended_and_after_a_good_end_nothing_is(store, children, tmp_path, end):
+def test_processes_of_a_killed_launcher_are_ended_and_others_stay(store, children, tmp_path, end):
     program = children[0].args[0]
     output = subprocess.run(
         [sys.executable, "-c", COMMAND, program, address_of(store), end], capture_output=True, text=True, cwd=ROOT
     ).stdout
     *left, reaper = (psutil.Process(int(pid)) if psutil.pid_exists(int(pid)) else None for pid in output.split())
     psutil.wait_procs([each for each in (reaper, *left) if each is not None and end == "killed"], timeout=60)
-    assert reaper is None or not reaper.is_running(), "it outlives the command"
+    assert reaper is None or not reaper.is_running(), "it survives the launcher"
     alive = [each for each in left if each is not None and each.is_running()]
     assert len(alive) == (0 if end == "killed" else 2)
     for each in alive:
         each.kill()
 
 
-def test_the_reaper_has_neither_packages_nor_modules_of_the_current_folder(watching, store, tmp_path, monkeypatch):
+def test_the_reaper_imports_neither_packages_nor_the_current_folder(watching, store, tmp_path, monkeypatch):
     (tmp_path / "signal.py").write_text("import no_such_module")
     monkeypatch.chdir(tmp_path)
     watch = watching(address_of(store), Path("logs"))
@@ -139,7 +139,7 @@ def test_the_reaper_has_neither_packages_nor_modules_of_the_current_folder(watch
     assert watch._reaper.returncode == 0
 
 
-def test_a_reaper_that_was_killed_itself_harms_nothing(watching, store):
+def test_a_killed_reaper_is_harmless(watching, store):
     now_s = [0.0]
     watch = watching(address_of(store), Path("logs"), clock=lambda: now_s[0])
     watch._reaper.kill()
@@ -149,7 +149,7 @@ def test_a_reaper_that_was_killed_itself_harms_nothing(watching, store):
     watch.close()
 
 
-def test_the_address_of_a_control_store_may_be_of_the_longer_kind(watching):
+def test_the_address_of_the_gcs_may_be_ipv6(watching):
     with socket.create_server(("::1", 0), family=socket.AF_INET6) as server:
         now_s = [0.0]
         watch = watching(f"[::1]:{server.getsockname()[1]}", Path("logs"), clock=lambda: now_s[0])

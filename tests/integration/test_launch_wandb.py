@@ -1,4 +1,4 @@
-"""Weights & Biases online: a missing login or network is a sentence, soon, and leaves no process behind."""
+"""Weights & Biases online: a missing login or network is one prompt sentence and leaves no process."""
 
 import json
 import os
@@ -10,18 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from launch import train
-from launch.checks import check
-from launch.config import load_config
-from launch.errors import ConfigError, ExitStatus
+from leeway.launch import train
+from leeway.launch.checks import check
+from leeway.launch.config import load_config
+from leeway.launch.errors import ConfigError, ExitStatus
 
 ROOT = Path(__file__).parents[2]
 KEY = "0123456789012345678901234567890123456789"
 RUN = """
 import sys
-import launch.observe.sinks
-launch.observe.sinks.INIT_TIMEOUT_S = 3.0
-from launch.cli import main
+import leeway.launch.observe.sinks
+leeway.launch.observe.sinks.INIT_TIMEOUT_S = 3.0
+from leeway.launch.cli import main
 status = main(sys.argv[1:])
 import psutil
 print("left behind:", [child.name() for child in psutil.Process().children(recursive=True)])
@@ -30,18 +30,18 @@ sys.exit(status)
 
 
 @pytest.mark.parametrize(
-    ("environment", "said"),
+    ("environment", "expected"),
     [
-        ({}, "needs a login of Weights & Biases, and there is none: run 'wandb login'"),
+        ({}, "needs a login of Weights & Biases, but there is none: run 'wandb login'"),
         pytest.param({"WANDB_API_KEY": "short"}, "API key must have 40+ characters", marks=pytest.mark.full),
         pytest.param(
             {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": "http://127.0.0.1:9"},
-            "check the network and",
+            "Check the network and",
             marks=pytest.mark.full,
         ),
     ],
 )
-def test_online_without_a_login_or_a_network_is_one_sentence_and_leaves_nothing_behind(tmp_path, environment, said):
+def test_online_without_login_or_network_is_one_sentence_and_leaves_nothing(tmp_path, environment, expected):
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("WANDB", "NETRC"))}
     overrides = ["--run.dir", str(tmp_path / "runs"), "--run.name", "x", "--tracking.wandb", "online"]
     started_s = time.monotonic()
@@ -57,15 +57,15 @@ def test_online_without_a_login_or_a_network_is_one_sentence_and_leaves_nothing_
     )
     assert ended.returncode == 2, ended.stderr
     (sentence,) = [line for line in ended.stderr.splitlines() if line.startswith("leeway: ")]
-    assert said in sentence
+    assert expected in sentence
     assert "tracking.wandb = 'offline'" in sentence
     assert "Traceback" not in ended.stderr
     assert "left behind: []" in ended.stdout
     assert time.monotonic() - started_s < 100
-    assert not (tmp_path / "runs" / "x").exists(), "the folder of the run is not there"
+    assert not (tmp_path / "runs" / "x").exists(), "the run folder was created"
 
 
-def test_what_the_service_of_weights_and_biases_writes_is_for_its_owner_only(tmp_path, monkeypatch):
+def test_files_of_the_service_of_wandb_are_private(tmp_path, monkeypatch):
     def start_a_service(*_):
         (tmp_path / "of_the_service").touch()
         raise ConfigError("no answer")
@@ -76,13 +76,13 @@ def test_what_the_service_of_weights_and_biases_writes_is_for_its_owner_only(tmp
     assert stat.S_IMODE((tmp_path / "of_the_service").stat().st_mode) == 0o600
 
 
-GONE = """
+KILLED = """
 import sys
 from pathlib import Path
 import psutil
-from launch.config import load_config
-from launch.observe.sinks import Tracker
-from launch.run_folder import RunFolder
+from leeway.launch.config import load_config
+from leeway.launch.observe.sinks import Tracker
+from leeway.launch.run_folder import RunFolder
 
 config = load_config(Path("examples/demo.toml"), ["--tracking.wandb", "offline"])
 folder = RunFolder(Path(sys.argv[1]))
@@ -98,9 +98,9 @@ with Tracker(config, folder) as tracker:
 """
 
 
-def test_a_run_goes_on_when_the_process_of_wandb_is_killed_and_says_so_once(tmp_path):
+def test_a_run_continues_without_the_process_of_wandb_and_reports_it_once(tmp_path):
     ended = subprocess.run(
-        [sys.executable, "-c", GONE, tmp_path / "run"],
+        [sys.executable, "-c", KILLED, tmp_path / "run"],
         cwd=ROOT,
         env={**os.environ, "HOME": str(tmp_path)},
         capture_output=True,
@@ -113,5 +113,5 @@ def test_a_run_goes_on_when_the_process_of_wandb_is_killed_and_says_so_once(tmp_
     assert [row["actors/waiting"] for row in rows] == [1, 2, 3]
     (event,) = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
     assert event["kind"] == "wandb"
-    assert "does not answer" in event["text"]
-    assert "metrics.jsonl goes on" in event["text"]
+    assert "does not respond" in event["text"]
+    assert "metrics.jsonl continues" in event["text"]

@@ -1,8 +1,8 @@
-"""However a step is split, its loss and every parameter's gradient are those of the unsplit, unpacked model: float64.
+"""Every split of a step gives the loss and gradients of the unsplit, unpacked model, in float64.
 
 Every schedule with its chunks, on 1, 2 and 4 stages of 1 and 2 replicas, with several budgets, for three families and
-all algorithms; a case takes one step, whose gradients are written down where the optimizer would use them. `make test`
-takes each schedule with every second algorithm or budget, and each algorithm with every second schedule.
+all algorithms; a case takes one step and records the gradients just before the optimizer uses them. `make test` runs
+each schedule with every second algorithm or budget, and each algorithm with every second schedule.
 """
 
 from dataclasses import dataclass
@@ -14,17 +14,17 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, PreTrainedModel, Qwen3Config
 
-from algorithms.oapl import OAPLConfig
-from algorithms.off_policy_ppo import OffPolicyPPOConfig
-from algorithms.online_dpo import OnlineDPOConfig
-from algorithms.registry import AlgorithmConfig, loss_for
-from algorithms.trajectory_balance import TrajectoryBalanceConfig
-from learner.batch import Leaves
-from learner.config import LearnerConfig
-from learner.mesh import Mesh
-from learner.networks import Networks
-from learner.packing import micro_batches_asked
-from learner.step import TrainStep
+from leeway.algorithms.oapl import OAPLConfig
+from leeway.algorithms.off_policy_ppo import OffPolicyPPOConfig
+from leeway.algorithms.online_dpo import OnlineDPOConfig
+from leeway.algorithms.registry import AlgorithmConfig, loss_for
+from leeway.algorithms.trajectory_balance import TrajectoryBalanceConfig
+from leeway.learner.batch import Leaves
+from leeway.learner.config import LearnerConfig
+from leeway.learner.mesh import Mesh
+from leeway.learner.networks import Networks
+from leeway.learner.packing import micro_batches_required
+from leeway.learner.step import TrainStep
 from tests.full import pick
 from tests.world.learner import SEED, TEMPERATURE, VOCABULARY, build, make_networks, make_rows, run_ranks
 
@@ -55,7 +55,7 @@ SCHEDULES = {
     "fused_held_2": {"schedule": "fused"},
 }
 MOST_HELD = {"fused_held_3": 3, "fused_held_2": 2}
-"""Micro-batches, where it is fewer than a stage of fused passes keeps otherwise."""
+"""Maximum number of micro-batches that a stage of fused passes holds, if lower than the default."""
 ALGORITHMS: dict[str, AlgorithmConfig] = {
     "balance": TrajectoryBalanceConfig(),
     "dpo": OnlineDPOConfig(),
@@ -68,12 +68,12 @@ BUDGETS = (30, 64, 300)
 FUSED_BUDGETS = (30, 48, 100, 300)
 SHAPES = [(replicas, stages) for replicas in (1, 2) for stages in (1, 2, 4)]
 SHORT_SHAPE = (2, 2)
-"""The one of `make test`. Four stages are trained on there too: by tests/faults/test_learner_resume.py."""
+"""Shape that `make test` runs; tests/faults/test_learner_resume.py also trains on four stages."""
 
 
 @dataclass(frozen=True)
 class Split:
-    """One way to take the step; only family and algorithm should matter to what comes of it."""
+    """One way to run the step; the result may depend only on family and algorithm."""
 
     family: str
     schedule: str
@@ -83,12 +83,12 @@ class Split:
 
     @property
     def name(self) -> str:
-        """Of its file."""
+        """Name of the result file."""
         return f"{self.family}-{self.schedule}-{self.algorithm}-{self.token_budget}-{self.one_pass}"
 
 
 def splits(num_stages: int) -> list[Split]:
-    """Every schedule with every algorithm; families and budgets take turns, so that all pairs of them come up."""
+    """Return every schedule with every algorithm; families and budgets alternate so that all their pairs occur."""
     found = []
     every = pick(2, 1)
     for i, (schedule, knobs) in enumerate(SCHEDULES.items()):
@@ -109,7 +109,7 @@ def splits(num_stages: int) -> list[Split]:
 
 
 def one_rank(folder: Path, mesh: Mesh) -> None:
-    """What each process of a test runs."""
+    """Run every split on one process of a test."""
     place = mesh.place
     num_whole = 0
     for split in splits(place.num_stages):
@@ -117,13 +117,15 @@ def one_rank(folder: Path, mesh: Mesh) -> None:
         algorithm = ALGORITHMS[split.algorithm]
         with pytest.MonkeyPatch.context() as patched:
             if split.schedule in MOST_HELD:
-                patched.setattr("planning.fused.default_most_held", lambda _, most=MOST_HELD[split.schedule]: most)
+                patched.setattr(
+                    "leeway.planning.fused.default_most_held", lambda _, most=MOST_HELD[split.schedule]: most
+                )
             networks, reference = make_networks(folder / split.family, config, algorithm, mesh)
         for module in (module for network in networks.all for module in network.modules if module.share.is_last):
             if module.heads != "token":
-                let_it_matter(module.value_head)
+                set_nonzero(module.value_head)
         gradients = record_gradients(networks)
-        least, multiple = micro_batches_asked(config.schedule, place.num_stages)
+        least, multiple = micro_batches_required(config.schedule, place.num_stages)
         rule = {"num_replicas": place.num_replicas, "min_micro_batches": least, "multiple": multiple}
         if split.one_pass:
             rule["unit"] = algorithm.needs.separable
@@ -138,12 +140,12 @@ def one_rank(folder: Path, mesh: Mesh) -> None:
             numbers["loss"] = result.updates[0].metrics["loss"]
         seen = {f"seen.{name}": torch.tensor(value, dtype=torch.float64) for name, value in numbers.items()}
         save_file({**gradients, **seen}, folder / f"{split.name}-{place.num_replicas}x{place.num_stages}-{place.rank}")
-    assert num_whole, "no loss of groups took one pass"
+    assert num_whole, "no loss over groups ran in one pass"
 
 
 @torch.no_grad()
-def let_it_matter(value_head: torch.nn.Linear) -> None:
-    """One that is zero, as it is at first, sends no gradient into the layers below it."""
+def set_nonzero(value_head: torch.nn.Linear) -> None:
+    """Set nonzero weights, because the initial zeros pass no gradient to the layers below."""
     value_head.weight.copy_(torch.linspace(-0.5, 0.5, value_head.weight.numel(), dtype=torch.float64)[None])
     value_head.bias.fill_(0.1)
 
@@ -153,7 +155,7 @@ def norm_of(gradients: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def record_gradients(networks: Networks) -> dict[str, torch.Tensor]:
-    """Filled with copies of the gradients as the optimizer is about to use them."""
+    """Return a dictionary that is filled with copies of the gradients when the optimizer applies them."""
     found: dict[str, torch.Tensor] = {}
     of_critic = [] if networks.critic is None else networks.critic.optimizers
     for optimizer in networks.optimizers:
@@ -169,7 +171,7 @@ def record_gradients(networks: Networks) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """A folder with a model of each family."""
+    """Return a folder with a model of each family."""
     folder = tmp_path_factory.mktemp("splits")
     for family, config in FAMILIES.items():
         torch.manual_seed(0)
@@ -179,7 +181,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def unsplit(folder):
-    """A function that gives loss and gradients of the unsplit model by plain autograd, sequence by sequence."""
+    """Return a function that computes the unsplit model's loss and gradients by autograd, sequence by sequence."""
     known: dict[tuple[str, str], dict[str, torch.Tensor]] = {}
 
     def compute(family: str, algorithm: str) -> dict[str, torch.Tensor]:
@@ -193,7 +195,7 @@ def unsplit(folder):
 def gradients_of(path: Path, algorithm: AlgorithmConfig) -> dict[str, torch.Tensor]:
     softmax = F.softmax
     with pytest.MonkeyPatch.context() as patched:
-        # eager attention takes the softmax in float32, whatever the model is
+        # eager attention computes the softmax in float32 for every model dtype
         patched.setattr(F, "softmax", lambda scores, dim, dtype: softmax(scores, dim))
         model, critic = (
             AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, attn_implementation="eager") for _ in "12"
@@ -205,7 +207,7 @@ def gradients_of_plain(
     model: PreTrainedModel, critic: PreTrainedModel | None, algorithm: AlgorithmConfig
 ) -> dict[str, torch.Tensor]:
     head = torch.nn.Linear(SHAPE["hidden_size"], 1, dtype=torch.float64)
-    let_it_matter(head)
+    set_nonzero(head)
     rows = make_rows(0)
     batch = build(rows, 0, 300)
     logprobs, values = [], []
@@ -239,9 +241,7 @@ def gradients_of_plain(
     ("num_replicas", "num_stages"),
     [pytest.param(r, p, id=f"{r}x{p}", marks=() if (r, p) == SHORT_SHAPE else pytest.mark.full) for r, p in SHAPES],
 )
-def test_loss_and_gradients_are_those_of_the_unsplit_model_whatever_the_split(
-    folder, unsplit, num_replicas, num_stages
-):
+def test_loss_and_gradients_of_every_split_equal_those_of_the_unsplit_model(folder, unsplit, num_replicas, num_stages):
     run_ranks("tests.integration.test_learner_exactness", folder, [(num_replicas, num_stages)])
     worst = 0.0
     for split in splits(num_stages):
@@ -259,5 +259,5 @@ def test_loss_and_gradients_are_those_of_the_unsplit_model_whatever_the_split(
             scale = max(1.0, float(expected[name].abs().max()))
             worst = max(worst, float((gradient - expected[name]).abs().max()) / scale)
             assert worst <= 1e-10, f"{split}: {name}"
-        assert expected["seen.grad_norm"] > 1e-3, "a gradient of nothing would prove nothing"
+        assert expected["seen.grad_norm"] > 1e-3, "the gradients are not zero"
     print(f"{num_replicas} x {num_stages}: {len(splits(num_stages))} splits, largest difference {worst:.1e}")

@@ -1,4 +1,4 @@
-"""The reference scores in the step, over two stages, and its scores are stored."""
+"""The reference scores the samples of a step on two stages, and the scores are stored."""
 
 import time
 
@@ -7,16 +7,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from buffer.client import BufferClient
-from common.staleness import PolicyVersion
-from tests.faults.learner_run import GROUPS_PER_STEP, LearnerRun, make_model, make_up
+from leeway.buffer.client import BufferClient
+from leeway.common.staleness import PolicyVersion
+from tests.faults.learner_run import GROUPS_PER_STEP, LearnerRun, make_model, new_sample
 
 
 @pytest.fixture
 def run(tmp_path):
-    made = LearnerRun(tmp_path / "run")
-    yield made
-    made.close()
+    learner_run = LearnerRun(tmp_path / "run")
+    yield learner_run
+    learner_run.close()
 
 
 @pytest.fixture
@@ -28,17 +28,17 @@ def actor(run):
 
 
 def samples(actor, num_groups):
-    """Groups that an actor has made up, before it hands them in."""
+    """Return groups of synthetic samples of an actor before they are pushed."""
     random, found = np.random.default_rng(0), []
     while len(found) < num_groups:
         leases = actor.lease(num_groups - len(found)).result(60).leases
-        found += [[make_up(lease, i, PolicyVersion(0, 0), random) for i in lease.sample_indices] for lease in leases]
+        found += [[new_sample(lease, i, PolicyVersion(0, 0), random) for i in lease.sample_indices] for lease in leases]
         time.sleep(0.01)
     return found
 
 
 def scored_by_hand(run, sample, model="model"):
-    """Log-probabilities of the completion, by the whole model in one piece."""
+    """Return the log-probabilities of the completion, computed by the whole model."""
     model = AutoModelForCausalLM.from_pretrained(run.folder / model).double()
     tokens = torch.from_numpy(sample.token_ids.astype(np.int64))
     with torch.no_grad():
@@ -48,14 +48,14 @@ def scored_by_hand(run, sample, model="model"):
 
 
 def check(run, pushed, models):
-    """Each sample has the scores of the model of its prompt."""
+    """Check that each sample has the scores of the model of its prompt."""
     for sample, found in zip(pushed, run.scores().values(), strict=True):
         by_hand = scored_by_hand(run, sample, models[sample.prompt_id % len(models)])
         np.testing.assert_allclose(found, by_hand, rtol=0, atol=1e-5)
 
 
 def train_step(run, actor, **start):
-    """One step of all samples, which are returned."""
+    """Train one step on all samples and return them."""
     run.start(num_steps=1, **start)
     pushed = [sample for group in samples(actor, GROUPS_PER_STEP) for sample in group]
     for sample in pushed:
@@ -68,7 +68,7 @@ def test_a_step_stores_the_scores_of_its_samples(run, actor):
     check(run, train_step(run, actor), ["model"])
 
 
-def test_of_several_teachers_each_scores_its_own_prompts(run, actor):
+def test_each_of_several_teachers_scores_its_own_prompts(run, actor):
     names = ["math", "code"]
     for name, num_layers in zip(names, (2, 3), strict=True):
         make_model(run.folder / name, tied=True, num_layers=num_layers)

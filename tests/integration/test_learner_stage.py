@@ -1,4 +1,4 @@
-"""A stage: when it waits for the others and for how long, on which device it works, and what it takes for a loss."""
+"""A stage: timeouts when it waits for other ranks, its device, and which errors count as a lost rank."""
 
 import os
 import threading
@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from learner import mesh, stage
-from learner.config import LearnerConfig
-from learner.mesh import Agreement, GpuFailed, Mesh, StageLost, tells_of_loss
-from learner.report import TrainingDiverged
-from learner.stage import Stage
+from leeway.learner import mesh, stage
+from leeway.learner.config import LearnerConfig
+from leeway.learner.mesh import Agreement, GpuFailed, Mesh, StageLost, is_rank_loss
+from leeway.learner.report import TrainingDiverged
+from leeway.learner.stage import Stage
 from tests.world.learner import run_ranks
 from tests.world.run_context import run_context
 
@@ -35,7 +35,7 @@ def make_stage(folder: Path, **changes) -> Stage:
 @pytest.mark.parametrize(
     ("dtypes", "rounded"), [(("bfloat16",), True), (("float32",), False), (("bfloat16", "float32"), False)]
 )
-def test_what_is_computed_with_is_published_where_all_actors_serve_it(tmp_path, dtypes, rounded):
+def test_rounded_weights_are_published_if_all_actors_serve_bfloat16(tmp_path, dtypes, rounded):
     learner = Stage(run_context(tmp_path, serving_dtypes=dtypes), rank=0, rendezvous="")
     policy = SimpleNamespace(published_tensors=lambda *, rounded: rounded)
     published = []
@@ -53,67 +53,67 @@ def test_what_is_computed_with_is_published_where_all_actors_serve_it(tmp_path, 
 
 @pytest.fixture
 def events(monkeypatch):
-    """What a stage does, in order, with fakes for its models and for the other ranks."""
+    """Record the actions of a stage in order, with fakes for its models and for the other ranks."""
     seen: list[str] = []
 
-    def note(what, result=None):
-        return lambda *_, **__: seen.append(what) or result
+    def record(event, result=None):
+        return lambda *_, **__: seen.append(event) or result
 
     class Ranks:
         def __init__(self, rank, timeout_s):
             self.timeout_s = timeout_s
 
-        def say(self, text):
-            seen.append(f"all meet within {self.timeout_s:g} s")
+        def all_gather(self, text):
+            seen.append(f"all_gather within {self.timeout_s:g} s")
             return [text, text]
 
     def train_step(*_, **__):
-        seen.append("the step")
-        raise KeyboardInterrupt  # here the test has seen enough
+        seen.append("step")
+        raise KeyboardInterrupt  # ends the test run here
 
     policy = SimpleNamespace(exported_tensors=dict, dtype=torch.float32)
     networks = SimpleNamespace(policy=policy)
-    monkeypatch.setattr(stage, "join_group", note("rendezvous"))
+    monkeypatch.setattr(stage, "join_group", record("rendezvous"))
     monkeypatch.setattr(stage.Mesh, "build", lambda *_: None)
     monkeypatch.setattr(stage, "Agreement", Ranks)
-    monkeypatch.setattr(stage, "load_networks", note("policy loaded", networks))
-    monkeypatch.setattr(stage, "build_reference", note("reference loaded"))
+    monkeypatch.setattr(stage, "load_networks", record("policy loaded", networks))
+    monkeypatch.setattr(stage, "build_reference", record("reference loaded"))
     monkeypatch.setattr(stage, "TrainStep", train_step)
-    monkeypatch.setattr(stage, "write_shard", note("shard written"))
-    monkeypatch.setattr(stage, "complete_folder", note("folder written"))
-    monkeypatch.setattr(dist, "barrier", note("a collective"))
-    monkeypatch.setattr(dist, "destroy_process_group", note("parted"))
+    monkeypatch.setattr(stage, "write_shard", record("shard written"))
+    monkeypatch.setattr(stage, "complete_folder", record("folder written"))
+    monkeypatch.setattr(dist, "barrier", record("collective"))
+    monkeypatch.setattr(dist, "destroy_process_group", record("group destroyed"))
     return seen
 
 
-def test_stages_wait_for_one_that_loads_or_writes_slowly_as_long_as_a_start_may_take(events, tmp_path, monkeypatch):
-    monkeypatch.setattr("learner.stage.COLLECTIVE_TIMEOUT_S", 1.0)
+def test_stages_wait_for_a_slow_load_or_export_until_the_startup_timeout(events, tmp_path, monkeypatch):
+    monkeypatch.setattr("leeway.learner.stage.COLLECTIVE_TIMEOUT_S", 1.0)
     learner = make_stage(tmp_path)
     with pytest.raises(KeyboardInterrupt):
         learner.setup()
-    together = f"all meet within {STARTUP_S:g} s"
-    assert events == ["rendezvous", "policy loaded", "reference loaded", together, "the step"]
+    gathered = f"all_gather within {STARTUP_S:g} s"
+    assert events == ["rendezvous", "policy loaded", "reference loaded", gathered, "step"]
     events.clear()
     learner.export(tmp_path)
-    assert events == ["shard written", together, together, "parted"]
+    assert events == ["shard written", gathered, gathered, "group destroyed"]
 
 
-def test_a_rank_that_dies_while_others_wait_for_it_is_noticed_by_its_connection(tmp_path):
+def test_the_death_of_a_rank_is_detected_by_its_closed_connection(tmp_path):
     run_ranks("tests.integration.test_learner_stage", tmp_path, [(1, 2)])
-    assert (tmp_path / "said").read_text().startswith("stage 0 could not set up: one of the ranks [1] died")
+    assert (tmp_path / "error").read_text().startswith("stage 0 could not set up: one of the ranks [1] died")
 
 
 def one_rank(folder: Path, mesh: Mesh) -> None:
-    """What each process of that test runs: rank 1 dies where rank 0 waits for an hour."""
+    """Run on each process of that test: rank 1 dies while rank 0 waits with a timeout of an hour."""
     ranks = Agreement(mesh.place.rank, 3600.0)
     if mesh.place.rank == 0:
         with pytest.raises(StageLost) as caught:
-            make_stage(folder)._guard(lambda: ranks.say(""), "set up")
-        (folder / "said").write_text(str(caught.value))
+            make_stage(folder)._guard(lambda: ranks.all_gather(""), "set up")
+        (folder / "error").write_text(str(caught.value))
     os._exit(0)
 
 
-# --- what counts as a loss ------------------------------------------------------------------------
+# --- lost ranks -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -130,15 +130,15 @@ def one_rank(folder: Path, mesh: Mesh) -> None:
         (dist.DistStoreError("wait timeout after 1000ms"), True),
         (RuntimeError("[../gloo/transport/tcp/pair.cc:525] Connection closed by peer [127.0.0.1]:1"), True),
         (RuntimeError("NCCL communicator was aborted on rank 1."), True),
-        (TrainingDiverged("steps 1, 2, 3. The draws are in /runs/gloo-or-NCCL/bad_batches"), False),
+        (TrainingDiverged("steps 1, 2, 3. The batches are in /runs/gloo-or-NCCL/bad_batches"), False),
         (dist.DistBackendError("NCCL error: Cuda failure 700 'an illegal memory access was encountered'"), False),
     ],
 )
-def test_a_gpu_that_two_ranks_share_is_no_lost_rank(tmp_path, error, is_loss):
+def test_only_lost_connections_count_as_a_lost_rank(tmp_path, error, is_loss):
     def fail():
         raise error
 
-    assert tells_of_loss(error) == is_loss
+    assert is_rank_loss(error) == is_loss
     with pytest.raises(StageLost if is_loss else type(error)) as caught:
         make_stage(tmp_path)._guard(fail, "train")
     assert (caught.value is error) != is_loss
@@ -148,7 +148,7 @@ HINTS = "\nCUDA kernel errors might be asynchronously reported at some other API
 
 
 @pytest.mark.parametrize(
-    ("said", "is_fault"),
+    ("message", "is_fault"),
     [
         ("CUDA error: uncorrectable ECC error encountered", True),
         ("CUDA error: uncorrectable NVLink error detected during the execution", True),
@@ -160,9 +160,9 @@ HINTS = "\nCUDA kernel errors might be asynchronously reported at some other API
         ("CUDA out of memory. Tried to allocate 2.00 GiB", False),
     ],
 )
-def test_a_gpu_that_fails_as_hardware_does_is_lost_and_a_bug_is_not(tmp_path, said, is_fault):
-    """The sentences are CUDA's, as torch passes them on; no GPU said them here."""
-    error = torch.AcceleratorError(said + HINTS)
+def test_a_hardware_fault_counts_as_a_failed_gpu_and_a_bug_does_not(tmp_path, message, is_fault):
+    """The messages are those of CUDA as raised by torch; no GPU is used."""
+    error = torch.AcceleratorError(message + HINTS)
 
     def fail():
         raise error
@@ -170,9 +170,8 @@ def test_a_gpu_that_fails_as_hardware_does_is_lost_and_a_bug_is_not(tmp_path, sa
     with pytest.raises(GpuFailed if is_fault else torch.AcceleratorError) as caught:
         make_stage(tmp_path)._guard(fail, "train")
     if is_fault:
-        assert f"stage 0 could not train: its GPU cpu failed: AcceleratorError: {said.splitlines()[0]}. Look" in str(
-            caught.value
-        )
+        first = message.splitlines()[0]
+        assert f"stage 0 could not train: its GPU cpu failed: AcceleratorError: {first}. Check" in str(caught.value)
         assert "\n" not in str(caught.value)
     else:
         assert caught.value is error
@@ -183,7 +182,7 @@ def test_a_gpu_that_fails_as_hardware_does_is_lost_and_a_bug_is_not(tmp_path, sa
 
 @pytest.fixture
 def gpus(monkeypatch):
-    """Two GPUs, faked: by thread, which one was made its current one."""
+    """Fake two GPUs and return the current device by thread."""
     current: dict[int, torch.device] = {}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -191,7 +190,7 @@ def gpus(monkeypatch):
     return current
 
 
-def test_every_thread_that_enters_a_stage_works_on_its_gpu(events, gpus, tmp_path):
+def test_every_thread_that_enters_a_stage_uses_its_gpu(events, gpus, tmp_path):
     learner = make_stage(tmp_path, gpus=1)
     with pytest.raises(KeyboardInterrupt):
         learner.setup()
@@ -202,39 +201,39 @@ def test_every_thread_that_enters_a_stage_works_on_its_gpu(events, gpus, tmp_pat
     assert list(gpus.values()) == [torch.device("cuda", 0)]
 
 
-def test_a_stage_that_shares_a_gpu_is_held_to_its_share_before_it_meets_the_others(events, gpus, tmp_path, monkeypatch):
-    held = []
-    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *told: held.append((*told, list(events))))
+def test_a_stage_limits_its_memory_on_a_shared_gpu_before_the_rendezvous(events, gpus, tmp_path, monkeypatch):
+    caps = []
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *args: caps.append((*args, list(events))))
     with pytest.raises(KeyboardInterrupt):
         make_stage(tmp_path, gpus=0.6).setup()
-    assert held == [(0.6, torch.device("cuda", 0), [])]
+    assert caps == [(0.6, torch.device("cuda", 0), [])]
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda:1"])
-def test_the_process_group_is_told_the_gpu_and_nothing_on_a_cpu(monkeypatch, device):
-    told = {}
-    store = SimpleNamespace(set_timeout=lambda limit: told.update(store_s=limit.seconds))
-    monkeypatch.setattr(dist, "TCPStore", lambda *at, **_: told.update(met_s=at[4].seconds) or store)
-    monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: told.update(options, backend=backend))
+def test_the_process_group_gets_the_gpu_or_no_device_on_a_cpu(monkeypatch, device):
+    passed = {}
+    store = SimpleNamespace(set_timeout=lambda limit: passed.update(store_s=limit.seconds))
+    monkeypatch.setattr(dist, "TCPStore", lambda *at, **_: passed.update(met_s=at[4].seconds) or store)
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: passed.update(options, backend=backend))
     monkeypatch.setattr(mesh, "_interface_to", lambda *_: None)
-    limits = {"meets_within": timedelta(seconds=300), "timeout": timedelta(seconds=1)}
+    limits = {"rendezvous_timeout": timedelta(seconds=300), "timeout": timedelta(seconds=1)}
     mesh.join_group("tcp://127.0.0.1:1", torch.device(device), rank=1, num_ranks=2, **limits)
-    assert (told["met_s"], told["store_s"], told["timeout"].seconds) == (300, 1, 1), "the last may come late"
+    assert (passed["met_s"], passed["store_s"], passed["timeout"].seconds) == (300, 1, 1), "the last rank may join late"
     if device == "cpu":
-        assert (told["backend"], told["device_id"]) == ("gloo", None)
+        assert (passed["backend"], passed["device_id"]) == ("gloo", None)
     else:
-        assert (told["backend"], told["device_id"]) == ("cpu:gloo,cuda:nccl", torch.device("cuda", 1))
+        assert (passed["backend"], passed["device_id"]) == ("cpu:gloo,cuda:nccl", torch.device("cuda", 1))
 
 
 @pytest.mark.parametrize("chosen", [None, "eth7"])
-def test_all_that_ranks_say_to_each_other_stays_on_the_interface_of_the_rendezvous(monkeypatch, chosen):
+def test_ranks_communicate_only_over_the_interface_of_the_rendezvous(monkeypatch, chosen):
     monkeypatch.setattr(dist, "TCPStore", lambda *_, **__: SimpleNamespace(set_timeout=lambda _: None))
     monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.setenv(name, chosen or "")
         if chosen is None:
             monkeypatch.delenv(name)
-    limits = {"meets_within": timedelta(seconds=1), "timeout": timedelta(seconds=1)}
+    limits = {"rendezvous_timeout": timedelta(seconds=1), "timeout": timedelta(seconds=1)}
     mesh.join_group("tcp://127.0.0.1:1", torch.device("cpu"), rank=1, num_ranks=2, **limits)
     assert os.environ["GLOO_SOCKET_IFNAME"] == (chosen or "lo")
     assert os.environ["NCCL_SOCKET_IFNAME"] == (chosen or "=lo")

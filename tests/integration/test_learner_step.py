@@ -1,4 +1,4 @@
-"""The step against an unsplit Transformers model trained by plain autograd on whole minibatches, in float64."""
+"""The step compared with an unsplit Transformers model trained by autograd on whole minibatches, in float64."""
 
 from functools import cache
 from pathlib import Path
@@ -8,14 +8,14 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from algorithms.off_policy_ppo import OffPolicyPPOConfig
-from algorithms.online_dpo import OnlineDPOConfig
-from algorithms.registry import loss_for
-from algorithms.trajectory_balance import TrajectoryBalanceConfig
-from learner.batch import Leaves
-from learner.config import LearnerConfig
-from learner.mesh import Mesh
-from learner.step import _Clock, minibatches
+from leeway.algorithms.off_policy_ppo import OffPolicyPPOConfig
+from leeway.algorithms.online_dpo import OnlineDPOConfig
+from leeway.algorithms.registry import loss_for
+from leeway.algorithms.trajectory_balance import TrajectoryBalanceConfig
+from leeway.learner.batch import Leaves
+from leeway.learner.config import LearnerConfig
+from leeway.learner.mesh import Mesh
+from leeway.learner.step import _Clock, minibatches
 from tests.full import FULL
 from tests.world.learner import (
     NUM_STEPS,
@@ -59,7 +59,7 @@ CASES = {
 SHAPES = [(1, 1), (2, 2), *([(1, 2)] if FULL else ())]
 """Replicas and stages."""
 WITHOUT_STAGES = CASES if FULL else ("balance", "ppo", "ppo-several", "ppo-epochs", "model")
-"""Of one process alone `make test` takes each way through the step once."""
+"""Cases of a single process; with them `make test` runs each path through the step once."""
 SPLITS = [(name, shape) for shape in SHAPES for name in CASES if shape != (1, 1) or name in WITHOUT_STAGES]
 IN_FLOAT32 = {
     f"{kind}-{precision}": Case(
@@ -71,7 +71,7 @@ IN_FLOAT32 = {
 
 
 def one_rank(folder: Path, mesh: Mesh) -> None:
-    """What each process of the fixture runs."""
+    """Run on each process of the fixture."""
     shape = (mesh.place.num_replicas, mesh.place.num_stages)
     cases = {name: CASES[name] for name, where in SPLITS if where == shape}
     train_cases(cases | IN_FLOAT32, folder, mesh)
@@ -79,7 +79,7 @@ def one_rank(folder: Path, mesh: Mesh) -> None:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> Path:
-    """Every case trained by one process, by two stages, and by two replicas of them."""
+    """Train every case by one process, by two stages, and by two replicas of them."""
     folder = tmp_path_factory.mktemp("exactness")
     make_models(folder)
     run_ranks("tests.integration.test_learner_step", folder, SHAPES)
@@ -87,7 +87,7 @@ def trained(tmp_path_factory) -> Path:
 
 
 class Unsplit:
-    """The same run with plain autograd through the whole loss, and torch's own AdamW and clipping."""
+    """Reference run with plain autograd through the whole loss, and the AdamW and clipping of torch."""
 
     def __init__(self, folder: Path, case: Case) -> None:
         self.case = case
@@ -118,7 +118,7 @@ class Unsplit:
             scores = (out.logits[0] / TEMPERATURE).log_softmax(-1)
             logprobs.append(scores[predicting].gather(1, tokens[row.prompt_length :, None])[:, 0])
             if self.kind is not None:
-                # the last hidden state is the one behind the final norm
+                # the last hidden state is the output of the final norm
                 states = out.hidden_states[-1] if self.critic is None else self.critic(tokens[None]).last_hidden_state
                 values.append(self.head(states[0, predicting])[:, 0])
         return Leaves(torch.cat(logprobs), torch.cat(values) if values else None)
@@ -142,7 +142,7 @@ class Unsplit:
     def _update(self, part, rows, old, reference_T, where) -> None:
         leaves = self.leaves(rows)
         inputs = part.loss_inputs(leaves, old, reference_T)
-        # put the model's graph back in place of the leaves
+        # replace the leaves by the graph of the model
         graph = {"logprobs_T": leaves.logprobs_T, "values_T": leaves.values_T}
         loss = loss_for(self.case.algorithm)(type(inputs)(**{**vars(inputs), **graph})).loss
         for optimizer in self.optimizers:
@@ -173,7 +173,7 @@ class Unsplit:
 
 @pytest.fixture(scope="module")
 def unsplit_of(trained):
-    """`unsplit_of(name)`: the case trained unsplit, once for all shapes."""
+    """Return `unsplit_of(name)`, which trains a case unsplit, once for all shapes."""
 
     @cache
     def train(name: str) -> Unsplit:
@@ -192,7 +192,7 @@ def test_split_training_equals_unsplit_training_on_the_whole_batch_loss(trained,
     parts = [load_file(trained / file) for file in files]
     for key, value in unsplit.seen.items():
         assert parts[num_stages - 1][key].item() == pytest.approx(value, rel=1e-12, abs=1e-13), key
-    assert unsplit.seen["seen.0.0.grad_norm"] > 0.05, "clipping must be at work"
+    assert unsplit.seen["seen.0.0.grad_norm"] > 0.05, "clipping must be active"
     merged = {key: tensor for part in parts for key, tensor in part.items() if not key.startswith("seen.")}
     weights = unsplit.weights()
     assert merged.keys() == weights.keys()
@@ -208,26 +208,26 @@ def clip_fractions(folder: Path, name: str) -> list[float]:
     return [float(found[key]) for key in sorted(found) if any(key.endswith(side) for side in sides)]
 
 
-def test_several_updates_of_a_draw_reach_the_clip_and_one_never_does(trained):
+def test_several_updates_of_a_step_reach_the_clip_and_one_never_does(trained):
     assert set(clip_fractions(trained, "ppo")) == {0.0}
     assert max(clip_fractions(trained, "ppo-several")) > 0
     assert max(clip_fractions(trained, "ppo-epochs")) > 0
 
 
 @pytest.mark.parametrize("name", IN_FLOAT32)
-def test_adam_and_clipping_in_float32_keep_tied_copies_alike_and_stay_near_the_unsplit_model(trained, name):
+def test_float32_training_keeps_tied_copies_equal_and_stays_near_one_process(trained, name):
     one, first, last = (load_file(trained / f"{name}-{where}.safetensors") for where in ("1x1-0", "2x2-0", "2x2-1"))
     case = IN_FLOAT32[name]
     both = first | last
-    assert one["seen.0.0.grad_norm"] > case.config.max_grad_norm, "clipping must be at work"
+    assert one["seen.0.0.grad_norm"] > case.config.max_grad_norm, "clipping must be active"
     assert torch.equal(both["lm_head.weight"], both["model.embed_tokens.weight"]) == (case.kind == "tied")
     start = load_file(trained / case.kind / "model.safetensors")
     for key, tensor in both.items():
         if not key.startswith("seen."):
             assert tensor.dtype == torch.float32
-            begun = start[key if key in start else "model.embed_tokens.weight"]
-            # Adam moves every weight about as far, whatever its gradient is: the direction tells
-            cosine = torch.cosine_similarity((tensor - begun).flatten(), (one[key] - begun).flatten(), dim=0)
+            initial = start[key if key in start else "model.embed_tokens.weight"]
+            # Adam moves every weight by a similar distance for any gradient, so compare directions
+            cosine = torch.cosine_similarity((tensor - initial).flatten(), (one[key] - initial).flatten(), dim=0)
             assert cosine > 0.9, key
             if case.precision == "float32":
                 torch.testing.assert_close(tensor, one[key], rtol=0, atol=1e-5, msg=key)
@@ -237,7 +237,7 @@ def test_adam_and_clipping_in_float32_keep_tied_copies_alike_and_stay_near_the_u
             assert both[key].item() == pytest.approx(one[key].item(), rel=rel), key
 
 
-def test_a_lap_waits_for_the_kernels_of_its_own_gpu_and_for_none_on_a_cpu(monkeypatch):
+def test_a_clock_lap_waits_for_the_kernels_of_its_gpu_and_for_none_on_a_cpu(monkeypatch):
     waited = []
     monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
     for device in (torch.device("cuda", 1), torch.device("cpu")):

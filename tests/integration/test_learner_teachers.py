@@ -1,6 +1,6 @@
-"""Of several teachers each scores its own prompts: a mixed batch has the scores and the gradient of the unsplit models.
+"""Several teachers: each scores its own prompts, and a mixed batch has the scores and gradient of the unsplit models.
 
-In float64, on one stage and on two, in one pass and in two; the second with teachers that lie on disk meanwhile.
+In float64, on one stage and on two, in one pass and in two; the latter with off-loaded teachers.
 """
 
 from pathlib import Path
@@ -11,20 +11,20 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, PreTrainedModel, Qwen3Config
 
-from algorithms.distillation import DistillationConfig
-from algorithms.registry import loss_for
-from learner.batch import Leaves
-from learner.config import LearnerConfig
-from learner.mesh import Mesh
-from learner.packing import micro_batches_asked
-from learner.step import TrainStep
+from leeway.algorithms.distillation import DistillationConfig
+from leeway.algorithms.registry import loss_for
+from leeway.learner.batch import Leaves
+from leeway.learner.config import LearnerConfig
+from leeway.learner.mesh import Mesh
+from leeway.learner.packing import micro_batches_required
+from leeway.learner.step import TrainStep
 from tests.integration.test_learner_exactness import SHAPE, record_gradients
 from tests.world.learner import SEED, TEMPERATURE, build, make_networks, make_rows, run_ranks
 
 ALGORITHM = DistillationConfig()
 MODELS = {
     "student": LlamaConfig(**SHAPE, tie_word_embeddings=True),
-    # of other families, widths and depths
+    # other families, widths and depths
     "math": Qwen3Config(**{**SHAPE, "hidden_size": 24, "num_hidden_layers": 3}, tie_word_embeddings=False),
     "code": Gemma2Config(**{**SHAPE, "num_hidden_layers": 2}, sliding_window=8, query_pre_attn_scalar=4),
 }
@@ -34,9 +34,9 @@ BUDGET = 30
 
 
 def one_rank(folder: Path, mesh: Mesh) -> None:
-    """What each process of a test runs."""
+    """Run on each process of a test."""
     place = mesh.place
-    fewest, multiple = micro_batches_asked("1f1b", place.num_stages)
+    fewest, multiple = micro_batches_required("1f1b", place.num_stages)
     rule = {"min_micro_batches": fewest, "multiple": multiple}
     for name, one_pass, offload in (("once", True, "none"), ("twice", False, "cpu")):
         config = LearnerConfig(reference_offload=offload)
@@ -63,7 +63,7 @@ def one_rank(folder: Path, mesh: Mesh) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """A folder with a student and its teachers."""
+    """Return a folder with a student and its teachers."""
     folder = tmp_path_factory.mktemp("teachers")
     for number, (name, config) in enumerate(MODELS.items()):
         torch.manual_seed(number)
@@ -79,10 +79,10 @@ def logprobs_of(model: PreTrainedModel, row) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def unsplit(folder) -> dict[str, torch.Tensor]:
-    """Scores, each by the whole teacher of its prompt, and the gradient of the whole student, by plain autograd."""
+    """Return scores by the unsplit teacher of each prompt, and the unsplit student's gradient by plain autograd."""
     softmax = F.softmax
     with pytest.MonkeyPatch.context() as patched:
-        # eager attention takes the softmax in float32, whatever the model is
+        # eager attention computes the softmax in float32 for every model dtype
         patched.setattr(F, "softmax", lambda scores, dim, dtype: softmax(scores, dim))
         models = {
             name: AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float64, attn_implementation="eager")
@@ -94,7 +94,7 @@ def unsplit(folder) -> dict[str, torch.Tensor]:
             by_teacher = [torch.cat([logprobs_of(models[name], row) for row in rows]) for name in TEACHERS]
             own = [logprobs_of(models[TEACHERS[TEACHER_OF_PROMPT[row.prompt_id]]], row) for row in rows]
         reference_T = torch.cat(own).float()
-        assert all((reference_T - each).abs().max() > 1 for each in by_teacher), "one teacher alone would not do"
+        assert all((reference_T - each).abs().max() > 1 for each in by_teacher), "each single teacher differs"
         leaves = Leaves(torch.cat([logprobs_of(models["student"], row) for row in rows]))
         inputs = build(rows, 0, 300).loss_inputs(leaves, leaves, reference_T.double())
         loss_for(ALGORITHM)(type(inputs)(**{**vars(inputs), "logprobs_T": leaves.logprobs_T})).loss.backward()
@@ -102,15 +102,13 @@ def unsplit(folder) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("num_stages", [1, 2])
-def test_scores_and_gradient_of_a_mixed_batch_are_those_of_the_unsplit_models_each_on_its_own(
-    folder, unsplit, num_stages
-):
+def test_scores_and_gradient_of_a_mixed_batch_equal_those_of_the_unsplit_models(folder, unsplit, num_stages):
     run_ranks("tests.integration.test_learner_teachers", folder, [(1, num_stages)])
     for name in ("once", "twice"):
         found: dict[str, torch.Tensor] = {}
         for rank in range(num_stages):
             found |= load_file(folder / f"{name}-{num_stages}-{rank}")
-        assert torch.equal(found["scores"], unsplit["scores"]), "in float32, as they are stored"
+        assert torch.equal(found["scores"], unsplit["scores"]), "scores are stored in float32"
         if num_stages > 1:
             assert torch.equal(found.pop("lm_head.weight"), found["model.embed_tokens.weight"])
         assert found.keys() == unsplit.keys()

@@ -1,7 +1,7 @@
-"""The rule `code` never passes a wrong program and never fails a right one, whatever form the tests have.
+"""The rule `code` never passes a wrong program and never fails a correct one, in any format of the tests.
 
-The oracle is by construction: a function is written from an expression, the tests hold what that expression is for
-each input, and a wrong program differs from it on at least one of them or never computes it at all.
+The oracle is known by construction: a function is written from an expression, the tests hold the value of that
+expression for each input, and a wrong program differs from it on at least one input or never computes it.
 """
 
 import asyncio
@@ -10,12 +10,13 @@ import random
 import subprocess
 from pathlib import Path
 
-from actors.tasks import Problem, code
-from actors.tasks.config import CodeRule
-from actors.tasks.task import NoScore
 from tests.full import pick
 
-# (argument names, right expression, wrong expressions, how to draw the arguments)
+from leeway.actors.tasks import Problem, code
+from leeway.actors.tasks.config import CodeRule
+from leeway.actors.tasks.task import NoScore
+
+# (argument names, correct expression, wrong expressions, generator of the arguments)
 FUNCTIONS = [
     ("a, b", "a + b", ["a - b", "a + b + 1", "str(a + b)", "[a + b]", "None"], lambda r: (n(r), n(r))),
     ("s", "s[::-1]", ["s", "s[1:]", "list(s[::-1])", "s.upper()"], lambda r: (word(r),)),
@@ -77,15 +78,15 @@ def word(r):
     return "".join(r.choices("abcdefg", k=4)) + "z"
 
 
-def called(name, args):
+def call_of(name, args):
     return f"{name}({', '.join(map(repr, args))})"
 
 
-def equal(name, args, wanted):
-    """A condition that holds for the right result alone."""
-    if isinstance(wanted, float):
-        return f"abs({called(name, args)} - {wanted!r}) < {abs(wanted) * 1e-7!r}"
-    return f"{called(name, args)} == {wanted!r}"
+def equal(name, args, expected):
+    """Return a condition that holds only for the correct result."""
+    if isinstance(expected, float):
+        return f"abs({call_of(name, args)} - {expected!r}) < {abs(expected) * 1e-7!r}"
+    return f"{call_of(name, args)} == {expected!r}"
 
 
 def asserts(name, cases, indent=""):
@@ -98,9 +99,9 @@ def text(*lines):
 
 def unittest_of(name, cases, end):
     lines = [
-        f"    def test_{i}(self):\n        self.{'assertAlmostEqual' if isinstance(wanted, float) else 'assertEqual'}"
-        f"({called(name, args)}, {wanted!r}{', places=15' if isinstance(wanted, float) else ''})"
-        for i, (args, wanted) in enumerate(cases)
+        f"    def test_{i}(self):\n        self.{'assertAlmostEqual' if isinstance(expected, float) else 'assertEqual'}"
+        f"({call_of(name, args)}, {expected!r}{', places=15' if isinstance(expected, float) else ''})"
+        for i, (args, expected) in enumerate(cases)
     ]
     return text("import unittest", "class TestIt(unittest.TestCase):", *lines, end)
 
@@ -118,7 +119,7 @@ def assertion(out, exp):
         assert out == exp
 """
 WRAPPED = "inputs and outputs as JSON"
-"""Each output in a list of its own, as APPS has them: a program may return either."""
+"""Each output is wrapped in a list, as in APPS: a program may return either form."""
 # name, cases -> tests and the other columns of the row
 FORMS = {
     "list of asserts": lambda f, c: (asserts(f, c), {}),
@@ -214,7 +215,7 @@ FORMS = {
 
 
 def program(r, name, args, expression):
-    """The function in one of the shapes that programs have."""
+    """Return the function in one of the forms that models write."""
     body = [f"return {expression}", f"result = {expression}\n        return result"]
     head = r.choice(["", "import math\nfrom collections import Counter\n", "# the solution\n"])
     tail = r.choice(["", f"\nif __name__ == '__main__':\n    print({name})\n    raise SystemExit(3)\n"])
@@ -230,24 +231,24 @@ def program(r, name, args, expression):
 
 
 def cases_of(r, draw, args, right):
-    drawn = [draw(r) for _ in range(r.randint(2, 4))]
-    return [(one, eval(f"(lambda {args}: {right})(*one)", {"one": one})) for one in drawn]
+    arguments = [draw(r) for _ in range(r.randint(2, 4))]
+    return [(one, eval(f"(lambda {args}: {right})(*one)", {"one": one})) for one in arguments]
 
 
 def differs(args, expression, cases, *, is_wrapped):
-    """Whether a judge has to see it: `==` of Python, in proportion where a float is wanted."""
-    for one, wanted in cases:
+    """Return whether the tests must notice the expression: Python's `==`, with a relative tolerance for floats."""
+    for one, expected in cases:
         got = eval(f"(lambda {args}: {expression})(*one)", {"one": one})
-        if isinstance(wanted, float):
-            if not isinstance(got, float | int) or abs(got - wanted) > abs(wanted) * 1e-6:
+        if isinstance(expected, float):
+            if not isinstance(got, float | int) or abs(got - expected) > abs(expected) * 1e-6:
                 return True
-        elif got != wanted and not (is_wrapped and got == [wanted]):
+        elif got != expected and not (is_wrapped and got == [expected]):
             return True
     return False
 
 
-def drawn(r):
-    """One row, a completion, and whether that is right."""
+def random_case(r):
+    """Return one row, a completion, its kind and the test format."""
     form = r.choice(list(FORMS))
     args, right, wrongs, draw = r.choice(FUNCTIONS)
     name = r.choice(NAMES)
@@ -276,15 +277,15 @@ def seed_of_commit():
     return int(found.stdout[:8] or "0", 16)
 
 
-def test_no_wrong_program_passes_and_no_right_one_fails_in_any_form():
+def test_no_wrong_program_passes_and_no_correct_one_fails_in_any_format():
     seed = seed_of_commit()
     r = random.Random(seed)
-    problems, completions, kinds, forms = zip(*[drawn(r) for _ in range(pick(60, 300))], strict=True)
+    problems, completions, kinds, forms = zip(*[random_case(r) for _ in range(pick(60, 300))], strict=True)
     call = code.load_code("code", CodeRule(timeout_s=60.0), lambda problem: problem.columns["tests"])
     scores = asyncio.run(call(problems, completions))
-    odd = [
+    faults = [
         (form, kind, score, completion, problem.columns)
         for score, kind, form, completion, problem in zip(scores, kinds, forms, completions, problems, strict=True)
         if score != (1.0 if kind == "right" else 0.0) and not (kind == "hack" and isinstance(score, NoScore))
     ]
-    assert not odd, f"seed {seed:08x}: {len(odd)} of {len(scores)}, the first {odd[0]}"
+    assert not faults, f"seed {seed:08x}: {len(faults)} of {len(scores)}, the first {faults[0]}"

@@ -1,7 +1,7 @@
-"""The rule `math` on numbers in the forms that models write, against values known by construction.
+"""The rule `math` on numbers in the notations that models write, against values known by construction.
 
-A pair is built from a value: the row's answer is one spelling of it, and the completion holds a spelling of the same
-value or of another one. Nothing here reads a number back, so the rule is held to arithmetic and not to itself.
+A pair is built from a value: the row's answer is one notation of it, and the completion holds a notation of the same
+value or of another one. The test never parses numbers, so the rule is checked against arithmetic and not itself.
 """
 
 import random
@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from actors.tasks.config import MathRule
-from actors.tasks.rules import load_rule
-from actors.tasks.task import NoScore, Problem
+from leeway.actors.tasks.config import MathRule
+from leeway.actors.tasks.rules import load_rule
+from leeway.actors.tasks.task import NoScore, Problem
 
 NUM_PAIRS = 3000
 RIGHT_AT_LEAST = 0.98
@@ -23,20 +23,20 @@ SPACES = ("\u00a0", "\u2009", "\u202f")
 
 
 def seed_of_commit():
-    """The first eight hexadecimal digits of the commit under test, so each commit meets other pairs."""
+    """Return the first eight hexadecimal digits of the commit, so that each commit is tested on different pairs."""
     if shutil.which("git"):
-        asked = ["git", "rev-parse", "HEAD"]
-        ran = subprocess.run(asked, cwd=Path(__file__).parent, capture_output=True, text=True, check=False, timeout=30)
+        args = ["git", "rev-parse", "HEAD"]
+        ran = subprocess.run(args, cwd=Path(__file__).parent, capture_output=True, text=True, check=False, timeout=30)
         if ran.returncode == 0:
             return int(ran.stdout[:8], 16)
     return 0x5EED
 
 
-# --- spellings: value -> text, or None where the value has none of that form --------------------------
+# --- notations: value -> text, or None if the value has no such notation ------------------------------
 
 
 def decimal(value):
-    """Digits of a terminating decimal without a sign, or None."""
+    """Return the digits of a terminating decimal without a sign, or None."""
     denominator, places = value.denominator, 0
     while (10**places) % denominator:
         places += 1
@@ -133,8 +133,8 @@ LATEX = (
 )
 
 
-def spelled(value, chance, forms):
-    """One spelling, with its sign."""
+def notation_of(value, chance, forms):
+    """Return one notation, with its sign."""
     while True:
         text = chance.choice(forms)(value, chance)
         if text:
@@ -172,9 +172,9 @@ REMARKS = ("", "", "", "\n", " That is all.", " I hope this helps!", "\n\nLet me
 
 
 def completion_of(value, decoy, chance):
-    """A completion whose answer is `value`; other numbers come before it, and behind a box."""
+    """Return a completion whose answer is `value`; other numbers precede it, or follow it after a box."""
     if chance.random() < 0.6:
-        text, number = chance.choice(PLAIN_WRAPPERS), spelled(value, chance, PLAIN)
+        text, number = chance.choice(PLAIN_WRAPPERS), notation_of(value, chance, PLAIN)
         if text == "N" and "%" not in number and "percent" not in number and chance.random() < 0.5:
             text += chance.choice(AFTER_WHOLE)
         elif text == "N" and number[0].isdigit() and "/" not in number and "%" not in number and chance.random() < 0.3:
@@ -182,7 +182,7 @@ def completion_of(value, decoy, chance):
         if number.endswith("%") and "boxed" in text:
             number = number[:-1] + r"\%"
     else:
-        text, number = chance.choice(LATEX_WRAPPERS), spelled(value, chance, LATEX)
+        text, number = chance.choice(LATEX_WRAPPERS), notation_of(value, chance, LATEX)
     shown = text.replace("N", number)
     other = decimal(decoy) or fraction(decoy, "A/B")
     before = chance.choice((
@@ -217,30 +217,30 @@ def random_value(chance):
 
 
 def other_value(value, chance):
-    """A value that is not this one, mostly close to it or a usual mistake."""
+    """Return a different value, mostly close to `value` or a common mistake."""
     near = chance.choice((
         value + 1, value - 1, -value, 10 * value, value / 10, 2 * value, value / 2, value + Fraction(1, 10**20),
         value + Fraction(1, 10**7), value * (1 + Fraction(1, 10**9)), 1 / value if value else value + 3,
         value + chance.randrange(2, 50), random_value(chance),
     ))  # fmt: skip
-    is_right = near in (value, 100 * value, value / 100)  # 80 is right for 80%, as math-verify has it
+    is_right = near in (value, 100 * value, value / 100)  # math-verify accepts 80 for 80%
     return value + 1 if is_right else near
 
 
 def answer_of(value, chance):
-    """The row's answer, in a form that rows have."""
+    """Return the row's answer, in a notation of real rows."""
     choice = chance.randrange(8)
     if choice == 0 and value.denominator == 1:
         return int(value)
     if choice == 1 and value.denominator == 1 and abs(value) < 2**53:
         return float(value)
     if choice == 2:
-        return "Some 3 and 4 make it.\n#### " + spelled(value, chance, PLAIN[:2] + PLAIN[7:8] + PLAIN[12:13])
+        return "Some 3 and 4 make it.\n#### " + notation_of(value, chance, PLAIN[:2] + PLAIN[7:8] + PLAIN[12:13])
     if choice == 3:
-        return f"${spelled(value, chance, LATEX)}$"
+        return f"${notation_of(value, chance, LATEX)}$"
     if choice == 4:
-        return spelled(value, chance, LATEX)
-    return spelled(value, chance, PLAIN)
+        return notation_of(value, chance, LATEX)
+    return notation_of(value, chance, PLAIN)
 
 
 def pairs(seed, count):
@@ -253,7 +253,7 @@ def pairs(seed, count):
         yield answer_of(value, chance), completion_of(given, decoy, chance), is_right
 
 
-def test_no_wrong_number_gets_a_reward_and_right_ones_do_in_whatever_form_they_are_written():
+def test_correct_numbers_get_a_reward_and_wrong_ones_do_not_in_any_notation():
     pytest.importorskip("math_verify")
     seed = seed_of_commit()
     rule = load_rule("math", MathRule(), ["answer"])

@@ -1,15 +1,15 @@
-"""An actor's busy time is exactly the union of its requests' intervals, however they overlap."""
+"""The busy time of an actor is the union of the intervals of its requests, for any overlap."""
 
 import itertools
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.report import BusyClock
+from leeway.actors.report import BusyClock
 
 
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 10)), max_size=30), st.sets(st.integers(0, 50)))
-def test_busy_intervals_are_the_union_of_the_requests_whenever_they_are_taken(requests, takes):
+def test_busy_intervals_are_the_union_of_all_requests(requests, takes):
     now = 0
     clock = BusyClock(lambda: now)
     intervals = []

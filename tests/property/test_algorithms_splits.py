@@ -1,20 +1,20 @@
-"""A step sees micro-batches, a loss the whole batch: their gradients are the same, for any split and every loss."""
+"""The gradient over micro-batches equals the gradient of the loss over the whole batch, for any split and loss."""
 
 from dataclasses import replace
 
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.unit.loss_batches import CONFIGS, make_inputs
 from torch import nn
 
-from algorithms.registry import loss_for
-from tests.unit.loss_batches import CONFIGS, make_inputs
+from leeway.algorithms.registry import loss_for
 
 VOCABULARY = 5
 
 
 class Model(nn.Module):
-    """Log-probability and value of each token from the one before it: the smallest model with shared parameters."""
+    """Smallest model with shared parameters: log-probability and value of each token from the previous token."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Model(nn.Module):
 
 @st.composite
 def splits(draw):
-    """A batch, the tokens before and at each of its places, and the micro-batch of each sequence."""
+    """Draw a batch, the previous and the current token of each index, the micro-batch of each sequence, and a model."""
     lengths = draw(st.lists(st.integers(0, 5), min_size=2, max_size=8).filter(any))
     groups = [draw(st.integers(0, max(0, len(lengths) // 2 - 1))) for _ in lengths]
     groups = [sorted(set(groups)).index(group) for group in groups]
@@ -52,11 +52,11 @@ def splits(draw):
 def test_any_split_into_micro_batches_has_the_gradient_of_the_whole_batch(split):
     inputs, (previous_T, token_T), part_B, model = split
     for name, config in CONFIGS.items():
-        # the loss with the model's graph behind it
+        # the loss with the graph of the model
         logprobs_T, values_T = model(previous_T, token_T)
         loss_for(config)(replace(inputs, logprobs_T=logprobs_T, values_T=values_T)).loss.backward()
         whole = model.take_gradients()
-        # pass 1, and the loss's gradient by what it read
+        # pass 1, and the gradient of the loss by its inputs
         with torch.no_grad():
             leaves = [each.requires_grad_() for each in model(previous_T, token_T)]
         loss = loss_for(config)(replace(inputs, logprobs_T=leaves[0], values_T=leaves[1])).loss

@@ -9,20 +9,20 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-
-from buffer import protocol as p
-from buffer import schema
-from buffer.config import BufferConfig
-from common.run import RunFacts
-from common.staleness import PolicyVersion, StalenessConfig, effective_version
 from tests.full import pick
 from tests.world.buffer import InProcessBuffer, make_trajectory
+
+from leeway.buffer import protocol as p
+from leeway.buffer import schema
+from leeway.buffer.config import BufferConfig
+from leeway.common.run import RunFacts
+from leeway.common.staleness import PolicyVersion, StalenessConfig, effective_version
 
 NAMES = ("a", "b")
 
 
 class ScheduledBuffer(RuleBasedStateMachine):
-    """What every schedule must keep: a closed ledger, the age bound, single use, and progress."""
+    """Invariants of every schedule: a closed ledger, the lag bound, single use, and progress."""
 
     def __init__(self):
         super().__init__()
@@ -54,8 +54,8 @@ class ScheduledBuffer(RuleBasedStateMachine):
             refill_uninformative=refill,
             prompt_law=prompt_law,
         )
-        self.patched.setattr("buffer.groups.MAX_ATTEMPTS", 1_000_000)
-        self.patched.setattr("planning.prompts.LEAST_TAU", data.draw(st.sampled_from([2.0, 20.0])))
+        self.patched.setattr("leeway.buffer.groups.MAX_ATTEMPTS", 1_000_000)
+        self.patched.setattr("leeway.planning.prompts.LEAST_TAU", data.draw(st.sampled_from([2.0, 20.0])))
         self.buffer = InProcessBuffer(self.folder, facts, config)
         self.max_lag, self.staleness, self.updates_per_step = max_lag, staleness, updates_per_step
         self.epochs = dict.fromkeys(NAMES, 0)
@@ -65,7 +65,7 @@ class ScheduledBuffer(RuleBasedStateMachine):
         self.acknowledged = 0
         self.used_at = {}
         self.incarnation = -1
-        self.learner_restarted = self.went_back = self.skipped = False
+        self.learner_restarted = self.rolled_back = self.skipped = False
         self.checkpoint = (0, 0)
         self.version = 0
         self.drawn = False
@@ -88,9 +88,9 @@ class ScheduledBuffer(RuleBasedStateMachine):
         self.leases[name] += [(lease, epoch) for lease in leases]
         assert len(leases) <= max_groups
         for lease in leases:
-            self.has_the_groups_size(lease)
+            self.check_group_size(lease)
 
-    def has_the_groups_size(self, lease):
+    def check_group_size(self, lease):
         size = self.buffer.facts.group_size
         if lease.attempt == 1:
             assert lease.sample_indices == list(range(size))
@@ -99,7 +99,7 @@ class ScheduledBuffer(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(NAMES), leave_out=st.integers(0, 1), is_newest=st.booleans())
     def work(self, name, leave_out, is_newest):
-        """Every lease the actor just got is generated, or all but one sample; by any version that it may use."""
+        """Generate all new leases of the actor, or all but one sample each, with any version that it may use."""
         self.lease(name, 100)
         for lease, epoch in self.leases[name]:
             if epoch != self.epochs[name]:
@@ -118,7 +118,7 @@ class ScheduledBuffer(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(NAMES), data=st.data())
     def push(self, name, data):
-        """A sample of any lease ever granted, now and then without reward or malformed."""
+        """Push a sample of any lease ever granted, sometimes without reward or malformed."""
         if not self.leases[name]:
             return
         lease, epoch = data.draw(st.sampled_from(self.leases[name][-6:]))
@@ -144,8 +144,8 @@ class ScheduledBuffer(RuleBasedStateMachine):
             self.buffer.ask(message, p.Done)
 
     @rule(name=st.sampled_from(NAMES), goes_on=st.booleans(), is_newest=st.booleans(), data=st.data())
-    def hand_on(self, name, goes_on, is_newest, data):
-        """Some samples of any lease ever granted, with what there is of some of them."""
+    def requeue(self, name, goes_on, is_newest, data):
+        """Requeue some samples of any lease ever granted, some of them with tokens."""
         if not self.leases[name]:
             return
         lease, epoch = data.draw(st.sampled_from(self.leases[name][-6:]))
@@ -154,9 +154,9 @@ class ScheduledBuffer(RuleBasedStateMachine):
         newest = PolicyVersion(*self.buffer.status().newest)
         version = newest if is_newest else newest._replace(version=min(lease.min_version, newest.version))
         indices = data.draw(st.lists(st.sampled_from(lease.sample_indices), unique=True, min_size=1))
-        there = indices[data.draw(st.integers(0, 1)) :]
+        with_tokens = indices[data.draw(st.integers(0, 1)) :]
         fields = {"version": version, "num_completion_tokens": data.draw(st.integers(1, 3)), "actor": name}
-        self.buffer.hand_on(lease, indices, there, goes_on=goes_on, epoch=epoch, **fields)
+        self.buffer.requeue(lease, indices, with_tokens, goes_on=goes_on, epoch=epoch, **fields)
 
     @rule(seconds=st.sampled_from([1.0, 30.0, 61.0]))
     def pass_time(self, seconds):
@@ -167,7 +167,7 @@ class ScheduledBuffer(RuleBasedStateMachine):
 
     @rule(num=st.integers(0, 8))
     def score(self, num):
-        """Samples of ready groups are scored."""
+        """Score samples of ready groups."""
         ready = self.buffer.store.read(lambda tx: [g for _, g in tx.groups.all_items() if g.phase == "ready"])
         records = [group.records[i] for group in ready for i in group.usable()][:num]
         scores = [np.zeros(4, np.float32) for _ in records]
@@ -184,10 +184,10 @@ class ScheduledBuffer(RuleBasedStateMachine):
 
     @rule()
     def restart_learner(self):
-        # Groups of abandoned versions fall due together, after the steps to be redone: too many to use in time.
-        self.went_back |= self.checkpoint[1] < self.version + self.num_applied
-        # And a skipped step need not be skipped when it is redone: what was admitted after it is then a version older.
-        self.went_back |= self.skipped
+        # Groups of abandoned versions fall due together, after the steps to be redone: too many to be used in time.
+        self.rolled_back |= self.checkpoint[1] < self.version + self.num_applied
+        # A skipped step may be taken when it is redone: groups admitted after it are then one version older.
+        self.rolled_back |= self.skipped
         self.skipped = False
         self.learner_restarted = True
         self.begin()
@@ -196,7 +196,7 @@ class ScheduledBuffer(RuleBasedStateMachine):
     def draw(self):
         reply, rows = self.buffer.draw(self.step + 1, self.version, incarnation=self.incarnation)
         if not reply.ready:
-            assert not self.drawn, "what was drawn once is drawn again"
+            assert not self.drawn, "a redone draw must be ready"
             return
         self.drawn = True
         groups = {}
@@ -212,7 +212,7 @@ class ScheduledBuffer(RuleBasedStateMachine):
 
     @rule(is_applied=st.booleans(), is_published=st.booleans())
     def update(self, is_applied, is_published):
-        """One of the updates of a step that is not over."""
+        """Take one update of an unfinished step."""
         if self.drawn and self.num_updates < self.updates_per_step:
             self.num_updates, self.num_applied = self.num_updates + 1, self.num_applied + is_applied
             if is_published:
@@ -220,7 +220,7 @@ class ScheduledBuffer(RuleBasedStateMachine):
 
     @rule(num_skipped=st.integers(0, 4), is_published=st.booleans())
     def finish(self, num_skipped, is_published):
-        """The rest of a step, some of its updates skipped."""
+        """Finish a step, some of its updates skipped."""
         if not self.drawn:
             return
         self.num_applied += max(0, self.updates_per_step - self.num_updates - num_skipped)
@@ -235,7 +235,7 @@ class ScheduledBuffer(RuleBasedStateMachine):
 
     @rule(num_steps=st.integers(1, 4))
     def train(self, num_steps):
-        """Undisturbed steps."""
+        """Train steps without faults."""
         for _ in range(num_steps):
             self.publish()
             self.work("a", 0, True)
@@ -259,20 +259,20 @@ class ScheduledBuffer(RuleBasedStateMachine):
     def restart_service(self):
         self.buffer.restart()
 
-    @rule(what=st.sampled_from(["commit", "service"]))
-    def lose_the_next(self, what):
-        """The disk is full, or the service dies, right before the commit of the next request; it is asked again."""
-        self.buffer.loses = what
+    @rule(failure=st.sampled_from(["commit", "service"]))
+    def lose_next_commit(self, failure):
+        """Fail the next commit, as on a full disk or by a kill of the service; the request is then repeated."""
+        self.buffer.loses = failure
 
     @invariant()
-    def the_ledger_closes(self):
+    def check_ledger(self):
         if self.buffer is None:
             return
         status = self.buffer.status()
         assert status.ledger["gap"] == 0
         assert self.buffer.faults() == []
         assert status.ledger["committed"] == self.acknowledged
-        if self.staleness.on_stale == "wait" and not self.went_back:
+        if self.staleness.on_stale == "wait" and not self.rolled_back:
             assert status.ledger["dropped_stale"] == 0
 
     def teardown(self):
@@ -285,7 +285,7 @@ class ScheduledBuffer(RuleBasedStateMachine):
             shutil.rmtree(self.folder)
 
     def progress(self):
-        """From wherever the schedule ended, willing actors and a learner get on: nothing is stuck."""
+        """Assert that steps can be trained after any schedule."""
         self.restart_actor("a")
         self.publish()
         for _ in range(6):
@@ -298,7 +298,7 @@ class ScheduledBuffer(RuleBasedStateMachine):
                     break
             assert self.drawn, self.buffer.draw(goal, self.version, incarnation=self.incarnation)[0].waiting_for
             self.finish(0, True)
-        self.the_ledger_closes()
+        self.check_ledger()
 
 
 TestScheduledBuffer = ScheduledBuffer.TestCase

@@ -1,4 +1,4 @@
-"""Random schedules of replay under every sampler, and weighted draws down to the last item."""
+"""Random schedules of replay under every sampler, and weighted draws that empty the index."""
 
 import math
 import shutil
@@ -10,13 +10,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-
-from buffer import protocol as p
-from buffer.config import BufferConfig
-from common.run import RunFacts
-from common.staleness import PolicyVersion, StalenessConfig
 from tests.full import pick
 from tests.world.buffer import InProcessBuffer, make_trajectory, weights_of
+
+from leeway.buffer import protocol as p
+from leeway.buffer.config import BufferConfig
+from leeway.common.run import RunFacts
+from leeway.common.staleness import PolicyVersion, StalenessConfig
 
 SAMPLERS = ("fifo", "uniform", "reward_softmax", "prioritised", "on_policy_share")
 GROUPS_PER_STEP = 2
@@ -24,7 +24,7 @@ GROUPS_PER_STEP = 2
 
 @st.composite
 def configs(draw):
-    """Any knobs that do not contradict each other."""
+    """Return any valid settings."""
     sampler = draw(st.sampled_from(SAMPLERS))
     replay_sampler = draw(st.sampled_from(sorted(set(SAMPLERS) - {"on_policy_share"})))
     in_order = (replay_sampler if sampler == "on_policy_share" else sampler) == "fifo"
@@ -39,14 +39,14 @@ def configs(draw):
 
 
 class Replay(RuleBasedStateMachine):
-    """What every schedule must keep under every sampler."""
+    """Invariants of every schedule under every sampler."""
 
     def __init__(self):
         super().__init__()
         self.folder = Path(tempfile.mkdtemp(prefix="buffer-samplers-"))
         self.buffer = None
         self.patched = pytest.MonkeyPatch()
-        self.patched.setattr("buffer.groups.MAX_ATTEMPTS", 1_000_000)
+        self.patched.setattr("leeway.buffer.groups.MAX_ATTEMPTS", 1_000_000)
 
     @initialize(
         updates_per_step=st.sampled_from([1, 2, 4]),
@@ -75,7 +75,7 @@ class Replay(RuleBasedStateMachine):
 
     @rule(num=st.integers(1, 6), data=st.data())
     def generate(self, num, data):
-        """Whole groups, now and then one without reward or with a sample missing."""
+        """Generate whole groups, some without a reward or with a sample missing."""
         for lease in self.buffer.lease("actor-0", num):
             for index in lease.sample_indices:
                 if data.draw(st.integers(0, 9)) == 0:
@@ -104,19 +104,19 @@ class Replay(RuleBasedStateMachine):
         self.buffer.begin(self.version, self.step, session=f"learner-{self.incarnation}")
         self.drawn = []
         for step in sorted(self.recorded):
-            if not self.is_within_the_bound(step, self.version + (step - self.step - 1) * self.updates_per_step):
+            if not self.is_within_bound(step, self.version + (step - self.step - 1) * self.updates_per_step):
                 self.forget_from(step)
                 break
 
-    def is_within_the_bound(self, step, version):
-        """May the groups that were recorded for this step all be trained from this version on?"""
+    def is_within_bound(self, step, version):
+        """Return whether all groups recorded for this step may be trained at this version."""
         last, groups = version + self.updates_per_step - 1, self.recorded[step].group_ids
         return self.buffer.store.read(
             lambda tx: all(last - tx.groups.require(each).oldest_effective(tx.state) <= self.bound for each in groups)
         )
 
     def forget_from(self, first):
-        """This step is drawn anew, and with it all later ones."""
+        """Forget the recorded draws from this step on."""
         self.recorded = {step: reply for step, reply in self.recorded.items() if step < first}
 
     @rule()
@@ -129,7 +129,7 @@ class Replay(RuleBasedStateMachine):
         if len(self.drawn) == 2:
             return
         before = self.pending()
-        is_redone = step in self.recorded and self.is_within_the_bound(step, version)
+        is_redone = step in self.recorded and self.is_within_bound(step, version)
         if not is_redone:
             self.forget_from(step)
         reply, _ = self.buffer.draw(step, version, incarnation=self.incarnation)
@@ -150,7 +150,7 @@ class Replay(RuleBasedStateMachine):
         last = version + self.updates_per_step - 1
         assert all(last - group.oldest_effective(state) <= self.bound for group in groups)
         records = [record for group in groups for record in group.records if record in reply.record_ids]
-        assert records == reply.record_ids, "whole groups, in their order"
+        assert records == reply.record_ids, "a draw has whole groups, in their order"
         if step not in before:
             assert all(set(np.array(group.records)[group.usable()]) <= set(records) for group in groups)
 
@@ -161,7 +161,7 @@ class Replay(RuleBasedStateMachine):
 
     @rule(num_skipped=st.sampled_from([0, 0, 0, 1, 2, 4]))
     def finish(self, num_skipped):
-        """A step whose last updates are skipped; what was drawn ahead of its end then begins at a lower version."""
+        """Finish a step, some of its last updates skipped; steps drawn ahead then start at a lower version."""
         if not self.drawn:
             return
         version = self.version + max(0, self.updates_per_step - num_skipped)
@@ -173,14 +173,14 @@ class Replay(RuleBasedStateMachine):
             again, _ = self.buffer.draw(step, version, incarnation=self.incarnation)
             assert again.record_ids == self.recorded[step].record_ids
 
-    @rule(num_steps=st.integers(1, 5), dies=st.sampled_from([False, False, True]), data=st.data())
-    def train(self, num_steps, dies, data):
-        """Undisturbed steps; then a new learner may begin to redo those after the checkpoint."""
+    @rule(num_steps=st.integers(1, 5), restarts=st.sampled_from([False, False, True]), data=st.data())
+    def train(self, num_steps, restarts, data):
+        """Train steps without faults; then a new learner may redo the steps after the checkpoint."""
         for _ in range(num_steps):
             self.generate(4, data)
             self.draw()
             self.finish(0)
-        if dies:
+        if restarts:
             self.begin()
             self.draw()
 
@@ -198,7 +198,7 @@ class Replay(RuleBasedStateMachine):
         self.buffer.restart()
 
     @rule(config=configs())
-    def change_the_sampler(self, config):
+    def change_sampler(self, config):
         self.buffer.config = config.model_copy(
             update={"capacity_trajectories": self.buffer.config.capacity_trajectories}
         )
@@ -206,16 +206,16 @@ class Replay(RuleBasedStateMachine):
         self.buffer.status()
 
     @invariant()
-    def everything_agrees(self):
+    def check_consistency(self):
         if self.buffer is None:
             return
         assert self.buffer.faults() == []
         status = self.buffer.status()
         assert status.ledger["gap"] == 0
         assert status.ledger["committed"] == self.acknowledged
-        self.buffer.store.read(self.what_is_ready_is_complete)
+        self.buffer.store.read(self.check_ready_groups)
 
-    def what_is_ready_is_complete(self, tx):
+    def check_ready_groups(self, tx):
         ready = [tx.groups.require(group_id) for _, group_id in self.buffer.core.groups.index.ready]
         assert all(group.phase == "ready" and group.usable() for group in ready)
 
@@ -235,7 +235,7 @@ TestReplay.settings = settings(
 
 
 @given(weights=st.dictionaries(st.integers(0, 2**40), st.floats(-1e6, 1e6), max_size=60))
-def test_a_draw_has_every_item_once_and_no_light_one_long_before_a_heavy_one(weights):
+def test_a_weighted_draw_returns_every_item_once_and_heavy_items_early(weights):
     left = dict(weights)
     for item in weights_of(weights).choose(100, np.random.default_rng(0)):
         assert left.pop(item) >= max(left.values(), default=-math.inf) - 800

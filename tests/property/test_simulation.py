@@ -1,8 +1,8 @@
-"""Whole runs in one process under virtual time: thousands of seeds, and no invariant broken in any of them.
+"""Whole runs in one process under virtual time: thousands of seeds, each of which keeps every invariant.
 
-Actors stall, die, join late, go on as zombies and get weights late, twice, out of order or not at all; messages are
-lost, sent again and overtaken; the learner dies, goes back to a checkpoint, skips updates and publications; the
-buffer service starts anew. What must hold is in `tests.simulation.witness`.
+Actors stop, are killed, join late, continue as zombies and receive weights late, twice, out of order or not at all.
+Messages are lost, sent again and reordered. The learner is killed, resumes from a checkpoint, and skips updates and
+publications. The buffer service restarts. The invariants are in `tests.simulation.witness`.
 """
 
 from random import Random
@@ -10,14 +10,14 @@ from random import Random
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-
-from buffer.groups import Groups
-from common.staleness import StalenessConfig, StalenessContract
 from tests.full import pick
 from tests.simulation.core import Environment
 from tests.simulation.knobs import NO_FAULTS, Knobs, choose_faults, choose_knobs
 from tests.simulation.mutations import MUTATIONS
 from tests.simulation.seeds import SimulationFailed, Totals, simulate, simulate_with
+
+from leeway.buffer.groups import Groups
+from leeway.common.staleness import StalenessConfig, StalenessContract
 
 NUM_POLICY_SEEDS = pick(3_000, 100_000)
 NUM_SYSTEM_SEEDS = pick(80, 1_000)
@@ -31,10 +31,10 @@ def environment():
 
 
 @pytest.mark.timeout(900)
-def test_in_no_random_schedule_is_a_token_trained_beyond_the_bound():
+def test_no_random_schedule_trains_a_token_beyond_the_bound():
     totals = Totals.of(range(NUM_POLICY_SEEDS))
     assert totals.num_updates > 2 * totals.num_seeds
-    assert totals.num_at_bound > totals.num_seeds / 10, "the bound was hardly ever reached: the schedules are too tame"
+    assert totals.num_at_bound > totals.num_seeds / 10, "the bound was hardly ever reached: the schedules are too easy"
     assert totals.num_dropped > totals.num_seeds / 1000
 
 
@@ -44,8 +44,8 @@ def test_the_real_buffer_keeps_every_invariant_in_thousands_of_schedules(environ
     assert totals.num_updates > 2 * totals.num_seeds
 
 
-def _refilling(seed, refill):
-    """Knobs of a run that sets groups of equal rewards aside, and its faults."""
+def _refill_settings(seed, refill):
+    """Return settings that make a run set groups of equal rewards aside, and faults."""
     chance = Random(seed)
     knobs = choose_knobs(chance)._replace(group_size=chance.choice((2, 2, 3)), refill=refill)
     return knobs, choose_faults(chance)
@@ -53,14 +53,14 @@ def _refilling(seed, refill):
 
 @settings(max_examples=pick(25, 600), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 2**32 - 1), refill=st.sampled_from([0.3, 1.0, 2.5]))
-def test_no_step_has_a_group_of_equal_rewards_unless_the_bound_on_refilling_is_met(environment, seed, refill):
-    knobs, faults = _refilling(seed, refill)
+def test_no_step_has_a_group_of_equal_rewards_below_the_refill_limit(environment, seed, refill):
+    knobs, faults = _refill_settings(seed, refill)
     simulate_with(seed, knobs, faults, environment)
 
 
-def test_refilled_runs_set_groups_aside_and_a_buffer_that_does_not_is_found_out(environment, monkeypatch):
+def test_refilling_sets_groups_aside_and_a_buffer_without_it_is_detected(environment, monkeypatch):
     def run(seed):
-        knobs, faults = _refilling(seed, 1.0)
+        knobs, faults = _refill_settings(seed, 1.0)
         return simulate_with(seed, knobs, faults, environment)
 
     assert sum(run(seed).num_set_aside for seed in range(20)) > 20
@@ -71,23 +71,23 @@ def test_refilled_runs_set_groups_aside_and_a_buffer_that_does_not_is_found_out(
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
-def test_without_this_check_an_invariant_breaks(name):
+def test_an_invariant_breaks_without_this_check(name):
     mutation = MUTATIONS[name]
-    failed = mutation.shown_by()
+    failed = mutation.first_failure()
     assert failed.invariant == mutation.breaks
-    mutation.run(failed.seed)  # with the check, the same schedule is fine
+    mutation.run(failed.seed)  # with the check, the same schedule passes
 
 
-ALSO_IN_THE_BUFFER = ["admission has no room check", "any request may start", "only the first update of a step counts"]
+ALSO_IN_BUFFER = ["admission ignores the capacity", "any request may start", "only the first update of a step counts"]
 
 
-@pytest.mark.parametrize("name", ALSO_IN_THE_BUFFER)
-def test_the_real_buffer_breaks_too_without_this_check(name, environment):
-    assert MUTATIONS[name].shown_by(environment).invariant == MUTATIONS[name].breaks
+@pytest.mark.parametrize("name", ALSO_IN_BUFFER)
+def test_the_real_buffer_also_breaks_without_this_check(name, environment):
+    assert MUTATIONS[name].first_failure(environment).invariant == MUTATIONS[name].breaks
 
 
 @pytest.mark.parametrize("depth", ["policy", "system"])
-def test_the_same_seed_is_the_same_run_to_the_last_event(depth, environment):
+def test_equal_seeds_give_identical_runs(depth, environment):
     env = environment if depth == "system" else None
     for seed in range(20):
         first, again = simulate(seed, env, trace=True), simulate(seed, env, trace=True)
@@ -96,14 +96,14 @@ def test_the_same_seed_is_the_same_run_to_the_last_event(depth, environment):
     assert simulate(1, env, trace=True).trace_hash != simulate(2, env, trace=True).trace_hash
 
 
-def test_a_failing_seed_says_how_to_see_it_again():
-    failed = MUTATIONS["an engine applies whatever arrives"].shown_by()
+def test_a_failing_seed_reports_the_command_that_reproduces_it():
+    failed = MUTATIONS["an engine applies any version"].first_failure()
     assert f"--seed {failed.seed} --trace" in str(failed)
-    assert "learner 0 draw(1, 0, 0, " in str(failed), "the last events of the trace"
+    assert "learner 0 draw(1, 0, 0, " in str(failed), "the trace must be part of the message"
 
 
-def _forced(knobs, monkeypatch):
-    """A contract of knobs that would be refused."""
+def _force_contract(knobs, monkeypatch):
+    """Set the contract of invalid settings, which would be refused."""
     contract = StalenessContract.__new__(StalenessContract)
     contract.config = StalenessConfig.model_construct(**{name: getattr(knobs, name) for name in (
         "max_lag", "max_actor_lag", "publish_every", "on_stale")})  # fmt: skip
@@ -117,7 +117,7 @@ def _forced(knobs, monkeypatch):
     [(0, 0, 2, 1), (1, 0, 3, 1), (0, 1, 1, 1), (2, 1, 3, 1), (0, 0, 1, 2), (3, 1, 2, 3), (2, 0, 1, 4)],
 )
 @pytest.mark.parametrize("on_stale", ["drop", "wait"])
-def test_knobs_are_refused_that_would_hang_and_one_version_more_would_not(
+def test_settings_that_hang_are_refused_and_one_more_version_suffices(
     max_lag, actor_lag, publish_every, updates, on_stale, monkeypatch
 ):
     def knobs(max_lag):
@@ -126,7 +126,7 @@ def test_knobs_are_refused_that_would_hang_and_one_version_more_would_not(
     with pytest.raises(ValueError, match="max_lag"):
         _ = knobs(max_lag).contract
     with monkeypatch.context() as forced:
-        _forced(knobs(max_lag), forced)
+        _force_contract(knobs(max_lag), forced)
         with pytest.raises(SimulationFailed) as failed:
             simulate_with(1, knobs(max_lag), NO_FAULTS)
     assert failed.value.invariant == "progress"
@@ -134,7 +134,7 @@ def test_knobs_are_refused_that_would_hang_and_one_version_more_would_not(
         simulate_with(seed, knobs(max_lag + 1), NO_FAULTS)
 
 
-def test_the_seeds_have_all_kinds_of_knobs():
+def test_seeds_cover_all_kinds_of_settings():
     chosen = [choose_knobs(Random(seed)) for seed in range(500)]
     for name in ("publish_every", "updates_per_step", "groups_per_step", "on_stale", "max_actor_lag"):
         assert len({getattr(knobs, name) for knobs in chosen}) >= 2

@@ -1,4 +1,4 @@
-"""Whatever happens to one byte of a version, an actor gets the published tensors or a refusal."""
+"""If a byte of a version is damaged, an actor gets the published tensors or an error."""
 
 import functools
 import tempfile
@@ -7,11 +7,11 @@ from pathlib import Path
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from tests.unit.published import publisher_of, pull, same, v
-from weight_sync.delta import rebuild_file
-from weight_sync.manifest import MANIFEST_NAME, WeightsCorrupt, delta_name, file_name
-from weight_sync.store import WeightStore
+
+from leeway.weight_sync.delta import rebuild_file
+from leeway.weight_sync.manifest import MANIFEST_NAME, WeightsCorrupt, delta_name, file_name
+from leeway.weight_sync.store import WeightStore
 
 DTYPES = ("float32", "bfloat16")
 PARENT, VERSION = v(0), v(1)
@@ -21,7 +21,7 @@ TENSORS = BEFORE | {"a": BEFORE["a"] * 1.0001, "b": torch.tensor([1.0, 2.0, 3.0]
 
 @functools.cache
 def published() -> dict[str, bytes]:
-    """The files of two published versions, the second also as changes of the first."""
+    """Return the files of two published versions, the second also as deltas from the first."""
     with tempfile.TemporaryDirectory() as folder_name:
         folder = Path(folder_name)
         WeightStore(folder).note_remote_reader()
@@ -32,7 +32,7 @@ def published() -> dict[str, bytes]:
         return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def lay_out(folder: Path, files: dict[str, bytes]) -> None:
+def write_files(folder: Path, files: dict[str, bytes]) -> None:
     for name, data in files.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(data)
@@ -61,7 +61,7 @@ def test_a_changed_byte_never_becomes_a_changed_weight(
 ):
     with tempfile.TemporaryDirectory() as folder_name:
         folder = Path(folder_name)
-        lay_out(folder, published())
+        write_files(folder, published())
         spoil(folder / VERSION.key / name, position, value, cut=cut)
         try:
             pulled = pull(folder, VERSION, dtype)
@@ -78,12 +78,12 @@ def test_a_changed_byte_never_becomes_a_changed_weight(
     value=st.integers(0, 255),
     cut=st.booleans(),
 )
-def test_a_changed_delta_or_parent_gives_the_published_file_or_none(
+def test_a_changed_delta_or_parent_gives_the_published_file_or_an_error(
     dtype: str, position: float, value: int, *, in_parent: bool, cut: bool
 ):
     with tempfile.TemporaryDirectory() as folder_name:
         folder = Path(folder_name)
-        lay_out(folder, published())
+        write_files(folder, published())
         file = file_name(0, dtype)
         entries = WeightStore(folder).manifest(VERSION).variant(dtype)
         parent, delta = folder / PARENT.key / file, folder / VERSION.key / delta_name(file)

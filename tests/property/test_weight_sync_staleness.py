@@ -1,15 +1,15 @@
-"""The theorem of docs/staleness.md: random schedules that keep its premises never ask for a group past the bound."""
+"""The theorem of docs/staleness.md: schedules that satisfy its premises never train a token beyond the bound."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.staleness import PolicyVersion, StalenessConfig, StalenessContract, StaleTokens, held_back
+from leeway.common.staleness import PolicyVersion, StalenessConfig, StalenessContract, StaleTokens, held_back
 
 
 @st.composite
 def contracts(draw):
-    """Any knobs that do not contradict each other."""
+    """Draw any consistent configuration."""
     updates_per_step = draw(st.sampled_from([1, 2, 3, 4]))
     actor_lag, publish_every = draw(st.integers(0, 3)), draw(st.integers(1, 3))
     max_lag = actor_lag + publish_every - 1 + updates_per_step - 1 + draw(st.integers(0, 9))
@@ -18,19 +18,19 @@ def contracts(draw):
 
 
 class Run:
-    """A learner and its groups, as the theorem sees them."""
+    """The model of a learner and its groups in the theorem."""
 
     def __init__(self, contract, capacity):
         self.contract = contract
         self.capacity = capacity
         self.version = self.published = contract.actor_lag
         self.outstanding = []
-        """Versions of their oldest tokens; those of the step at hand first, then by age."""
+        """Versions of the oldest token of each group: groups of the current step first, then by age."""
         self.num_in_step = 0
         self.greatest_lag = 0
 
     def lease(self, behind):
-        """While admission is open, one more group, whose oldest token is `behind` versions old at most."""
+        """If admission is open, add a group whose oldest token is at most `behind` versions old."""
         if len(self.outstanding) < self.capacity:
             oldest = max(self.contract.min_version(self.published), self.published - behind)
             rest = sorted([*self.outstanding[self.num_in_step :], oldest])
@@ -63,7 +63,7 @@ MOVES = st.one_of(
 
 
 @given(contract=contracts(), moves=st.lists(MOVES, max_size=60))
-def test_while_the_premises_hold_no_trained_token_passes_the_bound(contract, moves):
+def test_no_trained_token_exceeds_the_bound_if_the_premises_hold(contract, moves):
     run = Run(contract, contract.capacity())
     for name, *arguments in moves:
         if name == "fill":
@@ -75,11 +75,11 @@ def test_while_the_premises_hold_no_trained_token_passes_the_bound(contract, mov
 
 
 @given(contract=contracts())
-def test_one_more_outstanding_group_could_pass_the_bound(contract):
-    """At the capacity the bound is kept in the worst case, and one group above it, it is not."""
+def test_one_group_above_the_capacity_can_exceed_the_bound(contract):
+    """In the worst case, the bound holds at the capacity and fails with one more group."""
     for extra in (0, 1):
         run = Run(contract, contract.capacity() + extra)
-        # The worst case: the newest weights are as old as they may be, and all groups begin as old as they may.
+        # The worst case: the newest weights and the groups are as old as the contract allows.
         run.version = run.published + contract.config.publish_every - 1
         for _ in range(run.capacity):
             run.lease(contract.actor_lag)
@@ -92,7 +92,7 @@ def test_one_more_outstanding_group_could_pass_the_bound(contract):
 
 
 @given(contract=contracts(), oldest=st.integers(0, 20), version=st.integers(0, 40))
-def test_the_steps_that_are_left_are_those_that_may_use_the_group(contract, oldest, version):
+def test_steps_left_counts_the_steps_that_can_use_a_group(contract, oldest, version):
     left = contract.steps_left(oldest, version)
     for num_steps in range(12):
         at = contract.latest_version(version, num_steps)
@@ -101,9 +101,7 @@ def test_the_steps_that_are_left_are_those_that_may_use_the_group(contract, olde
 
 
 @pytest.mark.parametrize(("max_lag", "actor_lag", "publish_every"), [(0, 0, 1), (4, 1, 1), (4, 0, 1), (7, 1, 3)])
-def test_with_one_update_per_step_the_capacity_is_one_step_and_one_for_each_version_of_room(
-    max_lag, actor_lag, publish_every
-):
+def test_with_one_update_per_step_the_capacity_is_one_step_plus_one_per_free_version(max_lag, actor_lag, publish_every):
     config = StalenessConfig(max_lag=max_lag, max_actor_lag=actor_lag, publish_every=publish_every)
     assert StalenessContract(config, 8).capacity() == (max_lag - actor_lag - (publish_every - 1) + 1) * 8
 
@@ -130,13 +128,13 @@ def test_with_several_updates_per_step_only_whole_steps_fit_into_the_bound(knobs
         ({"max_lag": 4, "max_actor_lag": 1, "publish_every": 2}, 4, 5),
     ],
 )
-def test_a_bound_that_no_group_could_keep_is_refused_in_a_sentence_with_the_way_out(knobs, updates_per_step, need):
+def test_a_bound_that_no_group_can_meet_is_refused_with_the_smallest_valid_bound(knobs, updates_per_step, need):
     config = StalenessConfig(**knobs)
     with pytest.raises(ValueError, match=r"^weight_sync\.max_lag = ") as refused:
         StalenessContract(config, 8, updates_per_step)
-    said = str(refused.value)
-    assert f"Raise weight_sync.max_lag to {need} or more" in said
-    assert "learner.num_minibatches or learner.num_epochs" in said
+    message = str(refused.value)
+    assert f"Raise weight_sync.max_lag to {need} or more" in message
+    assert "learner.num_minibatches or learner.num_epochs" in message
     raised = StalenessConfig(**{**knobs, "max_lag": need})
     assert StalenessContract(raised, 8, updates_per_step).capacity() >= 8
 
@@ -153,20 +151,18 @@ def test_an_unset_actor_lag_leaves_room_for_the_updates_of_a_step():
     assert StalenessContract(config, 1, 4).min_version(7) == 7
 
 
-# --- the questions that actors, buffer and learner ask --------------------------------------------
+# --- decisions of actors, buffer and learner ------------------------------------------------------
 
 
 @given(contract=contracts(), num_before=st.integers(0, 40), version=st.integers(0, 20), debt=st.integers(0, 9))
-def test_a_group_is_admitted_exactly_where_its_own_step_may_still_use_its_oldest_possible_token(
-    contract, num_before, version, debt
-):
+def test_a_group_is_admitted_exactly_if_its_step_can_use_its_oldest_possible_token(contract, num_before, version, debt):
     published = max(0, version - debt)
     reason = contract.admit(num_before, version=version, published=published)
     begins_at = contract.latest_version(version, num_before // contract.groups_per_step)
     fits = contract.usable(contract.min_version(published), begins_at)
     assert (reason == "") == (fits and num_before < contract.capacity())
     if debt < contract.config.publish_every and num_before < contract.capacity():
-        assert reason == "", "while publication is on time, the room alone decides"
+        assert reason == "", "if publication is on time, only the capacity limits admission"
 
 
 def test_with_max_lag_0_nothing_is_admitted_between_a_step_and_its_publication():
@@ -180,27 +176,25 @@ VERSIONS = st.builds(PolicyVersion, st.integers(0, 2), st.integers(0, 8))
 
 
 @given(served=VERSIONS, newest=VERSIONS, min_version=st.integers(0, 8), actor_lag=st.integers(0, 3))
-def test_a_request_starts_exactly_on_weights_that_are_new_enough_and_the_newest_always_are(
-    served, newest, min_version, actor_lag
-):
+def test_a_request_starts_only_on_recent_weights_and_always_on_the_newest(served, newest, min_version, actor_lag):
     contract = StalenessContract(StalenessConfig(max_lag=9, max_actor_lag=actor_lag), 1)
     is_new = served >= newest
     is_near = served.incarnation == newest.incarnation and newest.version - served.version <= actor_lag
-    waits_in_vain = min_version > newest.version  # it is of an incarnation that was abandoned
-    is_asked_for = served.version >= (newest.version if waits_in_vain else min_version)
-    assert contract.may_start(served, newest, min_version) == ((is_new or is_near) and is_asked_for)
-    assert contract.may_start(newest, newest, min_version), "whoever serves the newest weights waits for nothing"
+    is_unreachable = min_version > newest.version  # a version of an abandoned incarnation
+    is_sufficient = served.version >= (newest.version if is_unreachable else min_version)
+    assert contract.may_start(served, newest, min_version) == ((is_new or is_near) and is_sufficient)
+    assert contract.may_start(newest, newest, min_version), "a request on the newest weights never waits"
 
 
 @given(contract=contracts(), ages=st.lists(st.integers(0, 20), max_size=8), version=st.integers(0, 30))
-def test_what_is_selected_and_what_is_evicted_are_all_there_is(contract, ages, version):
+def test_every_group_is_either_selected_or_evicted(contract, ages, version):
     groups = sorted((age, number) for number, age in enumerate(ages))
     selected, evicted = contract.select(groups, version), list(contract.evict(iter(groups), version))
     assert evicted + selected == [number for _, number in groups]
     assert all(version + contract.updates_per_step - 1 - ages[number] <= contract.bound() for number in selected)
 
 
-def test_eviction_reads_no_further_than_to_the_first_group_that_is_usable():
+def test_eviction_stops_reading_at_the_first_usable_group():
     contract = StalenessContract(StalenessConfig(max_lag=1), 1)
     unread = iter([(0, "old"), (4, "young"), (5, "younger")])
     assert list(contract.evict(unread, 5)) == ["old"]
@@ -211,26 +205,26 @@ DUE = st.lists(st.integers(-2, 4), max_size=5)
 
 
 @given(chosen=st.lists(st.integers(0, 4), min_size=2, max_size=2), left=DUE, still_open=DUE)
-def test_a_step_waits_only_for_open_groups_that_would_gain_by_it(chosen, left, still_open):
+def test_a_step_waits_only_for_open_groups_that_benefit(chosen, left, still_open):
     waits = held_back(chosen, left, still_open, 2)
     for place in waits:
-        assert 0 <= still_open[place] < max(chosen), "older than one that was chosen, and not lost already"
+        assert 0 <= still_open[place] < max(chosen), "older than a chosen group, and not yet stale"
     if not waits:
-        # No exchange with an open group helps: those at risk stay at risk, or none is.
+        # No exchange with an open group helps: the groups at risk stay at risk, or none is.
         others = sorted(due for due in [*left, *still_open] if due >= 0)
         late = [due for i, due in enumerate(others) if due < 1 + i // 2]
         assert all(due >= max(chosen) or due > max(late, default=-1) for due in still_open if due >= 0)
 
 
-def test_under_drop_no_step_waits():
+def test_no_step_waits_with_on_stale_drop():
     contract = StalenessContract(StalenessConfig(max_lag=4), 2)
     assert contract.held_back([3, 3], [], [0]) == []
     assert held_back([3, 3], [], [0], 2) == [0]
 
 
-def test_the_learner_refuses_tokens_past_the_bound_and_says_what_to_do():
+def test_the_learner_refuses_tokens_beyond_the_bound_with_the_fix():
     contract = StalenessContract(StalenessConfig(max_lag=2), 1)
     contract.check_trained(7, 2)
-    with pytest.raises(StaleTokens, match=r"version 7 .* lag of 3 versions, and max_lag = 2.*restart the learner"):
+    with pytest.raises(StaleTokens, match=r"version 7 .* lag of 3 versions, but max_lag = 2.*restart the learner"):
         contract.check_trained(7, 3)
     StalenessContract(StalenessConfig(max_lag="unbounded"), 1).check_trained(7, 1000)

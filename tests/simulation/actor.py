@@ -1,4 +1,4 @@
-"""One life of an actor: its process from start to kill."""
+"""An actor process of the simulation, from its start to its kill."""
 
 from __future__ import annotations
 
@@ -7,50 +7,50 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from buffer import protocol as p
-from common.staleness import PolicyVersion
+from leeway.buffer import protocol as p
+from leeway.common.staleness import PolicyVersion
 from tests.simulation.shelf import FIRST
 from tests.simulation.witness import Granted, Key
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
 
-ROOM = 4
-"""Groups that an actor holds at most."""
+MAX_GROUPS = 4
+"""Maximum number of groups that an actor holds."""
 
 
 @dataclass(slots=True, eq=False)
 class Sample:
-    """One sample on its way."""
+    """A sample to push."""
 
     key: Key
     lease: p.Lease
     index: int
     oldest: PolicyVersion
     newest: PolicyVersion
-    """Versions of its first and its last token."""
+    """Versions of its first and last token."""
 
 
 class Tokens(NamedTuple):
-    """What there is of a sample, by the versions of its first and its last token."""
+    """A partial sample: the versions of its first and last token."""
 
     oldest: PolicyVersion
     newest: PolicyVersion
 
 
 Prefixes = dict[tuple[int, int], Tokens]
-"""(lease, sample index) -> what earlier leases made of it."""
+"""(lease, sample index) -> partial sample from earlier leases."""
 
 
 class Leased(p.LeaseGrant, frozen=True):
-    """Leases, and what there is of their samples."""
+    """Leases with the partial samples that belong to them."""
 
     prefixes: Prefixes = msgspec.field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)
 class Held:
-    """A lease and what is to do for it."""
+    """A lease and its remaining work."""
 
     lease: p.Lease
     granted: Granted
@@ -61,26 +61,26 @@ class Held:
 class SimActor:
     """Leases, starts, finishes and pushes samples; pulls weights."""
 
-    def __init__(self, world: World, name: str, life: int) -> None:
+    def __init__(self, world: World, name: str, process_number: int) -> None:
         self.world = world
         self.name = name
-        self.life = life
+        self.process_number = process_number
         self.stopped = False
         self.dead = False
-        self.served = self.heard = FIRST
-        self.epoch = world.buffer.hello(name, f"{name}-{life}")
+        self.served = self.newest_seen = FIRST
+        self.epoch = world.buffer.hello(name, f"{name}-{process_number}")
         self.request = 0
-        self.asks = False
+        self.is_waiting = False
         self.was_refused = False
-        """The last answer held no lease: ask less often."""
+        """The last reply had no lease: request less often."""
         self.seq = 0
         self.held: dict[int, Held] = {}
         self.running: list[tuple[Held, int, PolicyVersion]] = []
-        """Lease, sample, and the version of its first token."""
+        """Lease, sample index, and the version of the first token."""
 
     def act(self) -> None:
-        """Do one thing, by chance: of those that can be done, from a random one on."""
-        moves = [*self._moves, SimActor.leave] if self.world.faults.handed_on else self._moves
+        """Take one random action: the first possible one after a random start in the list."""
+        moves = [*self._moves, SimActor.requeue] if self.world.faults.requeued else self._moves
         first = int(self.world.random.random() * len(moves))
         for turn in range(len(moves) - 1):
             if moves[(first + turn) % len(moves)](self):
@@ -88,38 +88,38 @@ class SimActor:
 
     # --- leases -----------------------------------------------------------------------------------
 
-    def ask(self) -> bool:
-        """Ask for leases, unless an answer is due or there is no room."""
-        room = ROOM - len(self.held)
-        if self.asks or room <= 0 or (self.was_refused and self.world.random.random() < 0.7):
+    def request_leases(self) -> bool:
+        """Request leases, unless a reply is due or the actor is full."""
+        num_groups = MAX_GROUPS - len(self.held)
+        if self.is_waiting or num_groups <= 0 or (self.was_refused and self.world.random.random() < 0.7):
             return False
-        self.asks = True
+        self.is_waiting = True
         self.request += 1
-        self.world.send("lease", self, (self.name, self.epoch, self.request, room))
+        self.world.send("lease", self, (self.name, self.epoch, self.request, num_groups))
         return True
 
     def on_lease(self, arguments: tuple[str, int, int, int], grant: Leased) -> None:
-        """Take what was granted."""
-        if not self.asks or arguments[2] != self.request:
+        """Store the granted leases."""
+        if not self.is_waiting or arguments[2] != self.request:
             return
-        self.asks = False
+        self.is_waiting = False
         self.was_refused = not grant.leases
         newest = PolicyVersion(*grant.newest)
-        self.heard = max(self.heard, newest)
+        self.newest_seen = max(self.newest_seen, newest)
         for lease in grant.leases:
             granted = self.world.witness.grants[lease.lease_id]
             prefixes = {index: grant.prefixes[lease.lease_id, index] for index in lease.prefixes}
             self.held[lease.lease_id] = Held(lease, granted, list(lease.sample_indices), prefixes)
 
     def renew(self) -> bool:
-        """Say that the leases are worked on."""
-        if not self.held or self.world.random.random() < self.world.forgetfulness:
+        """Renew the leases."""
+        if not self.held or self.world.random.random() < self.world.skip_renewal:
             return False
         self.world.send("renew", self, (self.name, self.epoch, list(self.held)))
         return True
 
     def on_renew(self, arguments: object, lost: list[int]) -> None:
-        """Stop working on leases that are lost."""
+        """Drop leases that are lost."""
         for lease_id in lost:
             self.held.pop(lease_id, None)
         self.running = [each for each in self.running if each[0].lease.lease_id in self.held]
@@ -127,20 +127,20 @@ class SimActor:
     # --- samples ----------------------------------------------------------------------------------
 
     def start(self) -> bool:
-        """Start the requests of some leases, as far as the policy lets them."""
+        """Start the samples of some leases, as far as the policy allows."""
         world = self.world
         may_start = world.knobs.actors_contract.may_start
         num_started = 0
         for held in self.held.values():
-            if not held.todo or not may_start(self.served, self.heard, held.lease.min_version):
+            if not held.todo or not may_start(self.served, self.newest_seen, held.lease.min_version):
                 continue
-            if not all(self.may_go_on(each) for each in held.prefixes.values()):
+            if not all(self.may_resume(each) for each in held.prefixes.values()):
                 continue
-            world.witness.started(held.granted, self.served, self.heard)
+            world.witness.started(held.granted, self.served, self.newest_seen)
             for index in held.todo:
                 before = held.prefixes.get(index)
                 if before is not None:
-                    world.witness.went_on(before.newest, self.served)
+                    world.witness.resumed(before.newest, self.served)
                 self.running.append((held, index, self.served if before is None else before.oldest))
             held.todo = []
             num_started += 1
@@ -149,16 +149,16 @@ class SimActor:
         return num_started > 0
 
     def finish(self) -> bool:
-        """End some requests."""
+        """Finish some samples."""
         random = self.world.random.random
         num = len(self.running)
         if num:
             for _ in range(1 + int(random() * num)):
-                self.end(self.running.pop(int(random() * len(self.running))))
+                self.finish_sample(self.running.pop(int(random() * len(self.running))))
         return num > 0
 
-    def end(self, request: tuple[Held, int, PolicyVersion]) -> None:
-        """Push the sample of a request, or give it up."""
+    def finish_sample(self, request: tuple[Held, int, PolicyVersion]) -> None:
+        """Push a finished sample, or report it as failed."""
         world = self.world
         held, index, oldest = request
         lease = held.lease
@@ -172,34 +172,34 @@ class SimActor:
         world.witness.oldest[key] = oldest
         world.send("push", self, (Sample(key, lease, index, oldest, self.served),))
 
-    def may_go_on(self, prefix: Tokens) -> bool:
-        """Is no token of it newer than the engine?"""
+    def may_resume(self, prefix: Tokens) -> bool:
+        """Return whether no token of a partial sample is newer than the served version."""
         return self.served >= prefix.newest
 
-    def leave(self) -> bool:
-        """Hand some samples of a lease on with what there is of them, or let the buffer keep that and go on."""
+    def requeue(self) -> bool:
+        """Requeue some samples of a lease with their tokens, or only save these and continue."""
         random, world = self.world.random.random, self.world
-        if not self.held or not world.happens(world.faults.handed_on):
+        if not self.held or not world.happens(world.faults.requeued):
             return False
         held = list(self.held.values())[int(random() * len(self.held))]
         lease = held.lease
-        there = {index: Tokens(oldest, self.served) for each, index, oldest in self.running if each is held}
-        there = {index: tokens for index, tokens in there.items() if random() < 0.8}  # of the others there is none yet
-        left = [index for index in [*held.todo, *there] if random() < 0.7]
+        partials = {index: Tokens(oldest, self.served) for each, index, oldest in self.running if each is held}
+        partials = {index: tokens for index, tokens in partials.items() if random() < 0.8}
+        released = [index for index in [*held.todo, *partials] if random() < 0.7]
         goes_on = random() < 0.4
         if not goes_on:
-            held.todo = [index for index in held.todo if index not in left]
-            self.running = [each for each in self.running if each[0] is not held or each[1] not in left]
+            held.todo = [index for index in held.todo if index not in released]
+            self.running = [each for each in self.running if each[0] is not held or each[1] not in released]
             if not held.todo and all(each[0] is not held for each in self.running):
                 del self.held[lease.lease_id]
-        sent = {index: tokens for index, tokens in there.items() if index in left}
-        world.send("hand_on", self, (self.name, self.epoch, lease, tuple(left), sent, goes_on))
+        released_partials = {index: tokens for index, tokens in partials.items() if index in released}
+        world.send("requeue", self, (self.name, self.epoch, lease, tuple(released), released_partials, goes_on))
         return True
 
     # --- weights ----------------------------------------------------------------------------------
 
     def pull(self) -> bool:
-        """Look for newer weights, and apply them between two engine steps."""
+        """Look for newer weights and apply them between two engine steps."""
         world = self.world
         newest = world.shelf.newest
         if newest is None:
@@ -207,14 +207,14 @@ class SimActor:
         offered = newest
         if world.happens(world.faults.late_weights):
             if world.random.random() < 0.3:
-                self.heard = max(self.heard, newest)  # heard of, but what came fails its checksum
+                self.newest_seen = max(self.newest_seen, newest)  # but the transfer fails its checksum
                 return True
             offered = world.shelf.any(world.random) or newest
-        self.heard = max(self.heard, offered)
+        self.newest_seen = max(self.newest_seen, offered)
         if not world.is_newer(offered, self.served):
             return False
         world.witness.applied(self.served, offered)
         self.served = offered
         return True
 
-    _moves = (finish, start, ask, pull, renew)
+    _moves = (finish, start, request_leases, pull, renew)

@@ -1,7 +1,7 @@
-"""The buffer as a plain dictionary of groups: the policy with nothing else around it.
+"""The buffer as a dictionary of groups: the policy alone.
 
-It keeps the rules of `buffer.leases`, `draws` and `steps` that concern lag and progress, for
-single use, oldest first, and asks the same `StalenessContract`.
+It applies the rules of `leeway.buffer.leases`, `draws` and `steps` that concern lag and progress, for single use in
+FIFO order, with the same `StalenessContract`.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from buffer import protocol as p
-from buffer.errors import BufferRefused
-from buffer.leases import LEASE_TIMEOUT_S
-from common.staleness import PolicyVersion, StalenessContract, effective_version
+from leeway.buffer import protocol as p
+from leeway.buffer.errors import BufferRefused
+from leeway.buffer.leases import LEASE_TIMEOUT_S
+from leeway.common.staleness import PolicyVersion, StalenessContract, effective_version
 from tests.simulation.actor import Leased, Sample, Tokens
 from tests.simulation.knobs import Knobs
 from tests.simulation.witness import Key
@@ -20,7 +20,7 @@ from tests.simulation.witness import Key
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """One group of samples."""
+    """A group of samples."""
 
     id: int
     missing: set[int]
@@ -35,18 +35,18 @@ class Group:
     owner: tuple[str, int] = ("", 0)
     min_version: int = 0
     due_at: float = 0.0
-    resting: set[int] = field(default_factory=set)
+    requeued: set[int] = field(default_factory=set)
     partials: dict[int, Tokens] = field(default_factory=dict)
 
     @property
     def in_flight(self) -> set[int]:
-        """Samples that somebody makes."""
-        return self.missing - self.resting if self.lease_id else set()
+        """Return the samples that an actor generates."""
+        return self.missing - self.requeued if self.lease_id else set()
 
 
 @dataclass(slots=True, eq=False)
-class Draw:
-    """One recorded step."""
+class Batch:
+    """A recorded step."""
 
     version: int
     incarnation: int
@@ -55,17 +55,17 @@ class Draw:
 
 
 class Book:
-    """What the buffer service knows, in memory."""
+    """The state and the rules of the buffer service, in memory."""
 
     def __init__(self, knobs: Knobs, contract: StalenessContract, clock: Callable[[], float]) -> None:
         self._knobs, self._contract, self._clock = knobs, contract, clock
         self._epochs: dict[str, tuple[str, int]] = {}
         self._answers: dict[tuple[str, int], tuple[int, Leased]] = {}
-        self._settled: dict[Key, bool] = {}
+        self._outcomes: dict[Key, bool] = {}
         self._groups: dict[int, Group] = {}
-        """Those that are not closed."""
+        """Open groups, and complete ones that are not closed."""
         self._leases: dict[int, Group] = {}
-        self._draws: dict[int, Draw] = {}
+        self._draws: dict[int, Batch] = {}
         self._pending: set[int] = set()
         self._sessions: dict[str, int] = {}
         self._starts: dict[int, int] = {}
@@ -79,7 +79,7 @@ class Book:
     # --- actors -----------------------------------------------------------------------------------
 
     def hello(self, name: str, session: str) -> int:
-        """Open an epoch; leases of older ones are lost."""
+        """Open an epoch; expire leases of older epochs."""
         epoch = self._epochs.get(name, ("", 0))[1] + 1
         self._epochs[name] = session, epoch
         for group in list(self._leases.values()):
@@ -91,7 +91,7 @@ class Book:
         if self._epochs[name][1] != epoch:
             raise BufferRefused(f"'{name}' (epoch {epoch}) was replaced")
 
-    def lease(self, name: str, epoch: int, number: int, room: int) -> Leased:
+    def lease(self, name: str, epoch: int, number: int, max_groups: int) -> Leased:
         """Grant leases while admission is open."""
         self._check(name, epoch)
         newest = self._published or (0, 0)
@@ -100,7 +100,7 @@ class Book:
         if number <= last:
             return Leased(answered.leases, newest, False, prefixes=answered.prefixes) if number == last else nothing
         leases, prefixes = [], {}
-        while len(leases) < room and (group := self._next()) is not None:
+        while len(leases) < max_groups and (group := self._next()) is not None:
             leases.append(self._issue(group, name, epoch))
             prefixes |= {(group.lease_id, index): tokens for index, tokens in group.partials.items()}
         grant = Leased(leases, newest, False, prefixes=prefixes)
@@ -144,13 +144,13 @@ class Book:
         )
 
     def push(self, sample: Sample) -> str:
-        """Settle one sample."""
+        """Process a pushed sample; return its outcome."""
         key, lease = sample.key, sample.lease
         if self._epochs[key.actor][1] != key.epoch:
             return "fenced"
-        if key in self._settled:
+        if key in self._outcomes:
             return "duplicate"
-        self._settled[key] = True
+        self._outcomes[key] = True
         group = self._leases.get(lease.lease_id)
         if group is None or group.attempt != lease.attempt or sample.index not in group.in_flight:
             return "late"
@@ -159,33 +159,33 @@ class Book:
         group.keys.append(key)
         group.oldest = sample.oldest if group.oldest is None else min(group.oldest, sample.oldest)
         self._committed += 1
-        self._settle(group)
+        self._close_lease(group)
         return "committed"
 
     def give_up(self, name: str, epoch: int, lease: p.Lease, index: int) -> None:
-        """A sample will not come."""
+        """Mark a sample as failed."""
         group = self._leases.get(lease.lease_id)
         if group is not None and group.owner == (name, epoch) and index in group.in_flight:
             group.missing.discard(index)
             group.partials.pop(index, None)
-            self._settle(group)
+            self._close_lease(group)
 
-    def hand_on(
-        self, name: str, epoch: int, lease: p.Lease, left: Sequence[int], there: dict[int, Tokens], goes_on: bool
+    def requeue(
+        self, name: str, epoch: int, lease: p.Lease, indices: Sequence[int], partials: dict[int, Tokens], goes_on: bool
     ) -> None:
-        """Samples are left to whoever comes next, with what there is of them."""
+        """Requeue samples with their tokens, or only save the tokens if the actor goes on."""
         self._check(name, epoch)
         group = self._leases.get(lease.lease_id)
         if group is None or group.owner != (name, epoch):
             return
-        going = group.in_flight.intersection(left)
-        group.partials |= {index: tokens for index, tokens in there.items() if index in going}
+        valid = group.in_flight.intersection(indices)
+        group.partials |= {index: tokens for index, tokens in partials.items() if index in valid}
         if not goes_on:
-            group.resting |= going
-            self._settle(group)
+            group.requeued |= valid
+            self._close_lease(group)
 
     def renew(self, name: str, epoch: int, lease_ids: list[int]) -> list[int]:
-        """Extend leases; those that are lost."""
+        """Extend leases; return the lost ones."""
         lost = []
         for lease_id in lease_ids:
             group = self._leases.get(lease_id)
@@ -196,12 +196,12 @@ class Book:
         return lost
 
     def expire(self) -> None:
-        """Lose the leases whose time is over."""
+        """Expire leases whose timeout has passed."""
         for group in [group for group in self._leases.values() if group.due_at <= self._clock()]:
             self._lose(group)
 
     def restart(self) -> None:
-        """Deadlines start anew, and the learner has not said yet what it allows."""
+        """Reset the deadlines and the lag that the learner allowed."""
         self._allowed = None
         for group in self._leases.values():
             group.due_at = self._clock() + LEASE_TIMEOUT_S
@@ -209,7 +209,7 @@ class Book:
     # --- the learner ------------------------------------------------------------------------------
 
     def begin(self, session: str, version: int, step: int) -> int:
-        """A learner starts."""
+        """Start a learner; return its incarnation."""
         if session in self._sessions:
             return self._sessions[session]
         incarnation = self._sessions[session] = len(self._sessions)
@@ -235,13 +235,13 @@ class Book:
         return incarnation
 
     def published(self, incarnation: int, version: int) -> None:
-        """Weights can be pulled."""
+        """Record a published version."""
         if incarnation == self._incarnation:
             new = PolicyVersion(incarnation, version)
             self._published = new if self._published is None else max(self._published, new)
 
     def draw(self, step: int, version: int, incarnation: int, allowed: int | None) -> list[list[Key]] | None:
-        """The samples of each group of the step; None where it must wait."""
+        """Return the samples of each group of the step; None if it has to wait."""
         self._check_incarnation(incarnation)
         self._allowed = allowed
         draw = self._draws.get(step)
@@ -259,14 +259,14 @@ class Book:
         num = self._knobs.groups_per_step
         if len(ready) < num or self._held_back(ready[:num], ready[num:], version):
             return None
-        draw = self._draws[step] = Draw(version, incarnation, [group for _, group in ready[:num]])
+        draw = self._draws[step] = Batch(version, incarnation, [group for _, group in ready[:num]])
         self._pending.add(step)
         for group in draw.groups:
             group.pending += 1
         return [group.keys for group in draw.groups]
 
     def finish(self, step: int, version: int, incarnation: int, skipped: bool) -> None:
-        """A step is done."""
+        """Finish a step."""
         self._check_incarnation(incarnation)
         if step not in self._draws and step > self._step:
             raise BufferRefused(f"step {step} was never drawn")
@@ -275,13 +275,13 @@ class Book:
             self._version, self._step = version, step
 
     def durable(self, step: int, incarnation: int) -> None:
-        """Uses up to the step are final."""
+        """Make uses up to this step final."""
         self._check_incarnation(incarnation)
         for each in [each for each in self._draws if each <= step]:
             del self._draws[each]
 
     def counts(self) -> tuple[int, int, int, int]:
-        """The ledger's gap, samples committed, samples dropped, and groups outstanding."""
+        """Return the ledger's gap, samples committed, samples dropped, and groups outstanding."""
         return 0, self._committed, self._dropped, self._outstanding()
 
     def _outstanding(self) -> int:
@@ -289,11 +289,11 @@ class Book:
         return num_pending + sum(1 for group in self._groups.values() if not group.pending)
 
     def waiting_for(self) -> str:
-        """What the book holds, for a trace."""
+        """Return the state for a trace."""
         ages = {group.id: (self._age(group), group.is_open, group.pending) for group in self._groups.values()}
         return f"version {self._version}, published {self._published}, groups (age, open, pending) {ages}"
 
-    # --- parts ------------------------------------------------------------------------------------
+    # --- helpers ----------------------------------------------------------------------------------
 
     @property
     def _incarnation(self) -> int:
@@ -325,16 +325,16 @@ class Book:
         due = [[self._contract.steps_left(age, version) or 0 for age, _ in part] for part in (chosen, left, still_open)]
         return bool(self._contract.held_back(*due))
 
-    def _all_usable(self, draw: Draw, version: int) -> bool:
+    def _all_usable(self, draw: Batch, version: int) -> bool:
         ages = [(self._age(group), group) for group in draw.groups]
         return len(self._contract.select(ages, version)) == len(ages)
 
-    def _settle(self, group: Group) -> None:
-        """Is the group complete?"""
+    def _close_lease(self, group: Group) -> None:
+        """Close the lease if no sample is in flight, and the group if it is complete."""
         if group.in_flight:
             return
         self._leases.pop(group.lease_id, None)
-        group.lease_id, group.resting = 0, set()
+        group.lease_id, group.requeued = 0, set()
         if group.missing:
             return
         group.is_open = False
@@ -343,7 +343,7 @@ class Book:
 
     def _lose(self, group: Group) -> None:
         del self._leases[group.lease_id]
-        group.lease_id, group.resting = 0, set()
+        group.lease_id, group.requeued = 0, set()
 
     def _drop(self, group: Group) -> None:
         self._dropped += len(group.keys)

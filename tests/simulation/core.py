@@ -1,7 +1,7 @@
-"""The real buffer: `BufferCore` over a real LMDB environment, one write transaction to a seed.
+"""The real buffer: `BufferCore` over a real LMDB environment, in one write transaction per seed.
 
-The transaction is aborted in the end, so nothing is ever synced. Between two requests everything that the
-service would keep in memory for one turn is written and forgotten, as a commit does.
+The transaction is aborted at the end, so that nothing is synced. Between two requests, all state that the service
+keeps in memory for one turn is flushed and discarded, as in a commit.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import TypeVar
 import lmdb
 import numpy as np
 
-from buffer import protocol as p
-from buffer import schema
-from buffer.config import BufferConfig
-from buffer.schema import HANDED_ON, Trajectory, VersionSpan
-from buffer.transaction import TABLES, Transaction
-from common.run import RunFacts
-from common.staleness import StalenessContract
+from leeway.buffer import protocol as p
+from leeway.buffer import schema
+from leeway.buffer.config import BufferConfig
+from leeway.buffer.schema import REQUEUED, Trajectory, VersionSpan
+from leeway.buffer.transaction import TABLES, Transaction
+from leeway.common.run import RunFacts
+from leeway.common.staleness import StalenessContract
 from tests.simulation.actor import Leased, Sample, Tokens
 from tests.simulation.knobs import Knobs
 from tests.simulation.witness import Key, reward_of
@@ -36,7 +36,7 @@ _LOGPROBS = np.full(4, -0.5, np.float32)
 
 
 class Environment:
-    """An LMDB environment that no seed leaves anything in."""
+    """An LMDB environment in which no seed leaves data."""
 
     def __init__(self) -> None:
         shared_memory = Path("/dev/shm")
@@ -45,21 +45,21 @@ class Environment:
         self._dbs = {name: self._env.open_db(name.encode()) for name in TABLES}
 
     def begin(self) -> lmdb.Transaction:
-        """A write transaction; the caller aborts it."""
+        """Begin a write transaction, which the caller aborts."""
         return self._env.begin(write=True, buffers=True)
 
     def turn(self, txn: lmdb.Transaction) -> Transaction:
-        """What the service opens for one turn."""
+        """Return the transaction that the service opens for one turn."""
         return Transaction(txn, self._dbs, caches=True)
 
     def close(self) -> None:
-        """Remove it."""
+        """Close and remove the environment."""
         self._env.close()
         self._folder.cleanup()
 
 
 class Turns:
-    """What a store is to the rules: each call is a turn, within the one transaction of a seed."""
+    """Replaces a store: each call is a turn within the single transaction of a seed."""
 
     def __init__(self, env: Environment) -> None:
         self._env = env
@@ -67,7 +67,7 @@ class Turns:
         self.tx = env.turn(self._txn)
 
     def write(self, change: Callable[[Transaction], T]) -> T:
-        """Let the next turn change what it likes; it sees what the last one wrote and nothing else."""
+        """Run `change` in a new turn, which sees only what earlier turns flushed."""
         self.tx.flush()
         self.tx = self._env.turn(self._txn)
         return change(self.tx)
@@ -75,10 +75,10 @@ class Turns:
     read = write
 
     def close(self) -> None:
-        """A service that ends leaves what it wrote."""
+        """Keep what was written, as a store does."""
 
     def abort(self) -> None:
-        """Forget everything."""
+        """Discard everything."""
         self._txn.abort()
 
 
@@ -101,16 +101,16 @@ class CoreBuffer:
         self.close = self._turns.abort
 
     def hello(self, name: str, session: str) -> int:
-        """Open an epoch; said twice, it is one."""
+        """Open an epoch; a repeated hello returns the same one."""
         first, again = (self._buffer.hello(name, session) for _ in range(2))
         assert first == again
         return first.epoch
 
-    def lease(self, name: str, epoch: int, number: int, room: int) -> Leased:
+    def lease(self, name: str, epoch: int, number: int, max_groups: int) -> Leased:
         """Grant leases."""
-        answered = self._buffer.answer(p.LeaseRequest(name, epoch, number, room))
-        assert answered is not None
-        grant, body = answered
+        answer = self._buffer.answer(p.LeaseRequest(name, epoch, number, max_groups))
+        assert answer is not None
+        grant, body = answer
         assert isinstance(grant, p.LeaseGrant)
         keys = [(lease.lease_id, index) for lease in grant.leases for index in lease.prefixes]
         rows = decode(body) if len(body) else []
@@ -118,34 +118,34 @@ class CoreBuffer:
         return Leased(grant.leases, grant.newest, grant.draining, prefixes=dict(zip(keys, spans, strict=True)))
 
     def push(self, sample: Sample) -> str:
-        """Settle one sample."""
+        """Push a sample; return its outcome."""
         return self._buffer.push([_trajectory(sample)])[0]
 
     def give_up(self, name: str, epoch: int, lease: p.Lease, index: int) -> None:
-        """A sample will not come."""
+        """Mark a sample as failed."""
         self._buffer.answer(p.GiveUp(name, epoch, lease.lease_id, lease.attempt, [index], "simulated"))
 
-    def hand_on(
-        self, name: str, epoch: int, lease: p.Lease, left: Sequence[int], there: dict[int, Tokens], goes_on: bool
+    def requeue(
+        self, name: str, epoch: int, lease: p.Lease, indices: Sequence[int], partials: dict[int, Tokens], goes_on: bool
     ) -> None:
-        """Samples are left to whoever comes next, with what there is of them."""
+        """Requeue samples with their tokens, or only save the tokens if the actor goes on."""
         rows = []
-        for index, tokens in there.items():
+        for index, tokens in partials.items():
             sample = Sample(Key(name, epoch, 0), lease, index, tokens.oldest, tokens.newest)
-            rows.append(replace(_trajectory(sample), reward=None, finish_reason=HANDED_ON))
-        message = p.HandOn(name, epoch, lease.lease_id, lease.attempt, list(left), goes_on)
+            rows.append(replace(_trajectory(sample), reward=None, finish_reason=REQUEUED))
+        message = p.HandOn(name, epoch, lease.lease_id, lease.attempt, list(indices), goes_on)
         self._buffer.answer(message, bytes(schema.encode(rows, RUN)))
 
     def renew(self, name: str, epoch: int, lease_ids: list[int]) -> list[int]:
-        """Extend leases; those that are lost."""
+        """Extend leases; return the lost ones."""
         return self._buffer.ask(p.Renew(name, epoch, lease_ids), p.RenewReply).lost
 
     def begin(self, session: str, version: int, step: int) -> int:
-        """A learner starts."""
+        """Start a learner; return its incarnation."""
         return self._buffer.ask(p.BeginIncarnation(session, version, step), p.IncarnationReply).incarnation
 
     def draw(self, step: int, version: int, incarnation: int, allowed: int | None) -> list[list[Key]] | None:
-        """The samples of each group of the step; None where it must wait."""
+        """Return the samples of each group of the step; None if it has to wait."""
         num_groups = self._buffer.facts.groups_per_step
         answer = self._buffer.answer(p.DrawRequest(step, version, incarnation, num_groups, 0.0, allowed))
         if answer is None:
@@ -158,15 +158,15 @@ class CoreBuffer:
         return list(groups.values())
 
     def finish(self, step: int, version: int, incarnation: int, skipped: bool) -> None:
-        """A step is done."""
+        """Finish a step."""
         self._buffer.finish(step, version, incarnation=incarnation, skipped=skipped)
 
     def durable(self, step: int, incarnation: int) -> None:
-        """Uses up to the step are final."""
+        """Make uses up to this step final."""
         self._buffer.answer(p.CheckpointDurable(step, incarnation))
 
     def counts(self) -> tuple[int, int, int, int]:
-        """The ledger's gap with rows set aside, samples committed, samples dropped, and groups outstanding."""
+        """Return the ledger's gap with quarantined rows, samples committed, samples dropped, and groups outstanding."""
         tx, core = self._turns.tx, self._buffer.core
         counts, ledger = core.groups.checked_counts(tx), tx.state.ledger
         return (
@@ -177,14 +177,14 @@ class CoreBuffer:
         )
 
     def num_set_aside(self) -> int:
-        """Groups of equal rewards that no step took, counted from their rows."""
+        """Return the number of uninformative groups that no step used, counted from their rows."""
         return self._turns.read(lambda tx: sum("uninformative" in g.sample_states for _, g in tx.groups.all_items()))
 
     def waiting_for(self) -> str:
-        """What the buffer holds, for a trace."""
-        return self._turns.read(self._held)
+        """Return the state for a trace."""
+        return self._turns.read(self._describe)
 
-    def _held(self, tx: Transaction) -> str:
+    def _describe(self, tx: Transaction) -> str:
         index = self._buffer.core.groups.index
         admission = self._buffer.core.leases.closed_because(tx) or "open"
         return (
@@ -194,7 +194,7 @@ class CoreBuffer:
 
 
 def _trajectory(sample: Sample) -> Trajectory:
-    """The sample as an actor sends it: of one version, or of two where weights changed in flight."""
+    """Return the trajectory that an actor sends: of one version, or of two if weights changed in flight."""
     spans = [VersionSpan(sample.oldest, 0, 4)]
     if sample.newest != sample.oldest:
         spans = [VersionSpan(sample.oldest, 0, 2), VersionSpan(sample.newest, 2, 4)]

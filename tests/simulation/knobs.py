@@ -1,4 +1,4 @@
-"""What run a seed makes: its knobs, and what goes wrong in it."""
+"""The settings and fault rates that a seed determines."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from functools import lru_cache
 from random import Random
 from typing import Literal, NamedTuple
 
-from common.staleness import StalenessConfig, StalenessContract
+from leeway.common.staleness import StalenessConfig, StalenessContract
 
 
 class Knobs(NamedTuple):
-    """The knobs that decide over lag; letters as in docs/staleness.md."""
+    """The settings that determine lag; letters as in docs/staleness.md."""
 
     max_lag: int
     """L."""
@@ -28,54 +28,54 @@ class Knobs(NamedTuple):
     on_stale: Literal["drop", "wait"]
     num_actors: int
     own_actor_lag: int
-    """What the actors' own configuration has for A: more where it is unset there and a step has several updates."""
+    """A in the configuration of the actors: larger if it is unset there and a step has several updates."""
     refill: float = 0.0
-    """`buffer.refill_uninformative`; the book of groups knows no rewards."""
+    """`buffer.refill_uninformative`; ignored at depth "policy", which has no rewards."""
 
     @property
     def actors_contract(self) -> StalenessContract:
-        """What the actors know of the policy."""
+        """Return the policy as the actors know it."""
         return _actors_contract(self)
 
     @property
     def contract(self) -> StalenessContract:
-        """The policy of a run with these knobs."""
+        """Return the policy of a run with these settings."""
         return _contract(self)
 
 
 class Faults(NamedTuple):
-    """How often what goes wrong, as a chance per occasion; 0 for never."""
+    """Fault rates: the chance of each fault per occasion; 0 disables it."""
 
     deaths: float = 0.0
-    """A process is killed and started again."""
+    """A process is killed and restarted."""
     stalls: float = 0.0
-    """A process is stopped for a while; its place may be taken meanwhile, and then it goes on as a zombie."""
+    """A process is stopped for a while; if it is replaced meanwhile, it continues as a zombie."""
     copies: float = 0.0
-    """A message arrives twice, or its answer is lost and it is sent again."""
+    """A message arrives twice, or its reply is lost and it is sent again."""
     late_weights: float = 0.0
-    """An actor is offered a version that is not the newest, or one that fails its checksum."""
+    """An actor receives a version that is not the newest, or one that fails its checksum."""
     skips: float = 0.0
     """An update is skipped."""
     full_disk: float = 0.0
-    """A publication is skipped: the weights folder is full, or slow."""
+    """A publication is skipped, because the weights folder is full or slow."""
     learner_deaths: float = 0.0
     restarts: float = 0.0
-    """The buffer service starts anew."""
+    """The buffer service restarts."""
     given_up: float = 0.0
     """A sample fails."""
-    handed_on: float = 0.0
-    """An actor leaves samples to another one, or has the buffer keep what there is of them."""
+    requeued: float = 0.0
+    """An actor requeues samples, or saves their tokens."""
 
 
 NO_FAULTS = Faults()
 _RATES = Faults(
     deaths=0.2, stalls=0.5, copies=0.3, late_weights=0.3, skips=0.2, full_disk=0.4, learner_deaths=0.4, restarts=0.7,
-    given_up=0.05, handed_on=0.5,
+    given_up=0.05, requeued=0.5,
 )  # fmt: skip
 
 
 def choose_knobs(random: Random) -> Knobs:
-    """Any knobs that do not contradict each other; small ones, so that the bound is near."""
+    """Choose valid settings; small ones, so that the lag bound is often reached."""
     updates, actor_lag = random.choice((1, 1, 1, 2, 3)), random.choice((0, 0, 1, 2))
     publish_every = random.choice((1, 1, 2, 3))
     least = actor_lag + publish_every - 1 + updates - 1
@@ -93,7 +93,7 @@ def choose_knobs(random: Random) -> Knobs:
 
 
 def choose_faults(random: Random) -> Faults:
-    """Each fault in half of the runs, so that what one of them breaks is not hidden by another."""
+    """Enable each fault in half of the runs, so that no fault hides the effect of another."""
     return Faults(*[rate if random.random() < 0.5 else 0.0 for rate in _RATES])
 
 

@@ -1,4 +1,4 @@
-"""Seeds: one run of each, and many of them."""
+"""Run one seed, or many."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from random import Random
 from typing import NamedTuple
 from unittest import mock
 
-from common.staleness import StaleTokens
+from leeway.common.staleness import StaleTokens
 from tests.simulation.core import Environment
 from tests.simulation.knobs import Faults, Knobs, choose_faults, choose_knobs
 from tests.simulation.witness import Broken
@@ -17,7 +17,7 @@ from tests.simulation.world import NUM_EVENTS, World
 
 
 class Outcome(NamedTuple):
-    """What a run came to."""
+    """Result of a run."""
 
     seed: int
     knobs: Knobs
@@ -25,19 +25,19 @@ class Outcome(NamedTuple):
     trace: list[str]
     trace_hash: str
     num_steps: int
-    """That the last learner's line of training has."""
+    """Steps of the last learner's line of training."""
     num_trained: int
-    """Updates."""
+    """Number of updates."""
     greatest_lag: int
     num_dropped: int
-    """Samples."""
+    """Number of samples."""
     num_final_rounds: int
     num_set_aside: int
-    """Groups of equal rewards, until the last step was drawn."""
+    """Groups of equal rewards set aside until the last step was drawn."""
 
 
 class SimulationFailed(AssertionError):
-    """A seed broke an invariant; the message says how to see it again."""
+    """A seed broke an invariant; the message has the command that reproduces it."""
 
     def __init__(
         self, seed: int, depth: str, knobs: Knobs, faults: Faults, broken: Broken, trace: Sequence[str]
@@ -46,7 +46,7 @@ class SimulationFailed(AssertionError):
         lines = "\n".join(trace[-40:])
         super().__init__(
             f"seed {seed}, depth {depth}: {broken}\n{knobs}\n{faults}\n{lines}\n"
-            f"see all of it: python -m tests.simulation --depth {depth} --seed {seed} --trace"
+            f"to reproduce it, run: python -m tests.simulation --depth {depth} --seed {seed} --trace"
         )
 
 
@@ -56,10 +56,10 @@ def simulate(
     """Run one seed.
 
     Args:
-        seed: of all chance.
-        env: where the real buffer keeps its rows; None for depth "policy", without it.
-        num_events: before the undisturbed steps.
-        trace: write down every event.
+        seed: of all randomness.
+        env: LMDB environment of the real buffer; None for depth "policy", without it.
+        num_events: random events before the steps without faults.
+        trace: record every event.
 
     Raises:
         SimulationFailed: an invariant does not hold.
@@ -69,18 +69,18 @@ def simulate(
 
 
 class Totals(NamedTuple):
-    """What many seeds came to."""
+    """Totals over many seeds."""
 
     num_seeds: int
     num_updates: int
     num_dropped: int
-    """Samples."""
+    """Number of samples."""
     num_at_bound: int
-    """Seeds in which some token was trained with a lag of exactly `max_lag`."""
+    """Number of seeds in which some token was trained with a lag of exactly `max_lag`."""
 
     @classmethod
     def of(cls, seeds: range, env: Environment | None = None) -> Totals:
-        """Run them; as `simulate`."""
+        """Run the seeds as `simulate` does."""
         num_updates = num_dropped = num_at_bound = 0
         for seed in seeds:
             outcome = simulate(seed, env)
@@ -90,9 +90,9 @@ class Totals(NamedTuple):
         return cls(len(seeds), num_updates, num_dropped, num_at_bound)
 
 
-def _patiently() -> mock._patch:
-    """No group is given up: faults come far more often than in a run."""
-    return mock.patch("buffer.groups.MAX_ATTEMPTS", 1_000_000)
+def _without_attempt_limit() -> mock._patch:
+    """Disable the limit of attempts, because faults are far more frequent than in a run."""
+    return mock.patch("leeway.buffer.groups.MAX_ATTEMPTS", 1_000_000)
 
 
 def simulate_with(
@@ -104,11 +104,11 @@ def simulate_with(
     num_events: int = NUM_EVENTS,
     trace: bool = False,
 ) -> Outcome:
-    """Run one seed with these knobs and faults; as `simulate`. One that fails is run again for its trace."""
+    """Run one seed with these settings as `simulate` does; run a failing one again to record its trace."""
     lines: list[str] | None = [] if trace else None
     broken: Broken | None = None
     num_rounds = 0
-    with _patiently(), contextlib.closing(World(seed, knobs, faults, env, lines)) as world:
+    with _without_attempt_limit(), contextlib.closing(World(seed, knobs, faults, env, lines)) as world:
         try:
             num_rounds = world.run(num_events)
             world.check_store()

@@ -1,23 +1,23 @@
-"""The weight protocol, as far as it is order: versions appear one by one, each newer than the last."""
+"""The weight protocol, reduced to its order: versions are committed one by one, each newer than the last."""
 
 from __future__ import annotations
 
 from random import Random
 
-from common.staleness import PolicyVersion
+from leeway.common.staleness import PolicyVersion
 
 FIRST = PolicyVersion(0, 0)
-"""What an engine serves before it has pulled anything."""
+"""Version that an engine serves before its first pull."""
 
 
 class Shelf:
-    """The committed versions, as `WeightStore` has them."""
+    """The committed versions, as in `WeightStore`."""
 
     def __init__(self) -> None:
         self.versions: list[PolicyVersion] = []
 
     def commit(self, version: PolicyVersion) -> bool:
-        """Make a version exist; false where it is not newer than the newest (a learner that was replaced)."""
+        """Commit a version; return False if it is not newer than the newest (of a learner that was replaced)."""
         if self.versions and version <= self.versions[-1]:
             return False
         self.versions.append(version)
@@ -25,9 +25,9 @@ class Shelf:
 
     @property
     def newest(self) -> PolicyVersion | None:
-        """The newest one; None before the first."""
+        """Return the newest version; None before the first."""
         return self.versions[-1] if self.versions else None
 
     def any(self, random: Random) -> PolicyVersion | None:
-        """One of them, as a late or repeated transfer brings it."""
+        """Return a random version, as a late or repeated transfer delivers it."""
         return random.choice(self.versions) if self.versions else None

@@ -1,7 +1,7 @@
-"""What really happened, and whether it was allowed. Nothing here uses the policy's code.
+"""A record of what happened, and checks that it was allowed. Nothing here uses the policy's code.
 
-The lag of a token is computed from what the simulator wrote down when the token was sampled: which
-version the engine served, and from which version every later learner resumed.
+The lag of a token is computed from two records of the simulation: the version that the engine served when it sampled
+the token, and the version from which every later learner resumed.
 """
 
 from __future__ import annotations
@@ -10,21 +10,21 @@ from collections.abc import Sequence
 from typing import NamedTuple
 from zlib import crc32
 
-from buffer import protocol as p
-from common.staleness import PolicyVersion
+from leeway.buffer import protocol as p
+from leeway.common.staleness import PolicyVersion
 from tests.simulation.knobs import Knobs
 
 
 class Broken(AssertionError):
     """An invariant does not hold."""
 
-    def __init__(self, invariant: str, what: str) -> None:
-        super().__init__(f"{invariant}: {what}")
+    def __init__(self, invariant: str, description: str) -> None:
+        super().__init__(f"{invariant}: {description}")
         self.invariant = invariant
 
 
 class Key(NamedTuple):
-    """A sample, by who sent it."""
+    """Identifies a pushed sample."""
 
     actor: str
     epoch: int
@@ -32,12 +32,12 @@ class Key(NamedTuple):
 
 
 def reward_of(key: Key) -> float:
-    """Of a sample: 1 of one in three."""
+    """Return the reward of a sample: 1 for one in three."""
     return float(crc32(repr(key).encode()) % 3 == 0)
 
 
 class Granted(NamedTuple):
-    """A lease, with what was published when it was granted."""
+    """A lease, with the newest published version when it was granted."""
 
     lease_id: int
     min_version: int
@@ -45,72 +45,72 @@ class Granted(NamedTuple):
 
 
 class Witness:
-    """Keeps the record of one run."""
+    """The record of one run."""
 
     def __init__(self, knobs: Knobs) -> None:
         self._knobs = knobs
         spare = knobs.max_lag - knobs.max_actor_lag - (knobs.publish_every - 1) + 1
-        self._room = spare // knobs.updates_per_step * knobs.groups_per_step
+        self._capacity = spare // knobs.updates_per_step * knobs.groups_per_step
         """(S + 1) * G."""
         self.grants: dict[int, Granted] = {}
-        """Every lease, as it was granted first: the same answer may be given again when the learner has gone back."""
+        """Every lease as it was first granted; the same reply may be repeated after a learner restart."""
         self.starts: list[tuple[int, int, int]] = []
-        """(incarnation, version, step) that each learner started from."""
+        """(incarnation, version, step) from which each learner started."""
         self.oldest: dict[Key, PolicyVersion] = {}
-        """The version that sampled the first token of each sample."""
+        """Version that sampled the first token of each sample."""
         self.committed: set[Key] = set()
         self.steps: dict[Key, set[int]] = {}
-        """Steps of the present line of training that used the sample."""
+        """Steps of the current line of training that used the sample."""
         self.drawn: dict[int, list[list[Key]]] = {}
-        """The groups of each step, as it was drawn last."""
+        """Groups of each step, as last drawn."""
         self.num_set_aside = 0
-        """Groups of equal rewards, when a step was drawn last."""
+        """Groups of equal rewards set aside up to the last draw of a step."""
         self.greatest_lag = -1
         self.num_trained = self.num_dropped = 0
-        self.went_back = False
+        self.rolled_back = False
 
-    def learner_began(self, incarnation: int, version: int, step: int, reached: tuple[int, int]) -> None:
-        """A learner resumed; those before it had reached this step and version.
+    def learner_started(self, incarnation: int, version: int, step: int, reached: tuple[int, int]) -> None:
+        """Record a learner start; earlier learners had reached the step and version `reached`.
 
-        A step that is redone may advance where it was skipped before, so going back counts in steps too.
+        A redone step may advance the version where it was skipped before, so steps are compared too.
         """
-        self.went_back |= step < reached[0] or version < reached[1]
+        self.rolled_back |= step < reached[0] or version < reached[1]
         self.starts.append((incarnation, version, step))
         for steps in self.steps.values():
             steps.difference_update([each for each in steps if each > step])
 
     def granted(self, grant: p.LeaseGrant) -> None:
-        """The buffer granted leases."""
+        """Record granted leases."""
         for lease in grant.leases:
             newest = PolicyVersion(*grant.newest)
             self.grants.setdefault(lease.lease_id, Granted(lease.lease_id, lease.min_version, newest))
 
-    def started(self, lease: Granted, served: PolicyVersion, heard: PolicyVersion) -> None:
-        """A request of a lease started on the weights `served`, by an actor that had heard of `heard`."""
+    def started(self, lease: Granted, served: PolicyVersion, seen: PolicyVersion) -> None:
+        """Record the start of a sample on version `served`, by an actor that had seen version `seen`."""
         same = served.incarnation == lease.newest.incarnation
         if same and served.version < lease.min_version:
             raise Broken("min_version", f"{served} started a request of {lease}")
-        if served.incarnation < heard.incarnation:
-            raise Broken("abandoned", f"a request started on {served} though {heard} was heard of")
+        if served.incarnation < seen.incarnation:
+            raise Broken("abandoned", f"a request started on {served} although {seen} was seen")
         if served.incarnation < lease.newest.incarnation:
             raise Broken("abandoned", f"a request of {lease} started on {served}")
         if self.effective(lease.newest) - self.effective(served) > self._knobs.max_actor_lag:
             raise Broken("actor_lag", f"{served} started a request of {lease}")
-        if served.incarnation == heard.incarnation and heard.version - served.version > self._knobs.own_actor_lag:
-            raise Broken("actor_lag", f"{served} started a request though {heard} was heard of")
+        if served.incarnation == seen.incarnation and seen.version - served.version > self._knobs.own_actor_lag:
+            raise Broken("actor_lag", f"{served} started a request although {seen} was seen")
 
-    def went_on(self, newest: PolicyVersion, served: PolicyVersion) -> None:
-        """A request went on from tokens of at most this version."""
+    def resumed(self, newest: PolicyVersion, served: PolicyVersion) -> None:
+        """Record that a sample resumed after tokens of this version."""
         if served < newest:
-            raise Broken("spans", f"{served} went on from a token of {newest}")
+            raise Broken("spans", f"{served} resumed after a token of {newest}")
 
     def applied(self, served: PolicyVersion, version: PolicyVersion) -> None:
-        """An engine went from one version to another."""
+        """Record an engine's change of version."""
         if version <= served:
             raise Broken("engine", f"an engine went from {served} back to {version}")
 
-    def settled(self, key: Key, outcome: str) -> None:
-        """The buffer answered for a sample."""
+    def pushed(self, key: Key, outcome: str) -> None:
+        """Record the outcome of a pushed sample."""
         if outcome == "quarantined":
             raise Broken("lost", f"{key} was valid and is quarantined")
         if outcome == "committed":
@@ -119,15 +119,15 @@ class Witness:
             self.committed.add(key)
 
     def effective(self, sampled: PolicyVersion) -> int:
-        """What version a token counts with: no later than where any learner after its own resumed."""
+        """Return the version with which a token counts: at most the one from which any later learner resumed."""
         return min([sampled.version, *(version for number, version, _ in self.starts if number > sampled.incarnation)])
 
     def lag(self, keys: Sequence[Key], version: int) -> int:
-        """The greatest lag of these samples' tokens in an update at `version`."""
+        """Return the largest lag of the tokens of these samples in an update at `version`."""
         return max(version - self.effective(self.oldest[key]) for key in keys)
 
     def trains(self, step: int, version: int, keys: Sequence[Key], num_groups: int) -> None:
-        """An update at `version` trains these samples."""
+        """Record an update at `version` with these samples."""
         lag = self.lag(keys, version)
         self.greatest_lag = max(self.greatest_lag, lag)
         self.num_trained += 1
@@ -143,10 +143,10 @@ class Witness:
             if len(used) > 1:
                 raise Broken("twice", f"{key} is trained in the steps {sorted(used)}")
 
-    def drew(self, step: int, groups: list[list[Key]], num_set_aside: int) -> None:
-        """A step was drawn, or is taken again; so many groups of equal rewards were set aside since the run began.
+    def step_drawn(self, step: int, groups: list[list[Key]], num_set_aside: int) -> None:
+        """Record a drawn or redone step, with the number of uninformative groups set aside since the run began.
 
-        As many groups as the bound allows must have been, before a step has one.
+        A step may have an uninformative group only after as many were set aside as the refill limit allows.
         """
         if self.drawn.get(step) == groups:
             return
@@ -159,13 +159,13 @@ class Witness:
                 raise Broken("informative", f"step {step} has {keys}, of equal rewards; {passed} were set aside for it")
 
     def counted(self, gap: int, committed: int, dropped: int, outstanding: int) -> None:
-        """What the buffer's ledger says now, and how many groups are leased and not yet trained on."""
+        """Check the ledger, and the number of groups that are leased and not yet trained."""
         self.num_dropped = dropped
         if gap:
             raise Broken("ledger", f"a gap of {gap} samples")
         if committed != len(self.committed):
-            raise Broken("lost", f"{len(self.committed)} samples were committed, the ledger says {committed}")
-        if outstanding > self._room and len(self.starts) == 1:  # a restart holds finished steps again
-            raise Broken("room", f"{outstanding} groups are outstanding, the buffer was made for {self._room}")
-        if dropped and self._knobs.on_stale == "wait" and not self.went_back:
+            raise Broken("lost", f"{len(self.committed)} samples were committed, but the ledger has {committed}")
+        if outstanding > self._capacity and len(self.starts) == 1:  # after a restart, finished steps are held again
+            raise Broken("room", f"{outstanding} groups are outstanding, the capacity is {self._capacity}")
+        if dropped and self._knobs.on_stale == "wait" and not self.rolled_back:
             raise Broken("wait", f"{dropped} samples were dropped")

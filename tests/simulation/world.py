@@ -1,4 +1,4 @@
-"""The processes, the wire between them, and who moves next."""
+"""The processes, the messages between them, and the scheduler."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from random import Random
 from typing import Any, Protocol
 
-from buffer import protocol as p
-from buffer.errors import BufferRefused
-from common.staleness import PolicyVersion
+from leeway.buffer import protocol as p
+from leeway.buffer.errors import BufferRefused
+from leeway.common.staleness import PolicyVersion
 from tests.simulation.actor import Leased, Sample, SimActor, Tokens
 from tests.simulation.book import Book
 from tests.simulation.core import CoreBuffer, Environment
@@ -20,21 +20,21 @@ from tests.simulation.witness import Broken, Key, Witness
 
 NUM_EVENTS = 100
 NUM_FINAL_STEPS = 1
-"""So many steps must be finished once nothing goes wrong any more."""
+"""Steps that must be finished after all faults are disabled."""
 FINAL_ROUNDS = 40
-"""Within so many rounds of 5 seconds, more than a lost lease needs to be granted again; and as many for each set of
-groups that may be set aside before."""
+"""Rounds of 5 seconds for these steps: more than it takes to lease an expired group again, and as many for each set
+of groups that may be set aside before."""
 
 
 class Buffer(Protocol):
-    """What the simulation asks of a buffer; `Book` or `CoreBuffer`. Each call is one request."""
+    """The simulation's interface of a buffer, `Book` or `CoreBuffer`. Each call is one request."""
 
     def hello(self, name: str, session: str) -> int: ...
     def lease(self, name: str, epoch: int, number: int, room: int) -> Leased: ...
     def push(self, sample: Sample) -> str: ...
     def give_up(self, name: str, epoch: int, lease: p.Lease, index: int) -> None: ...
-    def hand_on(
-        self, name: str, epoch: int, lease: p.Lease, left: Sequence[int], there: dict[int, Tokens], goes_on: bool
+    def requeue(
+        self, name: str, epoch: int, lease: p.Lease, indices: Sequence[int], partials: dict[int, Tokens], goes_on: bool
     ) -> None: ...
     def renew(self, name: str, epoch: int, lease_ids: list[int]) -> list[int]: ...
     def expire(self) -> None: ...
@@ -49,7 +49,7 @@ class Buffer(Protocol):
 
 
 class Message:
-    """A request on its way. It stays on the wire until its answer was heard."""
+    """A request in flight. It stays on the wire until its reply is received."""
 
     __slots__ = ("arguments", "has_arrived", "is_answered", "kind", "owner")
 
@@ -59,10 +59,10 @@ class Message:
 
 
 class World:
-    """One run."""
+    """A simulated run."""
 
-    makes_up = True
-    """The learner publishes what it skipped as soon as the disk has room."""
+    publishes_skipped = True
+    """Whether the learner publishes a skipped version as soon as the disk has space."""
 
     def __init__(self, seed: int, knobs: Knobs, faults: Faults, env: Environment | None, trace: list[str] | None):
         self.random = Random(seed)
@@ -71,60 +71,60 @@ class World:
         self.trace = trace
         self.now_s = 0.0
         self.wire: list[Message] = []
-        self.promptness = self.random.choice((0.0, 0.6, 0.9))
-        """How often a message arrives before anything else happens."""
+        self.immediate_delivery = self.random.choice((0.0, 0.6, 0.9))
+        """Chance that a message arrives before any other event."""
         self.shelf = Shelf()
         self.witness = Witness(knobs)
         self.buffer: Buffer = (
             Book(knobs, self.contract, self.clock) if env is None else CoreBuffer(knobs, self.contract, self.clock, env)
         )
-        self.forgetfulness = 0.9
-        """How often an actor does not renew when it could."""
+        self.skip_renewal = 0.9
+        """Chance that an actor does not renew its leases when it could."""
         self.checkpoints = [(0, 0)]
         self.reached = (0, 0)
-        """The last step that any learner finished, and the newest version that it made."""
-        self.num_lives = 1
+        """The last step that any learner finished, and its newest version."""
+        self.num_processes = 1
         self.learner = SimLearner(self, 0)
         self.actors = [self.new_actor(f"actor-{i}") for i in range(1 + int(self.random.random() * knobs.num_actors))]
         self.zombies: list[SimActor | SimLearner] = []
 
     def clock(self) -> float:
-        """Virtual seconds."""
+        """Return the virtual time in seconds."""
         return self.now_s
 
     def happens(self, chance: float) -> bool:
-        """Does it go wrong this time?"""
+        """Return whether a fault of this chance happens now."""
         return chance > 0.0 and self.random.random() < chance
 
     @staticmethod
     def is_newer(offered: PolicyVersion, served: PolicyVersion) -> bool:
-        """May an engine go from one version to the other?"""
+        """Return whether an engine may change from one version to the other."""
         return offered > served
 
-    def has_reached(self, learner: SimLearner) -> None:
-        """A learner made a version, or finished a step; one that was replaced makes what is abandoned already."""
+    def record_progress(self, learner: SimLearner) -> None:
+        """Record a new version or a finished step; those of a replaced learner are already abandoned."""
         self.reached = max(self.reached[0], learner.step), max(self.reached[1], learner.version)
-        self.witness.went_back |= learner is not self.learner
+        self.witness.rolled_back |= learner is not self.learner
 
-    def note(self, what: str) -> None:
-        """A line of the trace."""
+    def note(self, text: str) -> None:
+        """Add a line to the trace."""
         if self.trace is not None:
-            self.trace.append(f"{self.now_s:7.1f}  {what}")
+            self.trace.append(f"{self.now_s:7.1f}  {text}")
 
-    # --- the wire ---------------------------------------------------------------------------------
+    # --- messages ---------------------------------------------------------------------------------
 
     def send(self, kind: str, owner: SimActor | SimLearner, arguments: tuple[Any, ...]) -> None:
-        """Put a request on the wire."""
+        """Send a request."""
         self.wire.append(Message(kind, owner, arguments))
-        if self.random.random() < self.promptness:
+        if self.random.random() < self.immediate_delivery:
             self.deliver(len(self.wire) - 1)
 
     def deliver(self, place: int) -> None:
-        """A request arrives. Its answer may be lost, and then it arrives again; it may arrive twice anyway."""
+        """Deliver a request. It is delivered again if its reply is lost, and may be duplicated."""
         message = self.wire[place]
         owner = message.owner
         if owner.stopped and message.has_arrived and not owner.dead:
-            return  # it will be sent again once its sender goes on
+            return  # it is sent again after its sender continues
         message.has_arrived = True
         try:
             reply = getattr(self.buffer, message.kind)(*message.arguments)
@@ -135,9 +135,9 @@ class World:
         if isinstance(reply, p.LeaseGrant):
             self.witness.granted(reply)
         elif message.kind == "push":
-            self.witness.settled(message.arguments[0].key, reply)
+            self.witness.pushed(message.arguments[0].key, reply)
         elif isinstance(self.buffer, CoreBuffer) and message.kind == "draw" and isinstance(reply, list):
-            self.witness.drew(message.arguments[0], reply, self.buffer.num_set_aside())
+            self.witness.step_drawn(message.arguments[0], reply, self.buffer.num_set_aside())
         is_kept = self.happens(self.faults.copies)
         if not is_kept and (owner.dead or not owner.stopped):
             self.wire[place] = self.wire[-1]
@@ -148,20 +148,20 @@ class World:
         message.is_answered = True
         if isinstance(reply, BufferRefused):
             if owner is self.learner or owner in self.actors:
-                raise Broken("refused", f"{_name(owner)} is alive, and {message.kind}{message.arguments}: {reply}")
-            owner.dead = True  # a zombie notices that it was replaced
-        elif hear := getattr(owner, f"on_{message.kind}", None):
-            hear(message.arguments, reply)
+                raise Broken("refused", f"{_name(owner)} is running, but {message.kind}{message.arguments}: {reply}")
+            owner.dead = True  # a zombie detects that it was replaced
+        elif handler := getattr(owner, f"on_{message.kind}", None):
+            handler(message.arguments, reply)
 
-    # --- misfortune -------------------------------------------------------------------------------
+    # --- faults -----------------------------------------------------------------------------------
 
     def new_actor(self, name: str) -> SimActor:
-        """A process starts under this name."""
-        self.num_lives += 1
-        return SimActor(self, name, self.num_lives)
+        """Start an actor process under this name."""
+        self.num_processes += 1
+        return SimActor(self, name, self.num_processes)
 
     def disturb_actor(self) -> None:
-        """An actor joins, dies, is stopped, or goes on."""
+        """Start, kill, stop or continue an actor."""
         random, faults = self.random, self.faults
         if len(self.actors) < self.knobs.num_actors and random.random() < 0.3:
             self.actors.append(self.new_actor(f"actor-{len(self.actors)}"))
@@ -176,17 +176,17 @@ class World:
                 self.note(f"{actor.name} is replaced")
             else:
                 actor.stopped = False
-                self.note(f"{actor.name} goes on")
+                self.note(f"{actor.name} continues")
         elif random.random() < faults.deaths:
             actor.dead = True
-            self.note(f"{actor.name} dies")
+            self.note(f"{actor.name} is killed")
             self.actors[place] = self.new_actor(actor.name)
         elif random.random() < faults.stalls:
             actor.stopped = True
             self.note(f"{actor.name} is stopped")
 
     def disturb_learner(self) -> None:
-        """The learner dies, is stopped, or goes on; another one may start while it is."""
+        """Kill, stop or continue the learner; a stopped one may be replaced."""
         random, learner = self.random, self.learner
         if learner.stopped:
             if random.random() < 0.3:
@@ -194,25 +194,25 @@ class World:
                 self.start_learner()
             else:
                 learner.stopped = False
-                self.note("the learner goes on")
+                self.note("the learner continues")
         elif random.random() < self.faults.learner_deaths:
             learner.dead = True
-            self.note("the learner dies")
+            self.note("the learner is killed")
             self.start_learner()
         elif random.random() < self.faults.stalls:
             learner.stopped = True
             self.note("the learner is stopped")
 
     def start_learner(self) -> None:
-        """A learner starts from the newest checkpoint, or from the one before where that is damaged."""
+        """Start a learner from the newest checkpoint, or from the previous one if that is damaged."""
         if len(self.checkpoints) > 1 and self.random.random() < 0.3:
             self.checkpoints.pop()
-        self.num_lives += 1
-        self.learner = SimLearner(self, self.num_lives)
+        self.num_processes += 1
+        self.learner = SimLearner(self, self.num_processes)
         self.note(f"learner {self.learner.incarnation} starts from {self.checkpoints[-1]}")
 
     def disturb(self) -> None:
-        """Something of the outside world."""
+        """Inject a random fault."""
         chance = self.random.random()
         if chance < 0.5:
             self.disturb_actor()
@@ -229,12 +229,12 @@ class World:
             self.buffer.expire()
         elif self.happens(self.faults.restarts):
             self.buffer.restart()
-            self.note("the buffer service starts anew")
+            self.note("the buffer service restarts")
 
     # --- a run ------------------------------------------------------------------------------------
 
     def event(self) -> None:
-        """One process moves."""
+        """Let one process act."""
         self.now_s += 1.0
         random = self.random.random
         if random() < 1.0 - 1.0 / (1.0 + 0.8 * len(self.wire)):
@@ -252,18 +252,18 @@ class World:
             self.disturb()
 
     def check(self) -> None:
-        """The invariants that hold at any time; looked at after every request."""
+        """Check the invariants that hold after every request."""
         self.witness.counted(*self.buffer.counts())
 
     def run(self, num_events: int) -> int:
-        """Random events, then undisturbed steps; how many rounds those took.
+        """Run random events, then steps without faults; return the number of rounds that those took.
 
         Raises:
-            Broken: an invariant.
+            Broken: an invariant does not hold.
         """
         for _ in range(num_events):
             self.event()
-        self.faults, self.forgetfulness = NO_FAULTS, 0.0
+        self.faults, self.skip_renewal = NO_FAULTS, 0.0
         for zombie in self.zombies:
             zombie.dead = True
         self.learner.stopped = False
@@ -274,36 +274,36 @@ class World:
             if self.learner.step >= goal:
                 return num_rounds
             self.round()
-        raise Broken("progress", f"step {self.learner.step + 1} never came: {self.buffer.waiting_for()}")
+        raise Broken("progress", f"step {self.learner.step + 1} was never finished: {self.buffer.waiting_for()}")
 
     def check_store(self) -> None:
-        """Look through the whole store.
+        """Check the whole store.
 
         Raises:
-            Broken: it is not in order.
+            Broken: the store has faults.
         """
         if isinstance(self.buffer, CoreBuffer) and (found := self.buffer.faults()):
             raise Broken("store", "; ".join(found))
 
     def close(self) -> None:
-        """Leave nothing in the environment."""
+        """Abort the transaction in the environment."""
         if isinstance(self.buffer, CoreBuffer):
             self.buffer.close()
 
     def round(self) -> None:
-        """Everybody does what it can."""
+        """Let every process do all that it can."""
         self.now_s += 5.0
         self.buffer.expire()
         learner = self.learner
-        learner.make_up()
+        learner.publish_skipped()
         while learner.queue:
             learner.commit()
-        learner.ask()
+        learner.request_batch()
         while learner.batch:
             learner.update()
         for actor in self.actors:
             actor.pull()
-            actor.ask()
+            actor.request_leases()
             while actor.start():
                 pass
             while actor.finish():

@@ -1,10 +1,10 @@
-"""Record which functions of Leeway run, and when, in every process of a traced run: `python -m tests.walks` reads it.
+"""Record which functions of Leeway run, and when, in every process of a traced run; `python -m tests.walks` reads it.
 
 Python imports a module of this name at its start if it lies on PYTHONPATH, so every process of the run is traced.
-Environment: LEEWAY_TRACE is the folder for the records, LEEWAY_TRACE_EXACT the functions whose every call and return
-counts, LEEWAY_TRACE_KEY the config key whose reads count.
+Environment: LEEWAY_TRACE is the folder for the records, LEEWAY_TRACE_EXACT the functions whose every call and return is
+recorded, LEEWAY_TRACE_KEY the config key whose reads are recorded.
 
-A record is a line of milliseconds since the epoch, what happened, file and function, parted by tabs.
+A record is a line with milliseconds since the epoch, event, file and function, separated by tabs.
 """
 
 import functools
@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 SLOT_MS = 20
-"""A function is recorded once in this time, so that a hot one does not fill the disk."""
+"""Minimum milliseconds between two records of a function, so that a hot function does not fill the disk."""
 
 FOLDER = os.environ.get("LEEWAY_TRACE")
 ROOT = str(Path(__file__).parents[2]) + "/"
@@ -31,19 +31,19 @@ _files = {}
 
 @functools.cache
 def _name(code):
-    """`package/file.py<tab>function` of a function of the product; empty of any other."""
+    """Return `package/file.py<tab>function` for a function of the product, or '' for any other."""
     path = code.co_filename
     if not code.co_flags & inspect.CO_OPTIMIZED and code.co_name != "<module>":
-        return ""  # the body of a class: it runs at the import
+        return ""  # a class body, which runs at import
     is_ours = path.startswith(ROOT) and "/." not in path and not path.startswith((ROOT + "tests/", ROOT + "runs/"))
     return f"{path[len(ROOT) :]}\t{code.co_name}" if is_ours else ""
 
 
-def _write(what, name):
+def _write(event, name):
     pid = os.getpid()
-    if pid not in _files:  # a forked process has its own
+    if pid not in _files:  # a forked process opens its own file
         _files[pid] = os.open(f"{FOLDER}/{pid}.trace", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    os.write(_files[pid], f"{time.time() * 1000:.1f}\t{what}\t{name}\n".encode())
+    os.write(_files[pid], f"{time.time() * 1000:.1f}\t{event}\t{name}\n".encode())
 
 
 def _profile(frame, event, argument):
@@ -68,7 +68,7 @@ def _profile(frame, event, argument):
 
 
 def _trace_methods(manager):
-    """Trace the methods of Ray actors too: they run in threads that Python has not started."""
+    """Trace the methods of Ray actors too, which run in threads that Python did not start."""
     make = manager._make_actor_method_executor
 
     def traced(self, method_name, method):
@@ -85,7 +85,7 @@ def _trace_methods(manager):
 
 
 def _watch(section):
-    """Record the files on the stack of every read of the key."""
+    """Record the files on the call stack of every read of the key."""
 
     def read(self, name, get=object.__getattribute__):
         if name == KEY_NAME:

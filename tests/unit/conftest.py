@@ -1,4 +1,4 @@
-"""Fixtures of the unit tests, and what keeps them to themselves."""
+"""Fixtures of the unit tests, which start no processes unless marked `process`."""
 
 import multiprocessing.process
 import os
@@ -12,17 +12,17 @@ from tests.world.command import leeway_here
 
 
 @pytest.fixture(autouse=True, scope="session")
-def others_go_first():
-    """Beside these tests `make test` has a run with engines, which waits for what they need not."""
+def low_priority():
+    """Yield the cores to the runs with engines that `make test` starts in parallel."""
     os.nice(5)
 
 
 @pytest.fixture(autouse=True)
-def no_process_of_ours(request, monkeypatch):
-    """A test that starts one says so, and `make unit` leaves it out: `pytest.mark.process`."""
+def no_leeway_process(request, monkeypatch):
+    """Fail if a test without `pytest.mark.process` starts a process of Leeway; `make unit` skips marked tests."""
     if request.node.get_closest_marker("process") is not None:
         return
-    why = "a unit test starts a process of ours: mark it `process`, or let it live in tests/integration"
+    why = "a unit test starts a process of Leeway: mark it `process`, or move it to tests/integration"
     start = subprocess.Popen.__init__
 
     def started(popen, args, *others, **options):
@@ -51,7 +51,7 @@ def make(tmp_path):
 
 @pytest.fixture
 def leeway(capsys):
-    """`leeway(...)`: status, lines and errors of `leeway buffer ...`."""
+    """`leeway(...)` runs `leeway buffer ...` and returns its status, lines of output and errors."""
 
     def run(*arguments):
         status, out, errors = leeway_here(capsys, "buffer", *arguments)

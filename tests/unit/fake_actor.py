@@ -1,8 +1,8 @@
-"""What the tests of an actor fake: its engine, its buffer and its store.
+"""Fakes of an actor's engine, buffer and store.
 
-FakeEngine answers with the tokens it is told to after a given time and serves whatever it was told
-to apply; FakeBuffer grants leases from a list and acknowledges at once, in this process; FakeStore
-names the newest version. Tasks, scoring, the weight follower and the loop are the real ones.
+FakeEngine returns fixed tokens after a given time and serves the version that was applied last; FakeBuffer grants
+leases and acknowledges immediately, in this process; FakeStore reports the newest version. Tasks, scoring, the weight
+follower and the loop are real.
 """
 
 import asyncio
@@ -14,26 +14,26 @@ from pathlib import Path
 
 import numpy as np
 
-from actors.config import ActorsConfig
-from actors.engine import EngineDead, UpdateRefused
-from actors.engine_output import EngineStats, Generation
-from actors.loop import ActorLoop, Parts
-from actors.rewards import Scorer, ScorerLimits
-from actors.tasks import Problem, RewardFunction, Task
-from buffer.client import Granted
-from buffer.protocol import Lease, RenewReply, RowResult
-from buffer.schema import HANDED_ON, VersionSpan, encode
-from common.staleness import PolicyVersion
+from leeway.actors.config import ActorsConfig
+from leeway.actors.engine import EngineDead, UpdateRefused
+from leeway.actors.engine_output import EngineStats, Generation
+from leeway.actors.loop import ActorComponents, ActorLoop
+from leeway.actors.rewards import Scorer, ScorerLimits
+from leeway.actors.tasks import Problem, RewardFunction, Task
+from leeway.buffer.client import Granted
+from leeway.buffer.protocol import Lease, RenewReply, RowResult
+from leeway.buffer.schema import REQUEUED, VersionSpan, encode
+from leeway.common.staleness import PolicyVersion
+from leeway.weight_sync.config import WeightSyncConfig
+from leeway.weight_sync.manifest import TransferFailed, WeightsCorrupt
 from tests.world.reward_callers import TASK, InThisProcess
 from tests.world.run_context import run_context, run_facts
-from weight_sync.config import WeightSyncConfig
-from weight_sync.manifest import TransferFailed, WeightsCorrupt
 
 K = 4
 
 
 class FakeEngine:
-    """Generates four tokens per request, one of them the prompt's first; `may_apply` holds an update in its middle."""
+    """Generates four tokens per request, starting with the prompt's first; `may_apply` blocks updates while cleared."""
 
     def __init__(self, seconds=0.0):
         self.version = PolicyVersion(0, 0)
@@ -43,14 +43,14 @@ class FakeEngine:
         self.seeds = []
         self.cancelled = 0
         self.running = 0
-        self.most_running = 0
+        self.max_running = 0
         self.error = None
         self.is_dead = False
         self.stopped = False
         self.limits = set()
-        """Of what runs."""
+        """Timeouts of the running requests."""
         self.requests = {}
-        """Key -> prefix and the future that ends the request early."""
+        """Key -> prompt, prefix, and the event that ends the request early."""
         self.prefixes = []
         self.refuses = set()
         self.prepared = []
@@ -68,7 +68,7 @@ class FakeEngine:
         self.seeds.append(seed)
         self.prefixes.append(prefix)
         self.running += 1
-        self.most_running = max(self.running, self.most_running)
+        self.max_running = max(self.running, self.max_running)
         interrupted = asyncio.Event()
         if key is not None:
             self.requests[key] = prompt_token_ids, prefix, interrupted
@@ -83,22 +83,22 @@ class FakeEngine:
         finally:
             self.running -= 1
             self.limits.remove(limit)
-            half = self.so_far(key)
+            partial = self.so_far(key)
             if not isinstance(self.error, EngineDead):
                 self.requests.pop(key, None)
         if self.error is not None:
             self.is_dead = isinstance(self.error, EngineDead)
             raise self.error
         if interrupted.is_set():
-            return half
-        whole = [prompt_token_ids[0], 1, 2, 3]
-        tokens = np.array(whole[:max_new_tokens][0 if prefix is None else len(prefix.token_ids) :], np.int32)
+            return partial
+        completion = [prompt_token_ids[0], 1, 2, 3]
+        tokens = np.array(completion[:max_new_tokens][0 if prefix is None else len(prefix.token_ids) :], np.int32)
         logprobs = np.full(len(tokens), -0.5, np.float32)
         why = "stop" if tokens[-1] == 3 else "length"
         return Generation(tokens, logprobs, (VersionSpan(self.version, 0, len(tokens)),), why).after(prefix)
 
     def finish(self):
-        """All that runs is complete, and what comes later takes no time."""
+        """Complete all running requests; later ones take no time."""
         self.seconds = 0.0
         for limit in self.limits:
             limit.reschedule(0.0)
@@ -116,14 +116,14 @@ class FakeEngine:
             self.requests[key][2].set()
 
     def so_far(self, key):
-        """Half of the four tokens."""
+        """Return half of the four tokens."""
         if key not in self.requests:
             return None
         prompt, prefix, _ = self.requests[key]
         tokens = np.array([prompt[0], 1][0 if prefix is None else len(prefix.token_ids) :], np.int32)
         spans = (VersionSpan(self.version, 0, len(tokens)),) if len(tokens) else ()
         logprobs = np.full(len(tokens), -0.5, np.float32)
-        return Generation(tokens, logprobs, spans, HANDED_ON).after(prefix)
+        return Generation(tokens, logprobs, spans, REQUEUED).after(prefix)
 
     async def prepare(self, staged, *, timeout_s):
         self.prepared.append(staged.version)
@@ -143,9 +143,9 @@ class FakeEngine:
 
 
 class FakeStore:
-    """A puller whose newest version a test sets; `corrupt` versions cannot be fetched, a `silent` store nothing.
+    """A puller whose newest version a test sets; fetching `corrupt` versions fails, and a `silent` store never replies.
 
-    A fetch lasts until `may_fetch` is set, as it is unless a test clears it.
+    A fetch blocks while `may_fetch` is cleared; it is set by default.
     """
 
     def __init__(self):
@@ -154,26 +154,26 @@ class FakeStore:
         self.silent = False
         self.may_fetch = threading.Event()
         self.may_fetch.set()
-        self.asked = 0
+        self.num_polls = 0
         self.fetched = []
-        self.distrusted = []
+        self.invalidated = []
         self.closed = False
 
     def newest(self):
-        self.asked += 1
+        self.num_polls += 1
         if self.silent:
             raise TransferFailed("tcp://fake did not answer")
         return self.version
 
     def fetch(self, version):
         self.fetched.append(version)
-        assert self.may_fetch.wait(60), "the test never let this fetch end"
+        assert self.may_fetch.wait(60), "the test never set may_fetch"
         if version in self.corrupt:
             raise WeightsCorrupt("a flipped byte")
         return FakeStaged(version)
 
-    def distrust(self, staged):
-        self.distrusted.append(staged.version)
+    def invalidate(self, staged):
+        self.invalidated.append(staged.version)
 
     def close(self):
         self.closed = True
@@ -188,7 +188,7 @@ class FakeStaged(contextlib.AbstractContextManager):
 
 
 class FakeBuffer:
-    """Grants `num_groups` leases and then drains; remembers what it was told. Without `credit` no push may come."""
+    """Grants `num_groups` leases, then drains; records all calls. Without `credit` a push is an error."""
 
     def __init__(self, num_groups, min_version=0, timeout_s=60.0):
         self.num_groups = num_groups
@@ -196,34 +196,34 @@ class FakeBuffer:
         self.timeout_s = timeout_s
         self.newest = (0, 0)
         self.granted = 0
-        self.asked = []
-        """Lane and seconds per token of each who asked for a lease."""
+        self.requests = []
+        """Lane and seconds per token of each lease request."""
         self.pushed = []
-        self.given_up = []
-        self.handed_on = []
-        """Lease, samples, what there is of them, and whether the actor goes on with them."""
-        self.there = []
-        """What there is of the samples that are leased next."""
-        self.hand_on_at = 0
+        self.failed = []
+        self.requeued = []
+        """Lease, samples, their partial rollouts, and whether the actor continues with them."""
+        self.saved = []
+        """Saved partial rollouts of the samples that are leased next."""
+        self.requeue_at = 0
         self.renewals = 0
-        self.lose = set()
+        self.lost = set()
         self.outcome = "committed"
         self.credit = True
         self.closed = False
 
     def lease(self, max_groups, lane="", token_s=0.0, *, wants_lengths=False):
-        self.asked.append((lane, token_s))
+        self.requests.append((lane, token_s))
         leases = []
         while self.granted < self.num_groups and len(leases) < max_groups:
             self.granted += 1
-            prefixes = [row.sample_index for row in self.there if row.group_id == 100 + self.granted]
+            prefixes = [row.sample_index for row in self.saved if row.group_id == 100 + self.granted]
             lease = Lease(self.granted, 1, 100 + self.granted, self.granted % 8, list(range(K)), self.min_version,
                           self.timeout_s, prefixes)  # fmt: skip
             leases.append(lease)
-        body = encode([row for row in self.there if row.group_id <= 100 + self.granted], "run") if self.there else b""
-        self.there = []
+        body = encode([row for row in self.saved if row.group_id <= 100 + self.granted], "run") if self.saved else b""
+        self.saved = []
         draining = self.granted == self.num_groups
-        return done(Granted(leases, self.newest, draining=draining, hand_on_at=self.hand_on_at, body=body))
+        return done(Granted(leases, self.newest, draining=draining, requeue_at=self.requeue_at, body=body))
 
     def has_room(self, trajectory):
         return self.credit
@@ -233,24 +233,24 @@ class FakeBuffer:
         self.pushed.append(trajectory)
         return done(RowResult(len(self.pushed), self.outcome))
 
-    def give_up(self, lease, sample_indices, reason):
-        self.given_up.append((lease.lease_id, sample_indices, reason))
+    def report_failed(self, lease, sample_indices, reason):
+        self.failed.append((lease.lease_id, sample_indices, reason))
         return done(None)
 
-    def hand_on(self, lease, sample_indices, there, *, goes_on=False):
-        self.handed_on.append((lease.lease_id, sample_indices, there, goes_on))
+    def requeue(self, lease, sample_indices, partials, *, goes_on=False):
+        self.requeued.append((lease.lease_id, sample_indices, partials, goes_on))
         return done(None)
 
     def renew(self, lease_ids):
         self.renewals += 1
-        return done(RenewReply([one for one in lease_ids if one in self.lose]))
+        return done(RenewReply([lease_id for lease_id in lease_ids if lease_id in self.lost]))
 
     def close(self):
         self.closed = True
 
 
-class Words:
-    """A decoder: the numbers as text."""
+class TextDecoder:
+    """Decodes token ids to their numbers as text."""
 
     def decode(self, token_ids):
         return " ".join(map(str, token_ids))
@@ -270,7 +270,7 @@ def make_actor(
     buffer, engine=None, store=None, reward=half, config=None, weight_sync=None, clock=time.monotonic, rewards=None,
     **changes,
 ):  # fmt: skip
-    """`reward` is called in this process; `rewards` in processes of their own. `changes` are of the run's context."""
+    """Return an actor; `reward` runs in this process, `rewards` in reward processes. `changes` set its context."""
 
     async def load(function, timeout_s):
         return InThisProcess(reward)
@@ -292,31 +292,31 @@ def make_actor(
         limits = ScorerLimits(section.reward_processes, section.reward_timeout_s, start_timeout_s=60.0)
         start = {} if rewards else {"start": load}
         scorer = Scorer(rewards or task.rewards, limits, clock=clock, **start)
-        return Parts(task, Words(), scorer, engine or FakeEngine(), store or FakeStore(), buffer)
+        return ActorComponents(task, TextDecoder(), scorer, engine or FakeEngine(), store or FakeStore(), buffer)
 
     return ActorLoop(context, 0, "actors", assemble, clock=clock)
 
 
-async def until(is_so, limit_s=60):
-    async with asyncio.timeout(limit_s):
-        while not is_so():
+async def until(condition, timeout_s=60):
+    async with asyncio.timeout(timeout_s):
+        while not condition():
             await asyncio.sleep(0.005)
 
 
 def jump(monkeypatch, seconds):
-    """The event loop's clock is so far ahead from now on: what it waits for no longer than that is over."""
+    """Advance the event loop's clock by `seconds`, so that all timeouts up to this length expire."""
     monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: time.monotonic() + seconds)
 
 
-def clock_of_waits(monkeypatch):
-    """The event loop's clock from now on: what it waits counts, and what its own work or the machine takes does not."""
+def wait_clock(monkeypatch):
+    """Replace the event loop's clock by one that counts only time spent waiting, not its own work or machine load."""
     events = asyncio.get_running_loop()
     select, clock = events._selector.select, Clock()
 
     def wait(timeout):
-        began_s = time.monotonic()
+        started_s = time.monotonic()
         found = select(timeout)
-        clock.now_s += min(time.monotonic() - began_s, timeout or 0.0)
+        clock.now_s += min(time.monotonic() - started_s, timeout or 0.0)
         return found
 
     clock.now_s = events.time()
@@ -336,7 +336,7 @@ async def run_to_end(actor, timeout_s=60):
 
 
 class Clock:
-    """Seconds that a test sets."""
+    """A clock that a test sets."""
 
     def __init__(self):
         self.now_s = 1000.0

@@ -1,14 +1,14 @@
-"""An actor as the pools of actors see it, without a process: its handle answers nothing, and it has room or not."""
+"""An actor as its pools see it, without a process: its handle never replies, and its place is set by the test."""
 
 from pathlib import Path
 from types import SimpleNamespace
 
-from launch.processes.actor_pools import ActorProcess
-from launch.processes.role_process import Restarts
+from leeway.launch.processes.actor_pools import ActorProcess
+from leeway.launch.processes.role_process import Restarts
 
 
 class Room:
-    """Stands for the place of an actor: there is one, or not."""
+    """Fake placement of an actor."""
 
     is_placed = True
     missing_s = 0.0
@@ -25,11 +25,11 @@ class Room:
 
 
 class Handle:
-    """Stands for an actor's process; it never answers."""
+    """Fake handle of an actor's process; its calls stay pending."""
 
     def __init__(self) -> None:
-        self.report = SimpleNamespace(remote=lambda: "an answer that is owed")
-        self.whereabouts = SimpleNamespace(remote=lambda: "an answer that is owed")
+        self.report = SimpleNamespace(remote=lambda: "a pending call")
+        self.location = SimpleNamespace(remote=lambda: "a pending call")
         self.start = self.run = self.stop = SimpleNamespace(remote=lambda *_: "a call")
 
 

@@ -1,4 +1,4 @@
-"""A learner whose ranks do as a test says: pending calls, no process, a clock of its own."""
+"""A fake learner: the test completes its ranks' pending calls; no process, fake clock."""
 
 import dataclasses
 from pathlib import Path
@@ -8,18 +8,18 @@ import pytest
 import ray
 from ray.exceptions import RayTaskError
 
-from launch.checks import check
-from launch.config import load_config
-from launch.processes import learner_group as group_module
-from launch.processes.learner_group import LearnerGroup
-from learner.checkpoint_files import META_NAME, CheckpointMeta, TrainingProgress
-from learner.mesh import StageLost
+from leeway.launch.checks import check
+from leeway.launch.config import load_config
+from leeway.launch.processes import learner_group as group_module
+from leeway.launch.processes.learner_group import LearnerGroup
+from leeway.learner.checkpoint_files import META_NAME, CheckpointMeta, TrainingProgress
+from leeway.learner.mesh import StageLost
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo.toml"
 
 
 class Call:
-    """A pending call, which the test ends."""
+    """A pending call that the test completes."""
 
     def __init__(self) -> None:
         self.is_done, self.value, self.error = False, None, None
@@ -29,7 +29,7 @@ class Call:
 
 
 class Rank:
-    """Stands for a StageRole; remembers every call made to it."""
+    """Fake StageRole that records its calls."""
 
     def __init__(self) -> None:
         self.calls: dict[str, list[Call]] = {}
@@ -39,7 +39,7 @@ class Rank:
     def __getattr__(self, method: str) -> SimpleNamespace:
         def remote(*arguments: object) -> Call:
             if method == "setup":
-                self.told(*arguments)
+                self.on_setup(*arguments)
             self.calls.setdefault(method, []).append(Call())
             if method == "rendezvous":
                 self(method).end("tcp://here:1")
@@ -47,15 +47,15 @@ class Rank:
 
         return SimpleNamespace(remote=remote)
 
-    def told(self, *orders: object) -> None:
-        """What it is set up with."""
+    def on_setup(self, *arguments: object) -> None:
+        """Receive the arguments of `setup`."""
 
     def __call__(self, method: str) -> Call:
         return self.calls[method][-1]
 
 
 class Learner:
-    """LearnerGroup on ranks that do as the test says, under a clock of its own."""
+    """LearnerGroup on fake ranks with a fake clock."""
 
     def __init__(self, folder, monkeypatch, *overrides: str, max_restarts: int = 2) -> None:
         self.ranks: list[Rank] = []
@@ -82,7 +82,7 @@ class Learner:
             weights_address="tcp://weights:1",
         )
         self.stages = LearnerGroup(plan, lambda kind, text: self.events.append((kind, text)))
-        self.on_sleep = lambda: pytest.fail("nothing to wait for")
+        self.on_sleep = lambda: pytest.fail("unexpected wait")
 
     def _spawn(self, *_: object, variables: dict[str, str], **__: object) -> Rank:
         self.ranks.append(Rank())
@@ -99,25 +99,25 @@ class Learner:
         return call.value
 
     @property
-    def living(self) -> list[Rank]:
+    def live(self) -> list[Rank]:
         return [rank for rank in self.ranks if not rank.is_killed]
 
     def start(self) -> None:
-        self.stages.ask_for_places()
+        self.stages.request_placement()
         self.stages.spawn()
         calls = self.stages.start(self.context, deadline=300.0)
         assert [process.name for process, _ in calls] == [f"stage.{rank}" for rank in range(len(self.ranks))]
         self.stages.begin()
 
     def get_ready(self) -> None:
-        """All living ranks are set up once more."""
+        """Complete `setup` of all live ranks again."""
         self.stages.watch()
-        for rank in self.living:
+        for rank in self.live:
             rank("setup").end()
         self.stages.watch()
 
     def end_all(self, method: str, error=None) -> None:
-        for rank in self.living:
+        for rank in self.live:
             rank(method).end(error=error)
         self.stages.watch()
 
@@ -126,7 +126,7 @@ class Learner:
 
 
 def write_checkpoint(folder: Path, step: int) -> Path:
-    """What the command reads of one: its document. Every step of this learner makes two versions."""
+    """Write the metadata of a checkpoint, which the launcher reads; a step makes two versions."""
     path = folder / f"step-{step:08d}"
     path.mkdir()
     progress = TrainingProgress(step, 2 * step, 0)
@@ -140,4 +140,4 @@ def raised(error: Exception) -> RayTaskError:
 
 
 def lost(rank: int) -> RayTaskError:
-    return raised(StageLost(f"stage {rank} could not train: gloo says so"))
+    return raised(StageLost(f"stage {rank} could not train: gloo failed"))

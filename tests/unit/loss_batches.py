@@ -1,4 +1,4 @@
-"""Batches for the tests of the losses, one config of every kind, a policy one can enumerate, and gradients."""
+"""Helpers for loss tests: batches, one config of every kind, an enumerable policy, and gradients."""
 
 import itertools
 import math
@@ -6,44 +6,44 @@ from dataclasses import fields, replace
 
 import torch
 
-from algorithms.base import LossInputs
-from algorithms.distillation import DistillationConfig
-from algorithms.oapl import OAPLConfig
-from algorithms.off_policy_ppo import OffPolicyPPOConfig
-from algorithms.online_dpo import OnlineDPOConfig
-from algorithms.registry import loss_for
-from algorithms.trajectory_balance import TrajectoryBalanceConfig
+from leeway.algorithms.base import LossInputs
+from leeway.algorithms.distillation import DistillationConfig
+from leeway.algorithms.oapl import OAPLConfig
+from leeway.algorithms.off_policy_ppo import OffPolicyPPOConfig
+from leeway.algorithms.online_dpo import OnlineDPOConfig
+from leeway.algorithms.registry import loss_for
+from leeway.algorithms.trajectory_balance import TrajectoryBalanceConfig
 
 LENGTHS = [3, 1, 4, 2, 5, 2, 0, 3, 2]
 GROUPS = [0, 1, 0, 2, 1, 0, 2, 2, 1]
 PROMPTS = [7, 4, 7, 7, 4, 7, 7, 7, 4]  # groups 0 and 2 are two leases of one prompt
 
 TIGHT = {"type": "token_tis", "cap": 1.2, "floor": 0.8}
-"""So near to 1 that some tokens of every batch are bounded on either side."""
+"""Bounds close enough to 1 to limit some tokens of every batch on both sides."""
 
 PROXIMAL_RLOO = {"proximal": "behaviour", "corrections": ["sequence_clip"], "kl_beta": 0.05}
 
 GROUP_CONFIGS = {
     "tb": TrajectoryBalanceConfig(beta=0.3),
-    "tb of prompts": TrajectoryBalanceConfig(beta=0.3, compare="prompt"),
+    "tb by prompt": TrajectoryBalanceConfig(beta=0.3, compare="prompt"),
     "tb without weights": TrajectoryBalanceConfig(beta=0.3, corrections=[]),
-    "tb by sequences": TrajectoryBalanceConfig(beta=0.3, corrections=[{"type": "sequence_tis", "cap": 1.2}]),
+    "tb with sequence_tis": TrajectoryBalanceConfig(beta=0.3, corrections=[{"type": "sequence_tis", "cap": 1.2}]),
     "oapl": OAPLConfig(beta=0.4),
-    "oapl of prompts": OAPLConfig(beta=0.4, compare="prompt"),
+    "oapl by prompt": OAPLConfig(beta=0.4, compare="prompt"),
     "oapl without weights": OAPLConfig(beta=0.4, corrections=[]),
     "oapl masked": OAPLConfig(beta=0.4, corrections=[{"type": "icepop", "low": 0.8, "high": 1.3}]),
     "dpo": OnlineDPOConfig(beta=0.7),
     "dpo without weights": OnlineDPOConfig(beta=0.7, corrections=[]),
-    "dpo of prompts": OnlineDPOConfig(beta=0.7, compare="prompt"),
+    "dpo by prompt": OnlineDPOConfig(beta=0.7, compare="prompt"),
     "ipo": OnlineDPOConfig(beta=0.7, variant="ipo"),
-    "ipo of means": OnlineDPOConfig(beta=0.7, variant="ipo_mean", corrections=[]),
+    "ipo_mean": OnlineDPOConfig(beta=0.7, variant="ipo_mean", corrections=[]),
     "rloo": OffPolicyPPOConfig(corrections=[TIGHT]),
     "rloo without corrections": OffPolicyPPOConfig(corrections=[]),
-    "rloo of prompts": OffPolicyPPOConfig(compare="prompt", corrections=[]),
+    "rloo by prompt": OffPolicyPPOConfig(compare="prompt", corrections=[]),
     "grpo": OffPolicyPPOConfig(baseline="grpo", kl_beta=0.2, clip_low=0.1, clip_high=0.4, corrections=[]),
-    "grpo without std": OffPolicyPPOConfig(baseline="dr_grpo", missing_eos_penalty=0.5, corrections=[]),
+    "dr_grpo with eos penalty": OffPolicyPPOConfig(baseline="dr_grpo", missing_eos_penalty=0.5, corrections=[]),
     "dr_grpo": OffPolicyPPOConfig(baseline="dr_grpo", mean_over=4.0, corrections=[TIGHT]),
-    "on stale data": OffPolicyPPOConfig(proximal="behaviour"),
+    "proximal behaviour": OffPolicyPPOConfig(proximal="behaviour"),
     "interpolated": OffPolicyPPOConfig(
         proximal="interpolated", clip_low=0.1, clip_high=0.1, kl_beta=0.1, corrections=[TIGHT]
     ),
@@ -52,9 +52,9 @@ GROUP_CONFIGS = {
     "icepop": OffPolicyPPOConfig(corrections=[{"type": "icepop", "low": 0.8, "high": 1.3}]),
     "geometric_mask": OffPolicyPPOConfig(corrections=[{"type": "geometric_mask", "low": 0.9, "high": 1.1}]),
     "sequence_clip": OffPolicyPPOConfig(corrections=[{"type": "sequence_clip", "clip_low": 0.1}]),
-    "sequence_clip of sequences": OffPolicyPPOConfig(**PROXIMAL_RLOO, mean_over="sequences"),
+    "sequence_clip over sequences": OffPolicyPPOConfig(**PROXIMAL_RLOO, mean_over="sequences"),
     "gspo": OffPolicyPPOConfig(corrections=[{"type": "gspo", "clip_low": 0.1, "clip_high": 0.2}]),
-    "gspo of sequences": OffPolicyPPOConfig(
+    "gspo over sequences": OffPolicyPPOConfig(
         mean_over="sequences", corrections=[{"type": "gspo", "clip_low": 0.1, "clip_high": 0.2}, TIGHT]
     ),
     "cispo": OffPolicyPPOConfig(corrections=[{"type": "cispo", "low": 0.8, "high": 1.2}]),
@@ -69,13 +69,13 @@ GROUP_CONFIGS = {
         ],
     ),
 }
-"""What a group of one gives no gradient to."""
+"""Configs whose gradient is zero for groups of one sample."""
 
 OTHER_CONFIGS = {
     "k2 in the loss": OffPolicyPPOConfig(kl_beta=0.3, kl_in="loss", corrections=[TIGHT]),
     "k3 in the loss": OffPolicyPPOConfig(kl_beta=0.3, kl_in="loss_k3", corrections=[]),
-    "with an entropy bonus": OffPolicyPPOConfig(entropy_coef=0.3, corrections=[TIGHT]),
-    "against the batch": OffPolicyPPOConfig(baseline="batch", kl_beta=0.2, corrections=[]),
+    "entropy bonus": OffPolicyPPOConfig(entropy_coef=0.3, corrections=[TIGHT]),
+    "batch baseline": OffPolicyPPOConfig(baseline="batch", kl_beta=0.2, corrections=[]),
     "distillation": DistillationConfig(),
     "distillation without weights": DistillationConfig(corrections=[]),
     "critic": OffPolicyPPOConfig(baseline="value_head", gae_lambda=0.8, kl_beta=0.1, corrections=[]),
@@ -92,7 +92,7 @@ CONFIGS = GROUP_CONFIGS | OTHER_CONFIGS
 
 
 def make_inputs(seed=0, groups=GROUPS, lengths=LENGTHS, prompts=None, **changes) -> LossInputs:
-    """A batch of random values in float64 whose tokens stand sequence by sequence."""
+    """Return a batch of random float64 values whose tokens are stored sequence by sequence."""
     random = torch.Generator().manual_seed(seed)
     num_tokens = sum(lengths)
 
@@ -118,28 +118,28 @@ def make_inputs(seed=0, groups=GROUPS, lengths=LENGTHS, prompts=None, **changes)
 
 
 ANSWERS = list(itertools.product(range(3), repeat=3))
-"""Of three tokens out of three: 27."""
+"""All 27 sequences of three tokens from a vocabulary of three."""
 
 
 def tabular_logits(seed: int) -> torch.Tensor:
-    """Random logits of the next token after each of the 13 prefixes: a policy that can be any on `ANSWERS`."""
+    """Return random next-token logits after each of 13 prefixes, which can represent any policy on `ANSWERS`."""
     return torch.randn(13, 3, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def tabular_logprobs(logits: torch.Tensor) -> torch.Tensor:
-    """log pi(token | prefix) of every token of every answer: 27 x 3."""
+    """Return log pi(token | prefix) of every token of every answer: 27 x 3."""
     choices = logits.log_softmax(1)
     prefixes = torch.tensor([[0, 1 + a, 4 + 3 * a + b] for a, b, _ in ANSWERS])
     return choices[prefixes, torch.tensor(ANSWERS)]
 
 
 def per_token(inputs: LossInputs) -> dict[str, torch.Tensor]:
-    """The fields that have a value for each token."""
+    """Return the fields with one value per token."""
     return {each.name: getattr(inputs, each.name) for each in fields(inputs) if each.name.endswith("_T")}
 
 
 def interleaved(inputs: LossInputs, seed=0) -> tuple[LossInputs, torch.Tensor]:
-    """The same batch with the tokens of its sequences mixed, each sequence in its order; where each token was."""
+    """Return the batch with interleaved sequences, each in its token order, and the old index of each token."""
     random = torch.Generator().manual_seed(seed)
     mixed_T = inputs.sequence_T[torch.randperm(inputs.sequence_T.numel(), generator=random)]
     order = torch.empty_like(mixed_T)
@@ -149,7 +149,7 @@ def interleaved(inputs: LossInputs, seed=0) -> tuple[LossInputs, torch.Tensor]:
 
 
 def permuted(inputs: LossInputs, order: torch.Tensor) -> tuple[LossInputs, torch.Tensor]:
-    """The same batch with its sequences in another order, and where each new token was."""
+    """Return the batch with its sequences in another order, and the old index of each token."""
     tokens = torch.cat([torch.nonzero(inputs.sequence_T == b).flatten() for b in order])
     lengths = torch.tensor([int((inputs.sequence_T == b).sum()) for b in order])
     changes = {name: values[tokens] for name, values in per_token(inputs).items()}
@@ -161,7 +161,7 @@ def permuted(inputs: LossInputs, order: torch.Tensor) -> tuple[LossInputs, torch
 
 
 def evaluate(config, inputs) -> tuple[float, torch.Tensor, torch.Tensor, dict]:
-    """Loss, its gradients by log-probabilities and by values (0 where it reads none), and its metrics."""
+    """Return the loss, its gradients by log-probabilities and by values (0 if it reads none), and its metrics."""
     leaves = [inputs.logprobs_T.detach().clone().requires_grad_(), inputs.values_T.detach().clone().requires_grad_()]
     output = loss_for(config)(replace(inputs, logprobs_T=leaves[0], values_T=leaves[1]))
     slopes = torch.autograd.grad(output.loss, leaves, allow_unused=True, materialize_grads=True)
@@ -169,21 +169,21 @@ def evaluate(config, inputs) -> tuple[float, torch.Tensor, torch.Tensor, dict]:
 
 
 def gradient(config, inputs) -> tuple[float, torch.Tensor]:
-    """Loss and its gradient by log-probabilities."""
+    """Return the loss and its gradient by log-probabilities."""
     return evaluate(config, inputs)[:2]
 
 
 def tokens_of(inputs: LossInputs) -> list[list[int]]:
-    """The places of each sequence's tokens, in their order."""
+    """Return the token indices of each sequence in order."""
     return [[t for t, own in enumerate(inputs.sequence_T.tolist()) if own == b] for b in range(inputs.num_sequences)]
 
 
 def sums(inputs: LossInputs, values_T: torch.Tensor) -> list[float]:
-    """Sum of each sequence, by a loop."""
+    """Return the sum of each sequence, computed by a loop."""
     return [math.fsum(float(values_T[t]) for t in tokens) for tokens in tokens_of(inputs)]
 
 
 def mates_of(inputs: LossInputs, b: int, by="group") -> list[int]:
-    """All sequences of the group (or prompt) of sequence b, with itself."""
+    """Return all sequences of the group (or prompt) of sequence b, including b."""
     key_B = (inputs.group_B if by == "group" else inputs.prompt_B).tolist()
     return [j for j, key in enumerate(key_B) if key == key_B[b]]

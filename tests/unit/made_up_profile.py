@@ -1,20 +1,20 @@
-"""A profile of the demo that nobody measured: engines and a learner of round figures."""
+"""A made-up profile of the demo, with round figures for engines and learner."""
 
 from pathlib import Path
 
 import msgspec
-
 from benchmarks.lib.lengths import lognormal
-from launch.config import load_config
-from planning.costs import LearnerShape
-from planning.profile import EngineCosts, LearnerCosts, Profile, SampleFacts, WeightCosts
-from planning.profiling import machine_here, model_of, settings_of, settings_of_engine
+
+from leeway.launch.config import load_config
+from leeway.planning.costs import LearnerShape
+from leeway.planning.profile import EngineCosts, LearnerCosts, Profile, SampleFacts, WeightCosts
+from leeway.planning.profiling import local_machine, model_of, settings_of, settings_of_engine
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo.toml"
 
 
 def profile(*overrides: str, **changes: object) -> Profile:
-    """As one that was taken of the demo with these overrides."""
+    """Return a profile as measured on the demo with these overrides."""
     config = load_config(DEMO, overrides)
     engine = EngineCosts(
         terms=(4e-3, 6e-5, 0.0, 1e-6), num_steps=1000, relative_error=0.05, most_running=128, kv_tokens=20_000,
@@ -27,7 +27,7 @@ def profile(*overrides: str, **changes: object) -> Profile:
     samples = SampleFacts(prompt_tokens=6.0, quantiles=lognormal(4, 0.3, 8).quantiles, explained=0.3, settled_s=0.02)
     found = Profile(
         taken_s=1.7e9,
-        machine=machine_here(),
+        machine=local_machine(),
         model=model_of(load_config(DEMO)) or "llama-made-up",
         engines={"actors": engine},
         learner=learner,

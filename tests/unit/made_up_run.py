@@ -1,4 +1,4 @@
-"""What the roles of a run may report, for whoever follows one: no process is behind it."""
+"""Made-up reports of a run's roles, for tests of code that observes a run; no process exists."""
 
 import dataclasses
 from pathlib import Path
@@ -6,15 +6,15 @@ from types import SimpleNamespace
 
 import msgspec
 
-from actors.engine_output import EngineReport
-from actors.report import ActorReport
-from buffer.lengths import LengthFidelity
-from common.run import RunContext
-from launch.checks import Plan, check
-from launch.config import load_config
-from launch.observe.status import ProcessStatus
-from launch.observe.trace import Event
-from launch.run_folder import RunFolder
+from leeway.actors.engine_output import EngineReport
+from leeway.actors.report import ActorReport
+from leeway.buffer.lengths import LengthFidelity
+from leeway.common.run import RunContext
+from leeway.launch.checks import Plan, check
+from leeway.launch.config import load_config
+from leeway.launch.observe.status import ProcessStatus
+from leeway.launch.observe.trace import Event
+from leeway.launch.run_folder import RunFolder
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo.toml"
 
@@ -24,7 +24,7 @@ def plan(folder: Path, *overrides: str) -> Plan:
 
 
 def context(made: Plan) -> RunContext:
-    """As every process of it would be handed."""
+    """Return the context that every process of the run receives."""
     return made.context(made.folder.root / "model", made.model)
 
 
@@ -47,7 +47,7 @@ def status(**fields: object) -> SimpleNamespace:
         "ledger": ledger,
         "failed_by_reason": {},
         "quarantined_by_reason": {},
-        "nonsense": {},
+        "invalid_messages": {},
         "num_damaged": 0,
         "num_ready_groups": 2,
         "num_drawn_groups": 4,
@@ -73,14 +73,14 @@ def step_row(step: int, num_tokens: int, lag: float, **fields: object) -> dict:
 
 
 def write_rows(folder: RunFolder, *rows: dict) -> None:
-    """metrics.jsonl, as the learner's coordinator leaves it."""
+    """Write metrics.jsonl in the format of the learner's coordinator."""
     folder.metrics.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
 
 
 def write_generation(folder: Path, spans: list[tuple[str, float, float, dict]]) -> None:
-    """The trace of a run, of which there are only (actor, start, end, arguments) of what was generated."""
+    """Write a trace with only generation spans: (actor, start, end, arguments)."""
     with (folder / "timeline.json").open("wb") as file:
-        for who, start_s, end_s, args in spans:
+        for actor, start_s, end_s, args in spans:
             times = {"ts": round(1e6 * start_s), "dur": round(1e6 * (end_s - start_s))}
-            event = Event(ph="X", name="generate", pid=1000, tid=4, cat="generate", args=args, who=who, **times)
+            event = Event(ph="X", name="generate", pid=1000, tid=4, cat="generate", args=args, who=actor, **times)
             file.write(msgspec.json.encode(event) + b",\n")

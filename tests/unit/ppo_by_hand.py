@@ -1,4 +1,4 @@
-"""Off-policy PPO written out from its formulas with plain floats and loops: nothing of the package is called."""
+"""Off-policy PPO written out from its formulas with plain floats and loops, without code of the package."""
 
 import math
 from dataclasses import dataclass, field
@@ -9,8 +9,8 @@ VALUE_COEF, VALUE_CLIP = 0.5, 0.2
 
 
 @dataclass
-class ByHand:
-    """Loss, its slope by every token's log-probability and value, and how many tokens were what."""
+class Result:
+    """Loss, its slopes by the log-probability and value of every token, and token counts by kind."""
 
     loss: float
     slope_T: list[float]
@@ -28,7 +28,7 @@ def difference(one_T, other_T):
 
 
 def weights(inputs, proximal_T, corrections):
-    """rho of every token after truncations and masks, and how many tokens each of them changed."""
+    """Return rho per token after truncation and masks, the kept tokens, and the number changed by each correction."""
     log_rho = [limited(x) for x in difference(proximal_T, inputs.behaviour_logprobs_T)]
     weight, kept, counts = [math.exp(x) for x in log_rho], [True] * len(log_rho), {}
     for each in corrections:
@@ -54,7 +54,7 @@ def weights(inputs, proximal_T, corrections):
 
 
 def proximal(config, inputs):
-    """The log-probabilities of pi_prox, by its definition."""
+    """Return the log-probabilities of pi_prox by its definition."""
     if config.proximal == "draw_start":
         return inputs.proximal_logprobs_T
     if config.proximal == "behaviour":
@@ -83,14 +83,14 @@ def group_advantages(inputs, rewards, config):
 
 
 def gae_by_definition(rewards, values, lam):
-    """A_t = sum over l of lam^l delta_{t+l}, delta_t = r_t + V_{t+1} - V_t; the last V is 0."""
+    """Return A_t = sum over l of lam^l delta_{t+l}, delta_t = r_t + V_{t+1} - V_t; the last V is 0."""
     after = [*values, 0.0][1:]
     error = [r + v - u for r, v, u in zip(rewards, after, values, strict=True)]
     return [sum(lam ** (i - t) * error[i] for i in range(t, len(error))) for t in range(len(error))]
 
 
 def advantages(inputs, proximal_T, config):
-    """Of every token."""
+    """Return the advantage of every token."""
     unfinished = [not done for done in inputs.finished_B.tolist()]
     rewards = [
         r - config.missing_eos_penalty * late for r, late in zip(inputs.rewards_B.tolist(), unfinished, strict=True)
@@ -112,7 +112,7 @@ def advantages(inputs, proximal_T, config):
 
 @dataclass
 class Term:
-    """Of one token: what is maximised, its slope by log u of whoever moves it, and what bounded it."""
+    """Objective of one token, its slope by log u, and whether the low or the high bound clips it."""
 
     objective: float
     slope: float
@@ -121,7 +121,7 @@ class Term:
 
 
 def clipped(config, u, a, logprob):
-    """The term of a clipped surrogate at a ratio u."""
+    """Return the term of a clipped surrogate at ratio u."""
     named = [each for each in config.corrections if each.type in ("sequence_clip", "gspo", "cispo")]
     bounds = named[0] if named else config
     if named and named[0].type == "cispo":
@@ -134,14 +134,14 @@ def clipped(config, u, a, logprob):
 
 
 def share(config, inputs, tokens):
-    """What each of a sequence's tokens counts in a mean."""
+    """Return the weight of each token of a sequence in the mean."""
     if config.mean_over == "tokens":
         return 1 / inputs.logprobs_T.numel()
     return 1 / inputs.num_sequences / (len(tokens) if config.mean_over == "sequences" else config.mean_over)
 
 
-def ppo(config, inputs) -> ByHand:
-    """The whole loss; slopes are derived by hand, too."""
+def ppo(config, inputs) -> Result:
+    """Return the whole loss with slopes that are derived by hand."""
     num_tokens = inputs.logprobs_T.numel()
     proximal_T = proximal(config, inputs)
     named = next((each for each in config.corrections if each.type in SURROGATES), None)
@@ -149,10 +149,10 @@ def ppo(config, inputs) -> ByHand:
     weight, kept, counts = weights(inputs, proximal_T, config.corrections)
     counts |= {"low": 0, "high": 0}
     advantage = advantages(inputs, proximal_T, config)
-    result = ByHand(0.0, [0.0] * num_tokens, [0.0] * num_tokens, list(weight), counts)
+    result = Result(0.0, [0.0] * num_tokens, [0.0] * num_tokens, list(weight), counts)
     log_u = difference(inputs.logprobs_T, proximal_T)
     for tokens in tokens_of(inputs):
-        # a mean over tokens divides by the length; in the others it is of the sequence's objective
+        # each token has 1 / L of the sequence's objective; the shares of a mean over sequences include that factor
         per_sequence = len(tokens) if kind == "sequence_clip" and config.mean_over != "sequences" else 1
         for t in tokens:
             a, total = advantage[t], sum(log_u[i] for i in tokens)
@@ -162,7 +162,7 @@ def ppo(config, inputs) -> ByHand:
             result.counts["high"] += kept[t] and term.high
             counted = weight[t] * share(config, inputs, tokens)
             result.loss -= counted * term.objective / per_sequence
-            # the ratio of a sequence moves with all its tokens: d prod u / dlogp = prod u, d exp(mean) = exp(mean) / L
+            # the ratio of a sequence depends on all its tokens: d prod u / dlogp = prod u, d exp(mean) = exp(mean) / L
             for other in tokens if kind in ("gspo", "sequence_clip") else [t]:
                 part = 1 / len(tokens) if kind == "gspo" else 1 / per_sequence
                 result.slope_T[other] -= counted * term.slope * part
@@ -176,7 +176,7 @@ SURROGATES = ("sequence_clip", "gspo", "cispo")
 
 
 def add_penalties(config, inputs, t, share, weight, result):
-    """Of a token: what stands beside the objective in the loss."""
+    """Add the entropy and KL terms of a token to the loss."""
     logprob = float(inputs.logprobs_T[t])
     terms = [(config.entropy_coef * weight, logprob**2 / 2, logprob)]
     if config.kl_beta > 0 and config.kl_in in ("loss", "loss_k3"):
@@ -204,6 +204,6 @@ def add_value_loss(config, inputs, advantage, result):
 
 
 def kl_to_reference(inputs, proximal_T) -> float:
-    """Mean over sequences of log pi_prox - log pi_ref."""
+    """Return the mean over sequences of log pi_prox - log pi_ref."""
     found = sums(inputs, proximal_T - inputs.reference_logprobs_T)
     return sum(found) / len(found)

@@ -1,14 +1,14 @@
-"""Small versions on disk, for the tests of weight_sync."""
+"""Small weight versions on disk, for the tests of weight_sync."""
 
 from pathlib import Path
 
 import torch
 
-from common.staleness import PolicyVersion
-from weight_sync.publisher import Publisher
-from weight_sync.puller import Puller
-from weight_sync.store import WeightStore
-from weight_sync.tensors import read_tensors
+from leeway.common.staleness import PolicyVersion
+from leeway.weight_sync.publisher import Publisher
+from leeway.weight_sync.puller import Puller
+from leeway.weight_sync.store import WeightStore
+from leeway.weight_sync.tensors import read_tensors
 
 DTYPE = "float32"
 PART = "part-0.float32.safetensors"
@@ -43,19 +43,19 @@ def publish(folder: Path, *versions: PolicyVersion, **arguments) -> None:
 
 
 def read(folder: Path, version: PolicyVersion, dtype: str = DTYPE) -> dict[str, torch.Tensor]:
-    """The tensors of a version, every one checked."""
+    """Return the tensors of a version after verifying each checksum."""
     store = WeightStore(folder)
     return read_tensors(store, store.manifest(version), dtype)
 
 
 def pull(folder: Path, version: PolicyVersion, dtype: str = DTYPE) -> dict[str, torch.Tensor]:
-    """What an engine on this machine gets: the version kept from removal, and every tensor checked."""
+    """Return the tensors that an engine on this machine gets: verified, from a version locked against removal."""
     with Puller.of_folder(folder, dtype).fetch(version) as staged:
         return read(staged.folder, version, dtype)
 
 
 def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
-    """Do both hold the same values under the same names?"""
+    """Return whether both have the same names, dtypes and values."""
     return left.keys() == right.keys() and all(
         left[name].dtype == right[name].dtype and torch.equal(left[name], right[name]) for name in left
     )

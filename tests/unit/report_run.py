@@ -1,4 +1,4 @@
-"""A run's folder as a real run leaves it, made in a second: the reports of its tests read it."""
+"""Builds a complete run folder within a second, for tests of reports."""
 
 import json
 from pathlib import Path
@@ -6,16 +6,24 @@ from types import SimpleNamespace
 
 from tokenizers import Tokenizer, decoders, models
 
-from actors.report import WeightUpdate
-from launch.observe.status import Accuracy, BufferStatus, Ended, PollResult, ProcessStatus, RunStatus, write_status
-from launch.observe.trace import Trace
-from launch.run_folder import RunFolder
+from leeway.actors.report import WeightUpdate
+from leeway.launch.observe.status import (
+    Accuracy,
+    BufferStatus,
+    Ended,
+    PollResult,
+    ProcessStatus,
+    RunStatus,
+    write_status,
+)
+from leeway.launch.observe.trace import Trace
+from leeway.launch.run_folder import RunFolder
 from tests.unit import made_up_run
 from tests.world.buffer import Actor, InProcessBuffer, facts
 
 START_S = 1_800_000_000.0
 NASTY = '<script>document.title="owned"</script>'
-"""What a model may well write."""
+"""Markup that a model may generate."""
 WORDS = [*"abcdefghijklm", NASTY, "\x1b[2J", "\u202e"]
 CONFIG = """
 [run]
@@ -55,7 +63,7 @@ def process(name: str, state: str = "working", pool: str = "") -> ProcessStatus:
 
 
 def row(step: int, at_s: float, **changes) -> dict:
-    """Of metrics.jsonl: a step of 0.6 s after 0.4 s of waiting."""
+    """Return a row of metrics.jsonl: a step of 0.6 s after waiting 0.4 s."""
     values = {"step": step, "version": step, "restarts": 0, "skipped": False, "started_s": at_s + 0.4}
     values |= {"finished_s": at_s + 1.0, "time/wait_for_batch": 0.4, "time/step": 0.6, "time/forward": 0.2}
     values |= {"time/backward": 0.3, "time/weight_pause": 0.1, "time/wait_for_policy": 0.05}
@@ -82,7 +90,7 @@ def row(step: int, at_s: float, **changes) -> dict:
 
 
 def make_run(folder: Path, *, num_steps: int = 40, config: str = CONFIG) -> RunFolder:
-    """A run of this many steps of a second, with two actors."""
+    """Write a run with two actors and `num_steps` steps of one second."""
     run = RunFolder(folder)
     for part in (run.root, run.buffer):
         part.mkdir(parents=True, exist_ok=True)
@@ -97,7 +105,7 @@ def make_run(folder: Path, *, num_steps: int = 40, config: str = CONFIG) -> RunF
 
 
 def write_end(run: RunFolder, num_steps: int) -> None:
-    """The last status.json of a run that is done."""
+    """Write the final status.json of a finished run."""
     ledger = {"issued": 41, "in_flight": 0, "committed": 40, "failed": 1, "waiting": 24, "trained": 16, "gap": 0}
     buffer = BufferStatus(
         ready_groups=0,
@@ -136,7 +144,7 @@ def write_events(run: RunFolder, num_steps: int) -> None:
 
 
 def write_timeline(path: Path, rows: list[dict]) -> None:
-    """Polls of one a second: both actors generate for 0.7 s of it, and take in the weights of the step before."""
+    """Trace one poll per second: both actors generate for 0.7 s and apply the weights of the previous step."""
     now_s = [START_S]
     with Trace(path, lambda: now_s[0]) as timeline:
         timeline.phase("starting")
@@ -157,14 +165,14 @@ def write_timeline(path: Path, rows: list[dict]) -> None:
                 actors.append(report(name, num_tokens=tokens, busy=busy, updates=[update], running=64))
             state = "starting" if 10 <= number < 14 else "working"
             processes = (process("buffer-0"), process("stage-0"), process("actor-1", state, "actors"))
-            news = PollResult(steps=[each], actors=actors, processes=processes)
-            news.status = status(ready=number % 5, version=number)
-            timeline.take_in(news, news.steps)
+            poll = PollResult(steps=[each], actors=actors, processes=processes)
+            poll.status = status(ready=number % 5, version=number)
+            timeline.ingest(poll, poll.steps)
         timeline.event("restart", f"actor.1 died of {NASTY}")
 
 
 def write_buffer(run: RunFolder) -> None:
-    """Some groups, one trained step, text that a page must not believe."""
+    """Write some groups, one trained step, and text that a page must escape."""
     buffer = InProcessBuffer(run.buffer, facts())
     buffer.begin()
     actor = Actor(buffer)

@@ -8,8 +8,8 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from learner.model import DeviceBatch, StageModule, load_stage
-from learner.packing import PackedBatch, PackingRule, pack
+from leeway.learner.model import DeviceBatch, StageModule, load_stage
+from leeway.learner.packing import PackedBatch, PackingRule, pack
 
 CPU = torch.device("cpu")
 TEMPERATURE = 0.7

@@ -1,4 +1,4 @@
-"""A sequence classifier as a reward: its own output on prompt and completion, and every folder that is none refused."""
+"""Reward classifiers: the reward is the model output for prompt and completion; other folders are rejected."""
 
 import json
 import shutil
@@ -15,9 +15,9 @@ from transformers import (
     RobertaForSequenceClassification,
 )
 
-from actors.tasks import Problem, TaskError, check_task, load_reward, load_task
-from actors.tasks.config import ReasoningGymTask
-from actors.tasks.task import NoScore
+from leeway.actors.tasks import Problem, TaskError, check_task, load_reward, load_task
+from leeway.actors.tasks.config import ReasoningGymTask
+from leeway.actors.tasks.task import NoScore
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo_model"
 CHAT = "{% for turn in messages %}{{ '+' if turn['role'] == 'user' else '=' }}{{ turn['content'] }}{% endfor %}"
@@ -52,7 +52,7 @@ def task(folder, **changes):
 
 @pytest.mark.parametrize("pads", [True, False])
 @pytest.mark.parametrize("chat", [True, False])
-def test_the_reward_is_the_models_output_on_each_text_by_itself(tmp_path, pads, chat):
+def test_the_reward_equals_the_model_output_for_each_text_alone(tmp_path, pads, chat):
     model, tokenizer = make(tmp_path, pads=pads, chat=chat)
     (function,) = load_task(task(tmp_path, chat=chat, weight=2.0)).rewards
     prompts, completions = ["42+17", "1+1", "42+17"], ["59", "12345678", "5"]
@@ -65,24 +65,24 @@ def test_the_reward_is_the_models_output_on_each_text_by_itself(tmp_path, pads, 
     assert len({round(value, 4) for value in values}) == 3
 
 
-def test_a_text_that_is_too_long_has_no_score_and_costs_no_other_its_own(tmp_path):
+def test_a_text_that_is_too_long_gets_no_score_and_others_keep_theirs(tmp_path):
     make(tmp_path)
     (function,) = load_task(task(tmp_path)).rewards
     problem = Problem("1+1=", "1+1=", {})
     long, short = load_reward(function)([problem, problem], ["1" * 30, "2"])
-    assert long == NoScore("too long for the reward model", "34 tokens, it was made for 24")
+    assert long == NoScore("too long for the reward model", "34 tokens, its limit is 24")
     assert isinstance(short, float)
 
 
-def test_a_text_of_which_the_tokenizer_makes_no_token_has_no_score_and_is_not_called_too_long(tmp_path):
+def test_a_text_without_tokens_gets_no_score_and_its_own_reason(tmp_path):
     make(tmp_path)
     (function,) = load_task(task(tmp_path)).rewards
     nothing, short = load_reward(function)([Problem("", "", {}), Problem("1+1=", "1+1=", {})], ["", "2"])
-    assert nothing == NoScore("the reward model's tokenizer makes no token of the text")
+    assert nothing == NoScore("the reward model's tokenizer returns no token for the text")
     assert isinstance(short, float)
 
 
-def test_a_model_whose_positions_begin_behind_its_padding_takes_fewer_tokens_than_it_has_positions(tmp_path):
+def test_positions_reserved_for_padding_reduce_the_length_limit(tmp_path):
     _, tokenizer = make(tmp_path)
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
     values = {"vocab_size": len(tokenizer), "max_position_embeddings": 20, "num_labels": 1, "pad_token_id": 1}
@@ -92,10 +92,10 @@ def test_a_model_whose_positions_begin_behind_its_padding_takes_fewer_tokens_tha
     problems = [Problem("1" * number, "1" * number, {}) for number in (longest - 1, longest, longest + 1, 20)]
     values = [load_reward(function)([problem], [""])[0] for problem in problems]
     assert [isinstance(value, float) for value in values] == [True, True, False, False]
-    assert values[2] == NoScore("too long for the reward model", f"{longest + 1} tokens, it was made for {longest}")
+    assert values[2] == NoScore("too long for the reward model", f"{longest + 1} tokens, its limit is {longest}")
 
 
-def test_an_error_of_its_gpu_ends_its_process_for_no_later_call_would_succeed(tmp_path, monkeypatch):
+def test_a_gpu_error_ends_the_reward_process_because_later_calls_would_fail(tmp_path, monkeypatch):
     make(tmp_path)
     (function,) = load_task(task(tmp_path)).rewards
     call, statuses = load_reward(function), []
@@ -103,43 +103,43 @@ def test_an_error_of_its_gpu_ends_its_process_for_no_later_call_would_succeed(tm
     def fail(*_, **__):
         raise torch.AcceleratorError("CUDA error: device-side assert triggered")
 
-    def leave(status):
+    def exit_with(status):
         statuses.append(status)
         raise SystemExit
 
     monkeypatch.setattr(LlamaForSequenceClassification, "forward", fail)
-    monkeypatch.setattr("os._exit", leave)
+    monkeypatch.setattr("os._exit", exit_with)
     with pytest.raises(SystemExit):
         call([Problem("1", "1", {})], ["2"])
     assert statuses == [1]
 
 
-def refused(folder, **changes):
-    with pytest.raises(TaskError) as refusal:
+def rejection(folder, **changes):
+    with pytest.raises(TaskError) as error:
         check_task(task(folder, **changes), model_folder=DEMO, max_prompt_tokens=512, vocab_size=18)
-    return str(refusal.value)
+    return str(error.value)
 
 
-def test_a_folder_that_holds_no_reward_model_is_refused_before_anything_starts(tmp_path):
+def test_a_folder_without_a_reward_model_is_rejected_before_start(tmp_path):
     make(tmp_path / "good", vocab_size=64)
     check_task(task(tmp_path / "good"), model_folder=DEMO, max_prompt_tokens=512, vocab_size=18)
-    assert "there is no model (config.json) in this folder" in refused(tmp_path / "nothing")
+    assert "this folder has no model (config.json)" in rejection(tmp_path / "nothing")
     make(tmp_path / "policy", LlamaForCausalLM)
-    assert "is of type LlamaForCausalLM; a reward model is a ...ForSequenceClassification" in refused(
+    assert "is of type LlamaForCausalLM; a reward model is a ...ForSequenceClassification" in rejection(
         tmp_path / "policy"
     )
     make(tmp_path / "two", num_labels=2)
-    assert "has 2 outputs, and a reward is one number" in refused(tmp_path / "two")
+    assert "has 2 outputs, but a reward is one number" in rejection(tmp_path / "two")
     make(tmp_path / "other", vocab_size=7)
-    assert "tokens and its model a vocabulary of 7: the tokenizer is of another model" in refused(tmp_path / "other")
-    assert "its tokenizer has no chat template; set chat = false" in refused(tmp_path / "good", chat=True)
+    assert "tokens, but its model a vocabulary of 7: the tokenizer is of another model" in rejection(tmp_path / "other")
+    assert "its tokenizer has no chat template; set chat = false" in rejection(tmp_path / "good", chat=True)
     shutil.copytree(tmp_path / "good", tmp_path / "bare")
     for file in (tmp_path / "bare").glob("tokenizer*"):
         file.unlink()
-    assert "has no tokenizer that can be loaded" in refused(tmp_path / "bare")
+    assert "has no loadable tokenizer" in rejection(tmp_path / "bare")
 
 
-def test_weights_without_the_head_are_refused_where_they_are_loaded(tmp_path):
+def test_weights_without_a_head_are_rejected_at_load_time(tmp_path):
     make(tmp_path, LlamaForCausalLM)
     config = json.loads((tmp_path / "config.json").read_text())
     values = {"architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "LABEL_0"}}

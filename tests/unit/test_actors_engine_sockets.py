@@ -1,4 +1,4 @@
-"""vLLM's own sockets lie in a folder that goes with its engine, or with the next engine where it was killed."""
+"""vLLM's sockets: their folder is removed with the engine, or by the next engine if it was killed."""
 
 import os
 import shutil
@@ -10,23 +10,23 @@ from pathlib import Path
 import pytest
 import zmq
 
-from actors.engine_setup import EngineSockets
+from leeway.actors.engine_setup import EngineSockets
 
 VARIABLE = "VLLM_RPC_BASE_PATH"
 
 
 @pytest.fixture
 def temporary(tmp_path, monkeypatch):
-    """The temporary folder of the machine, for the length of the test."""
+    """Temporary folder of the machine during the test."""
     monkeypatch.setattr(tempfile, "tempdir", "/tmp")
     monkeypatch.setenv(VARIABLE, "")
     folder = Path(tempfile.mkdtemp(prefix="es-"))
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     yield folder
-    folder.rmdir()  # fails where something was left
+    folder.rmdir()  # fails if files are left
 
 
-async def test_the_folder_is_its_users_alone_and_goes_with_the_engine(temporary):
+async def test_the_socket_folder_is_private_and_removed_with_the_engine(temporary):
     sockets = EngineSockets()
     path = Path(os.environ[VARIABLE])
     assert path.parent == temporary
@@ -37,7 +37,7 @@ async def test_the_folder_is_its_users_alone_and_goes_with_the_engine(temporary)
     assert not path.exists()
 
 
-def test_a_socket_fits_however_long_the_temporary_folder_is_called(temporary, monkeypatch):
+def test_socket_paths_fit_for_any_length_of_the_temporary_folder(temporary, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(temporary / ("x" * 80)))
     sockets = EngineSockets()
     assert len(os.environ[VARIABLE]) + len("/") + 36 <= 107
@@ -45,21 +45,21 @@ def test_a_socket_fits_however_long_the_temporary_folder_is_called(temporary, mo
     sockets.remove()
 
 
-def test_a_folder_that_is_somebody_elses_is_refused_with_that_reason(temporary, monkeypatch):
-    monkeypatch.setattr("actors.engine_setup._numbers", iter([0]))
+def test_a_path_that_is_not_a_private_folder_is_rejected(temporary, monkeypatch):
+    monkeypatch.setattr("leeway.actors.engine_setup._numbers", iter([0]))
     taken = temporary / f"leeway-{os.geteuid()}-vllm-{os.getpid()}-0"
     taken.write_text("no folder")
-    with pytest.raises(OSError, match=r"sockets can be made in .*: .* is not a folder that this user alone may write"):
+    with pytest.raises(OSError, match=r"sockets in .*: .* must be a folder writable by this user alone"):
         EngineSockets()
     taken.unlink()
 
 
 @pytest.mark.process
-def test_what_a_killed_engine_left_is_removed_by_the_next(temporary):
+def test_the_folder_of_a_killed_engine_is_removed_by_the_next(temporary):
     code = f"""
 import os, signal, tempfile
 tempfile.tempdir = {str(temporary)!r}
-from actors.engine_setup import EngineSockets
+from leeway.actors.engine_setup import EngineSockets
 kept = EngineSockets()
 open(os.environ[{VARIABLE!r}] + "/socket", "w").close()
 os.kill(os.getpid(), signal.SIGKILL)
@@ -73,6 +73,6 @@ os.kill(os.getpid(), signal.SIGKILL)
         (path / "users.lock").touch()
     sockets = EngineSockets()
     for path in fetched:
-        shutil.rmtree(path)  # fails where it was removed: an actor goes on with what a killed one fetched
+        shutil.rmtree(path)  # fails if removed: an actor reuses what a killed one fetched
     assert not left.exists()
     sockets.remove()

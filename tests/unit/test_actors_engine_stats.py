@@ -1,16 +1,16 @@
-"""What an engine tells of its steps: the contexts that run in them, and what is left out."""
+"""Statistics of engine steps: contexts of running requests, and steps that are excluded."""
 
 from types import SimpleNamespace
 
 import pytest
 
-from actors.engine_output import EngineStats
-from planning.costs import Moments
+from leeway.actors.engine_output import EngineStats
+from leeway.planning.costs import LeastSquares
 from tests.unit.fake_actor import Clock
 
 
 def step(latencies, prompt_tokens=0, preempted=0, ended=()):
-    """vLLM's statistics of one step; `latencies` of the samples that were in the step before."""
+    """Return vLLM's statistics of one step; `latencies` of the samples that also ran in the previous step."""
     return SimpleNamespace(
         num_generation_tokens=len(latencies) + (prompt_tokens > 0),
         inter_token_latencies_iter=list(latencies),
@@ -24,11 +24,11 @@ def cache(usage, running=2):
     return SimpleNamespace(kv_cache_usage=usage, num_running_reqs=running)
 
 
-def test_contexts_grow_by_a_token_a_step_and_leave_with_their_request():
+def test_contexts_grow_by_one_token_per_step_and_end_with_their_request():
     clock = Clock()
     stats = EngineStats(clock)
     with stats.request(10):
-        stats.record(cache(0.1), step([], prompt_tokens=10))  # its first: there is no step before it to measure from
+        stats.record(cache(0.1), step([], prompt_tokens=10))  # the first step: no earlier step to measure from
         with stats.request(20):
             clock.now_s += 1.0
             stats.record(cache(0.4), step([0.5], prompt_tokens=20))
@@ -38,7 +38,7 @@ def test_contexts_grow_by_a_token_a_step_and_leave_with_their_request():
         clock.now_s += 1.0
         stats.record(cache(0.1), step([0.125]))
     # (samples, tokens of their contexts, prompt tokens computed, seconds)
-    expected = Moments(4)
+    expected = LeastSquares(4)
     for *terms, seconds in (2, (10 + 2) + (20 + 1), 20, 0.5), (2, (10 + 3) + (20 + 2), 0, 0.25), (1, 30 + 1, 0, 0.125):
         expected.add((1.0, *terms), seconds)
     report = stats.report()
@@ -47,7 +47,7 @@ def test_contexts_grow_by_a_token_a_step_and_leave_with_their_request():
     assert stats.report().kv_usage == 0.0
 
 
-def test_the_step_that_an_update_fell_into_is_not_measured():
+def test_a_step_interrupted_by_an_update_is_not_measured():
     clock = Clock()
     stats = EngineStats(clock)
     for interrupted in (False, True, False):
@@ -56,13 +56,13 @@ def test_the_step_that_an_update_fell_into_is_not_measured():
             stats.interrupt()
         clock.now_s += 0.1
         stats.record(None, step([0.2 if interrupted else 0.05]))
-    measured = Moments.from_list(stats.report().moments)
+    measured = LeastSquares.from_list(stats.report().moments)
     assert (measured.num_measured, measured.total) == (2, pytest.approx(0.1))
 
 
-def test_what_an_update_has_computed_anew_did_not_have_to_make_room():
+def test_recomputation_after_an_update_does_not_count_as_preemption():
     stats = EngineStats(Clock())
-    with stats.request(10), stats.request(10), stats.request(10):  # the third waits for a seat
+    with stats.request(10), stats.request(10), stats.request(10):  # the third waits for a slot
         stats.record(cache(0.1), step([0.5], preempted=1))
         stats.interrupt(recomputes=True)
         stats.record(cache(0.1), step([0.5], preempted=2))

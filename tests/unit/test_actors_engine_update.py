@@ -1,6 +1,6 @@
-"""How an engine takes newer weights: how often it is looked at, what it may refuse, and who waits for one that died.
+"""Weight updates of an engine: polls of a verification, refused updates, and calls to a dead engine.
 
-vLLM is a stand-in that answers its calls; none of it is imported.
+A fake replaces vLLM, which is never imported.
 """
 
 import asyncio
@@ -12,16 +12,16 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from actors import engine as engine_module
-from actors.config import ActorsConfig
-from actors.engine import Engine, EngineDead, UpdateRefused, verify, while_alive
-from actors.engine_output import EngineStats
-from common.staleness import PolicyVersion
+from leeway.actors import engine as engine_module
+from leeway.actors.config import ActorsConfig
+from leeway.actors.engine import Engine, EngineDead, UpdateRefused, verify, while_alive
+from leeway.actors.engine_output import EngineStats
+from leeway.common.staleness import PolicyVersion
 
 OLD, NEW, NEWER = (PolicyVersion(0, number) for number in range(3))
 
 
-async def test_what_is_asked_of_an_engine_that_dies_fails_though_no_answer_comes():
+async def test_a_pending_call_fails_when_the_engine_dies():
     llm, ended = SimpleNamespace(errored=False), asyncio.Event()
 
     async def never() -> None:
@@ -30,57 +30,57 @@ async def test_what_is_asked_of_an_engine_that_dies_fails_though_no_answer_comes
         finally:
             ended.set()
 
-    asking = asyncio.create_task(while_alive(llm, never()))
+    call = asyncio.create_task(while_alive(llm, never()))
     await asyncio.sleep(0.3)
-    assert not asking.done()
+    assert not call.done()
     llm.errored = True
     async with asyncio.timeout(60):
-        with pytest.raises(EngineDead, match="its process ended"):
-            await asking
+        with pytest.raises(EngineDead, match="its process exited"):
+            await call
         await ended.wait()
 
 
-async def test_an_answer_or_an_error_of_an_engine_that_lives_is_passed_on():
+async def test_results_and_errors_of_a_live_engine_propagate():
     llm = SimpleNamespace(errored=False)
 
     async def answer() -> int:
         await asyncio.sleep(0.01)
         return 7
 
-    async def refuse() -> None:
+    async def fail() -> None:
         raise ValueError("no")
 
     assert await while_alive(llm, answer()) == 7
     with pytest.raises(ValueError, match="no"):
-        await while_alive(llm, refuse())
+        await while_alive(llm, fail())
 
 
 class FakeVllm:
-    """Stands for an AsyncLLM: a verification is over at the n-th look, an update fails with a text if told so.
+    """Fakes an AsyncLLM: a verification completes at the given poll, and updates fail with `refusal` if it is set.
 
-    It loads nothing, and remembers the order of its calls.
+    Loads nothing; records the order of its calls.
     """
 
-    def __init__(self, looks: int = 1, refusal: str = "") -> None:
+    def __init__(self, num_polls: int = 1, refusal: str = "") -> None:
         self.errored = False
         self.called: list[str] = []
         self.engine_core = SimpleNamespace(pause_scheduler_async=self._called("pause"))
         self.start_weight_update = self._called("start")
         self.finish_weight_update = self._called("finish")
         self.resume_generation = self._called("resume")
-        self._looks, self._refusal = looks, refusal
+        self._polls_left, self._refusal = num_polls, refusal
 
-    def _called(self, what: str):
+    def _called(self, name: str):
         async def call(*_, **__) -> None:
-            self.called.append(what)
+            self.called.append(name)
 
         return call
 
     async def collective_rpc(self, method: str, **_):
         self.called.append(method)
         if method == "weight_verification":
-            self._looks -= 1
-            return [None if self._looks > 0 else "", ""]
+            self._polls_left -= 1
+            return [None if self._polls_left > 0 else "", ""]
         return None
 
     async def update_weights(self, _) -> None:
@@ -95,7 +95,7 @@ def staged(version: PolicyVersion) -> SimpleNamespace:
 
 @pytest.fixture
 def make(monkeypatch):
-    """`make(llm)`: an engine on it that serves the old version."""
+    """`make(llm)`: an engine on `llm` that serves the old version."""
     stand_in = SimpleNamespace(WeightTransferUpdateRequest=lambda update_info: update_info)
     monkeypatch.setitem(sys.modules, "vllm.distributed.weight_transfer.base", stand_in)
 
@@ -105,32 +105,32 @@ def make(monkeypatch):
     return engine
 
 
-async def pauses_of(looks: int, monkeypatch) -> list[float]:
-    """The pauses of a verification that is over at the n-th look."""
+async def pauses_of(num_polls: int, monkeypatch) -> list[float]:
+    """Return the pauses between the polls of a verification that completes at the last one."""
     slept: list[float] = []
 
     async def sleep(pause_s: float) -> None:
         slept.append(pause_s)
 
     monkeypatch.setattr(engine_module.asyncio, "sleep", sleep)
-    assert await verify(FakeVllm(looks), staged(NEW)) == ["", ""]
+    assert await verify(FakeVllm(num_polls), staged(NEW)) == ["", ""]
     return slept
 
 
-async def test_a_verification_is_looked_at_soon_and_then_ever_more_rarely(monkeypatch):
+async def test_verification_is_polled_early_and_then_at_growing_intervals(monkeypatch):
     slept = await pauses_of(60, monkeypatch)
-    seen_s = list(itertools.accumulate(slept))
-    # a tiny model, whose verification is over within milliseconds, is seen as soon as by a look every 10 ms
-    assert seen_s[0] <= 0.01
-    # and any other at most by half of what it took later than it was over
-    assert all(slept[look] <= 0.01 + 0.5 * seen_s[look - 1] for look in range(1, len(slept)))
+    polled_s = list(itertools.accumulate(slept))
+    # verification of a tiny model takes milliseconds and is noticed as early as by polling every 10 ms
+    assert polled_s[0] <= 0.01
+    # any other verification is noticed late by at most half of its duration
+    assert all(slept[poll] <= 0.01 + 0.5 * polled_s[poll - 1] for poll in range(1, len(slept)))
     assert sorted(slept) == slept
     assert max(slept) == 0.2
-    # one of ten seconds costs a call to all workers about sixty times, where it was a thousand
-    assert sum(at_s < 10 for at_s in seen_s) < 60
+    # a verification of 10 s takes about 60 calls to all workers instead of 1000
+    assert sum(at_s < 10 for at_s in polled_s) < 60
 
 
-async def test_an_engine_does_not_apply_what_it_has_not_verified(make):
+async def test_an_engine_refuses_to_apply_versions_that_are_not_verified(make):
     llm = FakeVllm()
     engine = make(llm)
     with pytest.raises(UpdateRefused, match=r"version 1 was not verified; still serving .*0"):
@@ -147,7 +147,7 @@ async def test_an_engine_does_not_apply_what_it_has_not_verified(make):
         await engine.apply(staged(NEWER), "keep")
 
 
-async def test_an_engine_whose_update_fails_in_the_pause_is_dead(make):
+async def test_an_engine_is_dead_after_an_update_fails_during_the_pause(make):
     engine = make(FakeVllm(refusal="a byte is wrong"))
     await engine.prepare(staged(NEW))
     with pytest.raises(EngineDead, match="a byte is wrong"):
@@ -157,7 +157,7 @@ async def test_an_engine_whose_update_fails_in_the_pause_is_dead(make):
         await engine.prepare(staged(NEWER))
 
 
-async def test_a_request_that_ends_while_weights_change_is_known_no_longer(make, monkeypatch):
+async def test_a_request_that_ends_during_an_update_is_removed(make, monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm.inputs.engine", SimpleNamespace(tokens_input=lambda *_, **__: None))
     llm = FakeVllm()
     engine = make(llm)
@@ -165,7 +165,7 @@ async def test_a_request_that_ends_while_weights_change_is_known_no_longer(make,
     async def generate(*_, priority):
         assert priority == 0
         assert engine.runs((1, 0))
-        engine._broken = "its update never ended"  # as `apply` has it until generation goes on
+        engine._broken = "its update did not complete"  # set by `apply` until generation resumes
         yield "an output"
 
     llm.generate = generate
@@ -173,7 +173,7 @@ async def test_a_request_that_ends_while_weights_change_is_known_no_longer(make,
     assert not engine.runs((1, 0))
 
 
-async def test_requests_are_interrupted_in_the_middle_of_an_update_too(make):
+async def test_requests_can_be_interrupted_during_an_update(make):
     llm, may_pause, ended = FakeVllm(), asyncio.Event(), []
 
     async def pause(**_) -> None:
@@ -188,18 +188,18 @@ async def test_requests_are_interrupted_in_the_middle_of_an_update_too(make):
     await engine.prepare(staged(NEW))
     updating = asyncio.create_task(engine.apply(staged(NEW), "keep"))
     await asyncio.sleep(0)
-    with pytest.raises(EngineDead, match=r"its update to version 1 never ended"):
+    with pytest.raises(EngineDead, match=r"its update to version 1 did not complete"):
         await engine.prepare(staged(NEWER))
     await engine.interrupt([(1, 0), (2, 0)])
     assert ended == ["r0"]
     may_pause.set()
     await updating
     llm.errored = True
-    with pytest.raises(EngineDead, match="its process ended"):
+    with pytest.raises(EngineDead, match="its process exited"):
         await engine.interrupt([(1, 0)])
 
 
-async def test_the_more_tokens_were_handed_on_the_later_a_request_is_preempted(make, monkeypatch):
+async def test_requests_with_longer_prefixes_are_preempted_later(make, monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm.inputs.engine", SimpleNamespace(tokens_input=lambda *_, **__: None))
     llm = FakeVllm()
     engine, sent = make(llm), []
@@ -212,4 +212,4 @@ async def test_the_more_tokens_were_handed_on_the_later_a_request_is_preempted(m
     for num_tokens in (0, 3, 40):
         prefix = SimpleNamespace(token_ids=np.zeros(num_tokens, np.int32)) if num_tokens else None
         await engine._run([1], None, (1, num_tokens), prefix)
-    assert sent == [0, -3, -40], "vLLM preempts the greatest"
+    assert sent == [0, -3, -40], "vLLM preempts the greatest value first"

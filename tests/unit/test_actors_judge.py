@@ -1,4 +1,4 @@
-"""A judge: its rating is the reward, it is waited for while it is busy, and what it does not rate is never 0."""
+"""LLM judges: the rating is the reward, busy endpoints are retried, and a missing rating is never a reward of 0."""
 
 import asyncio
 import logging
@@ -9,10 +9,10 @@ from email.utils import formatdate
 import pytest
 from openai._constants import MAX_RETRY_AFTER_DELAY
 
-from actors.rewards import RewardFailed, Scorer, ScorerLimits
-from actors.tasks import Problem, RewardFunction, TaskError, check_task, load_reward, load_task, reward_models
-from actors.tasks.config import ReasoningGymTask
-from actors.tasks.task import TOOK_TOO_LONG, NoScore
+from leeway.actors.rewards import RewardFailed, Scorer, ScorerLimits
+from leeway.actors.tasks import Problem, RewardFunction, TaskError, check_task, load_reward, load_task, reward_models
+from leeway.actors.tasks.config import ReasoningGymTask
+from leeway.actors.tasks.task import TOOK_TOO_LONG, NoScore
 from tests.unit.fake_actor import jump, until
 from tests.world.judge_server import judge_server
 from tests.world.reward_callers import InThisProcess
@@ -40,7 +40,7 @@ def task(endpoint, *, rewards=("helpful",), **changes):
 
 
 def rate(config, *completions):
-    """What the judge gives to each, in one call."""
+    """Return the rewards of all completions from one call."""
     (function,) = load_task(config).rewards
     return asyncio.run(load_reward(function)([PROBLEM] * len(completions), completions))
 
@@ -102,7 +102,7 @@ def rate(config, *completions):
         ("CUT:9", None),
     ],
 )
-def test_the_rating_that_ends_an_answer_is_the_reward_and_anything_else_none(answer, reward):
+def test_only_a_rating_at_the_end_of_a_reply_is_a_reward(answer, reward):
     with judge_server(lambda text: answer) as server:
         (value,) = rate(task(server.endpoint), "4")
     if reward is None:
@@ -111,18 +111,18 @@ def test_the_rating_that_ends_an_answer_is_the_reward_and_anything_else_none(ans
         assert value == pytest.approx(reward)
 
 
-def test_it_is_asked_with_prompt_completion_and_columns_and_its_rating_is_scaled():
+def test_a_request_has_prompt_completion_and_columns_and_the_rating_is_scaled():
     with judge_server(lambda text: "2") as server:
         config = task(
             server.endpoint, worst=5, best=1, weight=3, system_prompt="Be strict.", request={"seed": 7}, max_tokens=9
         )
         assert rate(config, "four") == [pytest.approx(3 * 0.75)]
-        (asked,) = server.asked
-    assert [turn["content"] for turn in asked["messages"]] == ["Be strict.", "Rate four to What is 2+2? (right: 4)"]
-    assert (asked["model"], asked["temperature"], asked["max_tokens"], asked["seed"]) == ("judge-8b", 0.0, 9, 7)
+        (request,) = server.requests
+    assert [turn["content"] for turn in request["messages"]] == ["Be strict.", "Rate four to What is 2+2? (right: 4)"]
+    assert (request["model"], request["temperature"], request["max_tokens"], request["seed"]) == ("judge-8b", 0.0, 9, 7)
 
 
-def test_one_that_is_busy_or_fails_is_asked_again_and_others_do_not_wait_for_it():
+def test_busy_and_failed_requests_are_retried_and_do_not_delay_others():
     tries = {}
 
     def answer(text):
@@ -148,48 +148,48 @@ def test_one_that_is_busy_or_fails_is_asked_again_and_others_do_not_wait_for_it(
         {"Retry-After-Ms": "1e6", "Retry-After": "130"},
     ],
 )
-def test_an_endpoint_that_asks_for_a_longer_pause_than_the_library_makes_is_asked_again_too(monkeypatch, header):
-    assert reward_models._LONGEST_PAUSE_S <= MAX_RETRY_AFTER_DELAY
-    monkeypatch.setattr(reward_models, "_LONGEST_PAUSE_S", 0.05)
+def test_a_retry_after_beyond_the_limit_of_the_client_library_is_retried(monkeypatch, header):
+    assert reward_models._MAX_PAUSE_S <= MAX_RETRY_AFTER_DELAY
+    monkeypatch.setattr(reward_models, "_MAX_PAUSE_S", 0.05)
     answers = ["10", (429, header)]
     with judge_server(lambda text: answers.pop()) as server:
         assert rate(task(server.endpoint), "busy") == [1.0]
     assert answers == []
 
 
-def test_a_row_that_lacks_what_the_prompt_names_has_no_score_and_costs_no_other_its_own():
+def test_a_row_without_a_column_of_the_prompt_gets_no_score_and_others_keep_theirs():
     with judge_server(lambda text: "10") as server:
         (function,) = load_task(task(server.endpoint)).rewards
         call = load_reward(replace(function, columns=["answer"]))
-        lacking, whole = asyncio.run(call([Problem("q", "q", {}), PROBLEM], ["a", "b"]))
-    assert (lacking.why, whole) == ("the judge's prompt cannot be made", 1.0)
+        lacking, complete = asyncio.run(call([Problem("q", "q", {}), PROBLEM], ["a", "b"]))
+    assert (lacking.why, complete) == ("the judge's prompt cannot be rendered", 1.0)
     assert "the item has no 'answer'" in lacking.detail
 
 
-async def test_past_its_limit_only_that_sample_has_no_score_and_the_reason_is_told(monkeypatch):
+async def test_a_sample_past_its_time_limit_gets_no_score_and_a_reason(monkeypatch):
     rated, reward = [], reward_models._reward
-    monkeypatch.setattr(reward_models, "_reward", lambda *of: rated.append(len(server.asked)) or reward(*of))
+    monkeypatch.setattr(reward_models, "_reward", lambda *of: rated.append(len(server.requests)) or reward(*of))
 
     def answer(text):
         return (429, {"Retry-After": "0.05"}) if "busy" in text else "10"
 
     with judge_server(answer) as server:
         (function,) = load_task(task(server.endpoint)).rewards
-        asked = asyncio.create_task(load_reward(function)([PROBLEM, PROBLEM], ["busy", "well"]))
-        await until(lambda: rated and len(server.asked) > rated[0] + 1)  # a 429 since
+        scores = asyncio.create_task(load_reward(function)([PROBLEM, PROBLEM], ["busy", "well"]))
+        await until(lambda: rated and len(server.requests) > rated[0] + 1)  # a 429 since
         jump(monkeypatch, 60.0)
-        busy, well = await asyncio.wait_for(asked, 60)
-    assert (busy, well) == (NoScore(TOOK_TOO_LONG, "60 s, its endpoint answered 429 last"), 1.0)
+        busy, idle = await asyncio.wait_for(scores, 60)
+    assert (busy, idle) == (NoScore(TOOK_TOO_LONG, "60 s, the endpoint last answered 429"), 1.0)
 
 
-def test_a_request_that_is_refused_is_not_repeated():
+def test_a_rejected_request_is_not_retried():
     with judge_server(lambda text: (400, {})) as server:
         (value,) = rate(task(server.endpoint), "too long")
-        assert len(server.asked) == 1
+        assert len(server.requests) == 1
     assert value.why == "the judge answered 400"
 
 
-async def test_a_sample_without_a_rating_fails_by_name_and_costs_no_other_its_reward():
+async def test_a_sample_without_a_rating_fails_and_others_keep_their_rewards():
     rated = []
 
     def answer(text):
@@ -202,24 +202,24 @@ async def test_a_sample_without_a_rating_fails_by_name_and_costs_no_other_its_re
     with judge_server(answer) as server:
         rewards = load_task(task(server.endpoint)).rewards
         scorer = Scorer(rewards, ScorerLimits(1, 5.0, 5.0), start=start, retries=1)
-        asked = [scorer.score(PROBLEM, word) for word in ("a", "bad", "b")]
-        results = await asyncio.gather(*asked, return_exceptions=True)
+        scores = [scorer.score(PROBLEM, word) for word in ("a", "bad", "b")]
+        results = await asyncio.gather(*scores, return_exceptions=True)
         await scorer.close()
     assert [getattr(one, "reward", None) for one in results] == [1.0, None, 1.0]
     assert isinstance(results[1], RewardFailed)
-    assert str(results[1]) == "reward failed: helpful: the judge rated nothing"
+    assert str(results[1]) == "reward failed: helpful: the judge gave no rating"
     assert sorted(rated) == ["a", "b", "bad", "bad"]
 
 
-def test_samples_that_come_while_a_judge_thinks_share_its_next_call():
-    sizes, thinks, may_rate = [], asyncio.Event(), asyncio.Event()
+def test_samples_that_arrive_during_a_call_share_the_next_call():
+    sizes, called, may_rate = [], asyncio.Event(), asyncio.Event()
 
     class Slow:
         is_alive = True
 
         async def call(self, problems, completions):
             sizes.append(len(completions))
-            thinks.set()
+            called.set()
             await may_rate.wait()
             return [1.0] * len(completions)
 
@@ -232,40 +232,40 @@ def test_samples_that_come_while_a_judge_thinks_share_its_next_call():
     async def run():
         function = RewardFunction("helpful", task("http://nowhere/v1"), ())
         scorer = Scorer([function], ScorerLimits(1, 5.0, 5.0), start=start)
-        asked = []
+        scores = []
         for number in range(20):
-            asked.append(asyncio.create_task(scorer.score(PROBLEM, str(number))))
-            await thinks.wait()
+            scores.append(asyncio.create_task(scorer.score(PROBLEM, str(number))))
+            await called.wait()
             await asyncio.sleep(0.001)
         may_rate.set()
-        await asyncio.gather(*asked)
+        await asyncio.gather(*scores)
         await scorer.close()
 
     asyncio.run(run())
     assert sizes == [1, 19]
 
 
-def refused(config, **options):
-    with pytest.raises(TaskError) as refusal:
+def rejection(config, **options):
+    with pytest.raises(TaskError) as error:
         check_task(config, **options)
-    return str(refusal.value)
+    return str(error.value)
 
 
-def test_mistakes_are_one_sentence_before_anything_starts(monkeypatch):
+def test_config_mistakes_are_task_errors_before_start(monkeypatch):
     with judge_server(lambda text: "1", key="secret") as server:
-        here = {"import_limit_s": 30.0}
-        assert "refuses the key (401): set api_key_env" in refused(task(server.endpoint), **here)
+        options = {"import_limit_s": 30.0}
+        assert "rejects the key (401): set api_key_env" in rejection(task(server.endpoint), **options)
         monkeypatch.setenv("JUDGE_KEY", "secret")
-        check_task(task(server.endpoint, api_key_env="JUDGE_KEY"), **here)
+        check_task(task(server.endpoint, api_key_env="JUDGE_KEY"), **options)
         wrong = task(server.endpoint, api_key_env="JUDGE_KEY", model="judge-7b")
-        assert "has no model 'judge-7b'; known: judge-8b; did you mean" in refused(wrong, **here)
+        assert "has no model 'judge-7b'; known: judge-8b; did you mean" in rejection(wrong, **options)
         gone = server.endpoint
-    assert "does not answer" in refused(task(gone), **here)
-    check_task(task(gone))  # where actors are elsewhere, they ask
-    assert "JUDGE_KAY' is not set in the environment" in refused(task(gone, api_key_env="JUDGE_KAY"))
-    assert "does not name {completion}" in refused(task(gone, prompt="{prompt}"))
-    assert "names {anwser}, which no row has; known:" in refused(task(gone, prompt="{completion} {anwser}"))
-    misspelt = refused(task(gone, rewards=("helpful", "helpfull")))
+    assert "does not answer" in rejection(task(gone), **options)
+    check_task(task(gone))  # actors on other hosts check the endpoint themselves
+    assert "JUDGE_KAY' is not set in the environment" in rejection(task(gone, api_key_env="JUDGE_KAY"))
+    assert "lacks {completion}" in rejection(task(gone, prompt="{prompt}"))
+    assert "names {anwser}, but no row has that column; known:" in rejection(task(gone, prompt="{completion} {anwser}"))
+    misspelt = rejection(task(gone, rewards=("helpful", "helpfull")))
     assert "'helpfull' is not of the form FILE.py:FUNCTION, and no rule or table has that name" in misspelt
     assert "did you mean 'helpful'" in misspelt
 
@@ -275,7 +275,7 @@ DEAD_PROXY = "http://127.0.0.1:9"
 
 @pytest.fixture
 def proxies(monkeypatch):
-    """`proxies(NAME=value)`: the variables of proxies are these alone."""
+    """`proxies(NAME=value)`: set only these proxy variables."""
 
     def set_all(**variables):
         for name in ("http", "https", "all", "no"):
@@ -290,50 +290,50 @@ def proxies(monkeypatch):
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "LOCALHOST", "0.0.0.0", "judge.localhost"])
 @pytest.mark.parametrize("variable", ["HTTP_PROXY", "http_proxy", "ALL_PROXY"])
 @pytest.mark.parametrize("proxy", [DEAD_PROXY, "socks5://127.0.0.1:9", "no url"])
-def test_a_judge_on_this_machine_is_asked_without_a_proxy(proxies, monkeypatch, host, variable, proxy):
+def test_requests_to_a_local_judge_bypass_the_proxy(proxies, monkeypatch, host, variable, proxy):
     proxies(**{variable: proxy})
     real = socket.getaddrinfo
     monkeypatch.setattr(socket, "getaddrinfo", lambda name, *rest, **more: real("127.0.0.1", *rest, **more))
     with judge_server(lambda text: "7") as server:
-        there = task(server.endpoint.replace("127.0.0.1", host))
-        check_task(there, import_limit_s=30.0)
-        assert rate(there, "four") == [0.7]
+        config = task(server.endpoint.replace("127.0.0.1", host))
+        check_task(config, import_limit_s=30.0)
+        assert rate(config, "four") == [0.7]
 
 
 @pytest.mark.parametrize(
     ("variables", "named"),
     [
-        ({"HTTP_PROXY": DEAD_PROXY}, "; it is asked through the proxy of HTTP_PROXY: to ask it directly, add judge."),
-        ({"all_proxy": DEAD_PROXY}, "; it is asked through the proxy of all_proxy: to ask it directly, add judge."),
+        ({"HTTP_PROXY": DEAD_PROXY}, "; requests use the proxy of HTTP_PROXY: to bypass it, add judge."),
+        ({"all_proxy": DEAD_PROXY}, "; requests use the proxy of all_proxy: to bypass it, add judge."),
         ({"HTTP_PROXY": DEAD_PROXY, "NO_PROXY": "a.b, .example"}, ""),
         ({"HTTPS_PROXY": DEAD_PROXY}, ""),
     ],
 )
-def test_where_a_judge_does_not_answer_the_variable_of_its_proxy_is_named(proxies, monkeypatch, variables, named):
+def test_the_error_for_an_unreachable_judge_names_the_proxy_variable(proxies, monkeypatch, variables, named):
     proxies(**variables)
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [(2, 1, 6, "", ("127.0.0.1", 9))])
-    sentence = refused(task("http://judge.example:8000/v1"), import_limit_s=30.0)
-    assert "does not answer" in sentence
-    assert ("through the proxy" in sentence, named in sentence) == (bool(named), True)
+    message = rejection(task("http://judge.example:8000/v1"), import_limit_s=30.0)
+    assert "does not answer" in message
+    assert ("use the proxy" in message, named in message) == (bool(named), True)
 
 
-def test_a_proxy_that_refuses_is_not_taken_for_the_judge_alone(proxies):
+def test_the_error_for_a_rejected_request_names_the_proxy(proxies):
     with judge_server(lambda text: "7", key="another") as proxy:
         proxies(HTTP_PROXY=proxy.endpoint.removesuffix("/v1"))
-        sentence = refused(task("http://judge.example:8000/v1"), import_limit_s=30.0)
-    assert "refuses the key (401)" in sentence
-    assert "through the proxy of HTTP_PROXY" in sentence
+        message = rejection(task("http://judge.example:8000/v1"), import_limit_s=30.0)
+    assert "rejects the key (401)" in message
+    assert "use the proxy of HTTP_PROXY" in message
 
 
 @pytest.mark.parametrize("value", ["socks5://127.0.0.1:9", "gopher://127.0.0.1:9"])
-def test_a_proxy_that_the_library_cannot_use_is_a_sentence(proxies, value):
+def test_an_unsupported_proxy_is_a_task_error(proxies, value):
     proxies(ALL_PROXY=value)
-    sentence = refused(task("http://judge.example:8000/v1"), import_limit_s=30.0)
-    assert "cannot be asked" in sentence
-    assert "through the proxy of ALL_PROXY" in sentence
+    message = rejection(task("http://judge.example:8000/v1"), import_limit_s=30.0)
+    assert "cannot query the judge" in message
+    assert "use the proxy of ALL_PROXY" in message
 
 
-def test_the_requests_of_a_judge_are_not_logged(caplog):
+def test_requests_to_a_judge_are_not_logged(caplog):
     caplog.set_level(logging.INFO)
     with judge_server(lambda text: "7") as server:
         check_task(task(server.endpoint), import_limit_s=30.0)
@@ -342,13 +342,13 @@ def test_the_requests_of_a_judge_are_not_logged(caplog):
 
 
 @pytest.mark.parametrize(
-    ("changes", "sentence"),
+    ("changes", "message"),
     [
         ({"rewards": ()}, "reward_models.helpful is not in rewards"),
-        ({"worst": 1, "best": 1}, "no rating says anything"),
+        ({"worst": 1, "best": 1}, "so ratings cannot differ"),
         ({"endpoint": "localhost:8000"}, "pattern"),
     ],
 )
-def test_a_section_that_cannot_be_meant_is_refused(changes, sentence):
-    with pytest.raises(ValueError, match=sentence):
+def test_invalid_judge_sections_are_rejected(changes, message):
+    with pytest.raises(ValueError, match=message):
         task(**{"endpoint": "http://x/v1", **changes})

@@ -1,4 +1,4 @@
-"""Which samples an engine starts: never more than its cache holds, and nearly as many as it could."""
+"""KV-cache admission: an engine never starts more samples than its cache can hold, and nearly as many as fit."""
 
 import asyncio
 from collections import Counter
@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.config import ActorsConfig, KvCache, KvSample, admission_of
-from planning.kv_gate import CacheAdmission, KvGate
+from leeway.actors.config import ActorsConfig, KvCache, KvSample, admission_of
+from leeway.planning.kv_gate import CacheAdmission, KvGate
 from tests.unit.fake_actor import until
 
 K = 8
@@ -17,12 +17,12 @@ CONFIG = ActorsConfig(admission="cache", group_size=K, max_running_samples=96, m
 CACHE = KvCache(100, 32, shares_prompts=False)
 
 
-def sample(group=0, prompt=8, limit=240, there=0, usual=0.0):
-    return KvSample(group, prompt, limit, there, usual)
+def sample(group=0, prompt=8, limit=240, prefix=0, usual=0.0):
+    return KvSample(group, prompt, limit, prefix, usual)
 
 
-def gate_that_saw(lengths, cache=CACHE, usual=0.0):
-    """A gate after completions of these lengths, a row for each group."""
+def trained_gate(lengths, cache=CACHE, usual=0.0):
+    """Return a gate that observed completions of these lengths, one row per group."""
     gate = KvGate(CONFIG, cache)
     for group, row in enumerate(lengths, 1000):
         for index, _ in enumerate(row):
@@ -32,14 +32,14 @@ def gate_that_saw(lengths, cache=CACHE, usual=0.0):
     return gate
 
 
-def filled(gate, num_groups=96, now=0.0, **what):
-    """How many of so many groups' samples it starts at once."""
+def num_started(gate, num_groups=96, now=0.0, **fields):
+    """Return how many samples of these groups start immediately."""
     return sum(
-        fill(gate, sample(group, **what), (group, index), now) for group in range(num_groups) for index in range(K)
+        start(gate, sample(group, **fields), (group, index), now) for group in range(num_groups) for index in range(K)
     )
 
 
-def fill(gate, each, key, now):
+def start(gate, each, key, now):
     if gate.has_room(each, now):
         gate.start(key, each, now)
         return True
@@ -47,7 +47,7 @@ def fill(gate, each, key, now):
 
 
 def lognormal(random, num_groups, share, spread=0.7, median=48):
-    """Lengths of groups, of which so much of the spread is the prompt's, and what is usual for each prompt."""
+    """Return lengths per group and the usual length of each prompt; prompts explain `share` of the spread."""
     own = np.sqrt(share) * random.standard_normal((num_groups, 1))
     each = np.sqrt(1 - share) * random.standard_normal((num_groups, K))
     lengths = median * np.exp(spread * (own + each))
@@ -58,75 +58,75 @@ def lognormal(random, num_groups, share, spread=0.7, median=48):
 
 
 @pytest.mark.parametrize("cache", [None, KvCache(96 * 10, 32, shares_prompts=False)])
-def test_without_a_cache_that_can_be_full_slots_alone_decide(cache):
+def test_only_slots_limit_samples_if_the_cache_cannot_fill_up(cache):
     gate = KvGate(CONFIG, cache)
     assert not gate.needs_lengths
     assert gate.num_sure == gate.slots(0.0) == 96
-    assert filled(gate) == 96
+    assert num_started(gate) == 96
 
 
-def test_before_any_length_was_seen_only_what_is_sure_to_fit_runs():
+def test_without_observed_lengths_only_samples_that_surely_fit_start():
     gate = KvGate(CONFIG, CACHE)
     assert gate.needs_lengths
     assert gate.num_sure == 100 // -(-(64 + 240 + 1) // 32)
-    assert filled(gate, prompt=64) == gate.num_sure
+    assert num_started(gate, prompt=64) == gate.num_sure
 
 
-def test_one_sample_may_always_run_and_slots_bound_the_short_ones():
+def test_one_sample_may_always_run_and_slots_limit_short_samples():
     gate = KvGate(CONFIG, KvCache(1, 32, shares_prompts=False))
     assert gate.has_room(sample(prompt=64), 0.0)
-    short = gate_that_saw([[1] * K] * 100)
-    assert filled(short, prompt=1) == 96
+    short = trained_gate([[1] * K] * 100)
+    assert num_started(short, prompt=1) == 96
 
 
-def test_the_shorter_completions_were_the_more_samples_run():
-    counts = [filled(gate_that_saw([[length] * K] * 100)) for length in (200, 100, 40, 20)]
+def test_more_samples_run_if_completions_are_shorter():
+    counts = [num_started(trained_gate([[length] * K] * 100)) for length in (200, 100, 40, 20)]
     assert counts == sorted(counts)
     assert counts[0] < counts[-1] / 2
 
 
-def test_what_is_foretold_of_a_prompt_counts_for_its_samples():
+def test_predicted_lengths_of_a_prompt_apply_to_its_samples():
     seen = [[50] * K] * 100
-    short, usual, long = (filled(gate_that_saw(seen, usual=50.0), usual=each) for each in (25.0, 50.0, 100.0))
+    short, usual, long = (num_started(trained_gate(seen, usual=50.0), usual=each) for each in (25.0, 50.0, 100.0))
     assert short > usual > long
-    assert filled(gate_that_saw(seen, usual=50.0)) == usual, "nothing foretold: as usual"
+    assert num_started(trained_gate(seen, usual=50.0)) == usual, "without a prediction the usual length applies"
 
 
-def test_samples_of_a_prompt_share_its_blocks_where_the_engine_does():
+def test_samples_share_prompt_blocks_if_the_engine_does():
     seen, shared = [[40] * K] * 100, KvCache(200, 16, shares_prompts=True)
-    apart = filled(gate_that_saw(seen, shared._replace(shares_prompts=False)), prompt=64)
+    apart = num_started(trained_gate(seen, shared._replace(shares_prompts=False)), prompt=64)
     assert apart == pytest.approx(200 / 7, abs=3)
-    together = filled(gate_that_saw(seen, shared), prompt=64)
+    together = num_started(trained_gate(seen, shared), prompt=64)
     assert together > 1.5 * apart
 
 
-def test_where_samples_of_a_prompt_are_alike_more_is_kept_free():
+def test_correlated_lengths_within_a_group_keep_more_space_free():
     random = np.random.default_rng(0)
     apart, _ = lognormal(random, 100, share=0.0)
     alike, _ = lognormal(random, 100, share=1.0)
-    first, second = gate_that_saw(apart), gate_that_saw(alike)
-    assert first.history.alike == pytest.approx(0.0, abs=0.1)
-    assert second.history.alike == pytest.approx(1.0, abs=0.05)
-    assert filled(second) < 0.9 * filled(first)
+    first, second = trained_gate(apart), trained_gate(alike)
+    assert first.history.correlation == pytest.approx(0.0, abs=0.1)
+    assert second.history.correlation == pytest.approx(1.0, abs=0.05)
+    assert num_started(second) < 0.9 * num_started(first)
 
 
-def test_a_sample_that_has_run_long_is_expected_to_run_longer():
-    gate = gate_that_saw([[10, 10, 10, 10, 10, 10, 200, 200]] * 100)
+def test_a_long_running_sample_is_expected_to_run_longer():
+    gate = trained_gate([[10, 10, 10, 10, 10, 10, 200, 200]] * 100)
     at = np.array([200.0])
     usual = np.array([0.0])
-    assert gate.history.goes_on(np.array([0.0]), at, usual)[0] < 0.35
-    assert gate.history.goes_on(np.array([30.0]), at, usual)[0] > 0.95
+    assert gate.history.survival(np.array([0.0]), at, usual)[0] < 0.35
+    assert gate.history.survival(np.array([30.0]), at, usual)[0] > 0.95
 
 
-def test_what_was_cut_is_longer_than_anything_seen():
+def test_a_truncated_sample_counts_as_longer_than_all_observed():
     gate = KvGate(CONFIG, CACHE)
     for number in range(600):
         gate.start(number, sample(number), 0.0)
         gate.end(number, 50, is_cut=number % 2 == 0)
-    assert gate.history.goes_on(np.array([0.0]), np.array([239.0]), np.array([0.0]))[0] == pytest.approx(0.5, abs=0.01)
+    assert gate.history.survival(np.array([0.0]), np.array([239.0]), np.array([0.0]))[0] == pytest.approx(0.5, abs=0.01)
 
 
-def test_a_sample_may_begin_with_another_limit_than_it_waited_with():
+def test_the_limit_of_a_sample_may_change_while_it_waits():
     gate = KvGate(CONFIG, CACHE)
     for limit in (240, 40, 100):
         gate.start(1, sample(limit=limit), 0.0)
@@ -134,7 +134,7 @@ def test_a_sample_may_begin_with_another_limit_than_it_waited_with():
     assert (len(gate), gate._worst, gate._groups) == (0, 0, {})
 
 
-def test_what_was_interrupted_says_nothing_of_lengths():
+def test_interrupted_samples_do_not_update_the_length_history():
     gate = KvGate(CONFIG, CACHE)
     gate.start(1, sample(), 0.0)
     before = gate.history.usual_tokens
@@ -152,9 +152,9 @@ running = st.lists(
 @given(
     running, st.tuples(st.integers(0, 5), st.integers(1, 64)), st.booleans(), st.lists(st.integers(1, 240), max_size=64)
 )
-def test_nothing_starts_for_which_there_is_no_room_at_once(samples, fresh, shares, seen):
+def test_no_sample_starts_without_room_for_it_now(samples, fresh, shares, seen):
     cache = KvCache(60, 16, shares)
-    gate = gate_that_saw([[length] for length in seen], cache)
+    gate = trained_gate([[length] for length in seen], cache)
     prompts = {}  # samples of a group have one prompt
     now = 240.0
     held = Counter()
@@ -164,10 +164,10 @@ def test_nothing_starts_for_which_there_is_no_room_at_once(samples, fresh, share
         held["all"] += -(-(prompt + made + 1) // 16) - whole
         held[group] = whole
 
-    for key, (group, prompt, there, made) in enumerate(samples):
+    for key, (group, prompt, prefix, made) in enumerate(samples):
         prompt = prompts.setdefault(group, prompt)
-        gate.start(key, sample(group, prompt, there=there), now - made)
-        blocks(group, prompt, min(239, there + made))
+        gate.start(key, sample(group, prompt, prefix=prefix), now - made)
+        blocks(group, prompt, min(239, prefix + made))
     group, prompt = fresh
     prompt = prompts.setdefault(group, prompt)
     may = gate.has_room(sample(group, prompt), now)
@@ -177,19 +177,19 @@ def test_nothing_starts_for_which_there_is_no_room_at_once(samples, fresh, share
 
 @settings(max_examples=10, deadline=None)
 @given(st.lists(st.lists(st.integers(1, 240), min_size=K, max_size=K), min_size=20, max_size=40), st.integers(0, 20))
-def test_as_many_slots_are_told_as_new_samples_would_start(lengths, num_running):
-    gate = gate_that_saw(lengths)
-    there = sum(fill(gate, sample(group), ("there", group), 0.0) for group in range(num_running))
-    told = gate.slots(100.0)
-    started = there + filled(gate, now=100.0)
-    assert told == pytest.approx(started, abs=max(3, 0.15 * started))
+def test_reported_slots_match_the_new_samples_that_would_start(lengths, num_running):
+    gate = trained_gate(lengths)
+    num_before = sum(start(gate, sample(group), ("before", group), 0.0) for group in range(num_running))
+    slots = gate.slots(100.0)
+    started = num_before + num_started(gate, now=100.0)
+    assert slots == pytest.approx(started, abs=max(3, 0.15 * started))
 
 
 class BlockEngine:
-    """What vLLM does with blocks: a step makes a token of each running sample, and who finds none preempts the last."""
+    """Models vLLM's blocks: a step adds a token to each running sample, and a lack of blocks preempts the last one."""
 
-    def __init__(self, cache, gate, lets_all_in):
-        self.cache, self.gate, self.lets_all_in = cache, gate, lets_all_in
+    def __init__(self, cache, gate, admits_all):
+        self.cache, self.gate, self.admits_all = cache, gate, admits_all
         self.running, self.waiting = {}, []
         self.now = self.made = self.steps = self.ended = self.preempted = 0
 
@@ -203,10 +203,10 @@ class BlockEngine:
             self.waiting += [((group, index), length, 0, usual) for index, length in enumerate(lengths)]
         while self.waiting and len(self.running) < 96:
             key, length, made, usual = self.waiting[0]
-            each = sample(key[0], there=made, usual=usual)
+            each = sample(key[0], prefix=made, usual=usual)
             need = -(-(8 + made + 1) // self.cache.block_tokens)
             fits = (
-                self.used() + need <= self.cache.num_blocks if self.lets_all_in else self.gate.has_room(each, self.now)
+                self.used() + need <= self.cache.num_blocks if self.admits_all else self.gate.has_room(each, self.now)
             )
             if not fits:
                 break
@@ -228,13 +228,13 @@ class BlockEngine:
                 self.ended += 1
 
 
-def ran(lets_all_in, foretells=True, steps=2500, warm_up=600):
-    """Running samples, and the share of samples that were preempted."""
+def simulate(admits_all, predicts=True, steps=2500, warm_up=600):
+    """Return the mean number of running samples and the share of preempted samples."""
     random = np.random.default_rng(1)
     lengths, usual = lognormal(random, 400, share=0.65)
-    told = zip(lengths.tolist(), usual.tolist() if foretells else [0.0] * len(usual), strict=True)
-    engine = BlockEngine(CACHE, KvGate(CONFIG, CACHE), lets_all_in)
-    groups = iter(enumerate(told))
+    drawn = zip(lengths.tolist(), usual.tolist() if predicts else [0.0] * len(usual), strict=True)
+    engine = BlockEngine(CACHE, KvGate(CONFIG, CACHE), admits_all)
+    groups = iter(enumerate(drawn))
     for step in range(steps):
         engine.step(groups)
         if step == warm_up:
@@ -242,22 +242,22 @@ def ran(lets_all_in, foretells=True, steps=2500, warm_up=600):
     return engine.made / engine.steps, engine.preempted / engine.ended
 
 
-def test_the_cache_is_nearly_full_and_hardly_anything_is_preempted():
-    most, thrown_away = ran(lets_all_in=True)
-    assert thrown_away > 0.3
-    running, preempted = ran(lets_all_in=False)
+def test_the_cache_is_nearly_full_and_preemptions_are_rare():
+    most, always_preempted = simulate(admits_all=True)
+    assert always_preempted > 0.3
+    running, preempted = simulate(admits_all=False)
     assert running > 0.8 * most
     assert preempted < 0.01
-    unknown, preempted = ran(lets_all_in=False, foretells=False)
+    unknown, preempted = simulate(admits_all=False, predicts=False)
     assert preempted < 0.01
-    assert unknown < running, "the less is known the more is kept free"
+    assert unknown < running, "less knowledge keeps more space free"
 
 
 # --- slots ----------------------------------------------------------------------------------------
 
 
 async def test_samples_take_slots_in_order_and_wait_for_room():
-    gate = KvGate(CONFIG, KvCache(12, 32, shares_prompts=False))  # 8 blocks each, as far as is known
+    gate = KvGate(CONFIG, KvCache(12, 32, shares_prompts=False))  # 8 blocks each before lengths are observed
     slots, order = CacheAdmission(gate, lambda: 0.0), []
 
     async def run(key):
@@ -276,15 +276,15 @@ async def test_samples_take_slots_in_order_and_wait_for_room():
     assert order == [0, 1, 2]
 
 
-async def test_whoever_is_cancelled_while_it_waits_or_as_its_turn_comes_leaves_nothing():
+async def test_a_cancelled_waiter_holds_no_slot():
     gate = KvGate(ActorsConfig(max_running_samples=1), None)
     slots = CacheAdmission(gate, lambda: 0.0)
     await slots.admit(0, sample())
     waits, next_one, last = (asyncio.create_task(slots.admit(key, sample())) for key in (1, 2, 3))
     await asyncio.sleep(0)
     waits.cancel()
-    slots.end(0)  # the first that waits is cancelled already, and has not heard of it
-    next_one.cancel()  # it is its turn, and it has not heard of that
+    slots.end(0)  # the first waiter is cancelled already but has not run since
+    next_one.cancel()  # admitted, but it has not run since
     with pytest.raises(asyncio.CancelledError):
         await next_one
     with pytest.raises(asyncio.CancelledError):
@@ -295,10 +295,10 @@ async def test_whoever_is_cancelled_while_it_waits_or_as_its_turn_comes_leaves_n
     assert len(gate) == 0
 
 
-def test_a_sample_that_begins_later_than_its_slot_has_made_nothing_until_then():
+def test_a_sample_has_no_tokens_until_it_begins():
     found = []
     for began, begins in ((0.0, False), (0.0, True), (100.0, False)):
-        gate = gate_that_saw([[10] * 4 + [200] * 4] * 100)
+        gate = trained_gate([[10] * 4 + [200] * 4] * 100)
         slots = CacheAdmission(gate, lambda: 100.0)
         for key in range(5):
             gate.start(key, sample(key), began)
@@ -310,8 +310,8 @@ def test_a_sample_that_begins_later_than_its_slot_has_made_nothing_until_then():
     assert begun == fresh != made_100
 
 
-async def test_the_key_says_who_decides_and_slots_alone_do_not_look_at_the_cache():
-    cache = KvCache(8, 32, shares_prompts=False)  # of one sample, as far as is known
+async def test_the_admission_key_selects_the_policy_and_slots_ignore_the_cache():
+    cache = KvCache(8, 32, shares_prompts=False)  # room for one sample before lengths are observed
     by_slots = admission_of(CONFIG.model_copy(update={"admission": "slots"}), cache, lambda: 0.0)
     assert isinstance(admission_of(CONFIG, cache, lambda: 0.0), CacheAdmission)
     assert by_slots.num_sure == by_slots.at_once() == CONFIG.max_running_samples

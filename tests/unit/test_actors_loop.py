@@ -1,4 +1,4 @@
-"""The actor's loop with a fake engine, buffer and store: leases, samples, evaluation, and how it ends."""
+"""The actor loop with a fake engine, buffer and store: leases, samples, evaluation and shutdown."""
 
 import asyncio
 import threading
@@ -10,40 +10,40 @@ import msgspec
 import numpy as np
 import pytest
 
-from actors import loop
-from actors.engine import Engine, EngineDead
-from actors.engine_output import EngineReport
-from actors.loop import ActorFenced
-from actors.report import EvalRequest
-from actors.sample import MOST_COLUMN_BYTES, kept_columns
-from actors.weights import ActorError
-from buffer.schema import HANDED_ON, Trajectory, VersionSpan
-from common.staleness import PolicyVersion
+from leeway.actors import loop
+from leeway.actors.engine import Engine, EngineDead
+from leeway.actors.engine_output import EngineReport
+from leeway.actors.loop import ActorFenced
+from leeway.actors.report import EvalRequest
+from leeway.actors.sample import MAX_COLUMN_BYTES, kept_columns
+from leeway.actors.weights import ActorError
+from leeway.buffer.schema import REQUEUED, Trajectory, VersionSpan
+from leeway.common.staleness import PolicyVersion
 from tests.unit.fake_actor import (
     Clock,
     FakeBuffer,
     FakeEngine,
     FakeStore,
     K,
-    clock_of_waits,
     half,
     jump,
     make_actor,
     run_to_end,
     until,
+    wait_clock,
 )
 from tests.unit.small_models import tiny_checkpoint
 from tests.world.reward_callers import scorer
 from tests.world.run_context import run_context
 
 
-async def test_every_leased_sample_is_pushed_once_with_its_own_seed_and_the_loop_ends_when_drained():
+async def test_each_sample_is_pushed_once_with_its_own_seed_until_the_buffer_drains():
     buffer, engine = FakeBuffer(20), FakeEngine(0.001)
     report = await run_to_end(make_actor(buffer, engine))
     keys = [(one.lease_id, one.sample_index) for one in buffer.pushed]
     assert sorted(keys) == [(lease, index) for lease in range(1, 21) for index in range(K)]
     assert len(set(engine.seeds)) == 20 * K
-    assert engine.most_running <= 16
+    assert engine.max_running <= 16
     one = buffer.pushed[0]
     assert one.token_ids.tolist() == [10 + one.prompt_id, 20, 10 + one.prompt_id, 1, 2, 3]
     assert (one.prompt_length, one.reward, one.reward_parts) == (2, 0.5, {"half": 0.5})
@@ -55,14 +55,14 @@ async def test_every_leased_sample_is_pushed_once_with_its_own_seed_and_the_loop
     assert engine.stopped
 
 
-async def test_an_actor_and_the_command_see_the_same_task_also_where_prompts_have_teachers():
+async def test_the_reported_task_fingerprint_covers_the_teachers_of_prompts():
     for teachers in (b"", bytes([0, 1] * 4)):
         actor = make_actor(FakeBuffer(1), teacher_of_prompt=teachers)
         report = await run_to_end(actor)
         assert report.task_fingerprint == actor._task.facts(teachers).fingerprint
 
 
-async def test_an_engine_loads_what_is_made_of_the_model_on_its_own_host(tmp_path, monkeypatch):
+async def test_an_engine_loads_the_serving_model_prepared_on_its_own_host(tmp_path, monkeypatch):
     tiny_checkpoint(tmp_path / "model", tied=True)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "this-host"))
     loaded = []
@@ -82,7 +82,7 @@ async def test_an_engine_loads_what_is_made_of_the_model_on_its_own_host(tmp_pat
     assert not (tmp_path / "elsewhere").exists()
 
 
-async def test_a_failed_reward_or_generation_gives_the_sample_up_with_its_reason_and_pushes_no_zero(monkeypatch):
+async def test_failed_rewards_and_generations_are_reported_with_a_reason_and_not_pushed(monkeypatch):
     tried = []
 
     def broken(problems, completions):
@@ -91,40 +91,40 @@ async def test_a_failed_reward_or_generation_gives_the_sample_up_with_its_reason
 
     buffer = FakeBuffer(1)
     await run_to_end(make_actor(buffer, reward=broken))
-    assert len(tried) == 2 * K, "once, and once again, each by itself"
+    assert len(tried) == 2 * K, "each sample is tried twice alone"
     assert not buffer.pushed
-    assert {reason for _, _, reason in buffer.given_up} == {"reward failed: half: KeyError"}
-    assert sorted(index for _, [index], _ in buffer.given_up) == list(range(K))
+    assert {reason for _, _, reason in buffer.failed} == {"reward failed: half: KeyError"}
+    assert sorted(index for _, [index], _ in buffer.failed) == list(range(K))
 
     buffer, engine = FakeBuffer(1), FakeEngine()
     engine.error = ValueError("prompt too long")
     await run_to_end(make_actor(buffer, engine))
-    assert [reason for _, _, reason in buffer.given_up] == ["generation failed: ValueError"] * K
+    assert [reason for _, _, reason in buffer.failed] == ["generation failed: ValueError"] * K
 
     buffer = FakeBuffer(1)
-    monkeypatch.setattr("actors.sample.GENERATE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("leeway.actors.sample.GENERATE_TIMEOUT_S", 0.05)
     await run_to_end(make_actor(buffer, FakeEngine(5.0)))
-    assert {reason for _, _, reason in buffer.given_up} == {"generation failed: took too long"}
+    assert {reason for _, _, reason in buffer.failed} == {"generation failed: took too long"}
 
 
-async def test_a_reward_that_lets_a_cancellation_out_gives_its_samples_up_and_the_loop_ends():
+async def test_a_reward_that_raises_cancelled_error_fails_its_samples_and_not_the_loop():
     async def broken(problems, completions):
         raise asyncio.CancelledError
 
     buffer = FakeBuffer(2)
     await run_to_end(make_actor(buffer, reward=broken))
-    assert [reason for _, _, reason in buffer.given_up] == ["reward failed: half: CancelledError"] * 2 * K
-    assert len(buffer.given_up) == 2 * K
+    assert [reason for _, _, reason in buffer.failed] == ["reward failed: half: CancelledError"] * 2 * K
+    assert len(buffer.failed) == 2 * K
 
 
-async def test_a_sample_that_ends_cancelled_though_nobody_cancelled_it_ends_the_loop_instead_of_holding_its_lease():
+async def test_an_unexpectedly_cancelled_sample_ends_the_loop():
     engine = FakeEngine()
     engine.error = asyncio.CancelledError()
-    with pytest.raises(ActorError, match="of group 101 ended before it was pushed or given up"):
+    with pytest.raises(ActorError, match="of group 101 ended before it was pushed or reported"):
         await run_to_end(make_actor(FakeBuffer(1), engine))
 
 
-async def test_an_error_that_ends_the_loop_is_not_hidden_by_the_samples_that_it_cancels():
+async def test_samples_cancelled_by_an_error_do_not_hide_it():
     buffer = FakeBuffer(2)
     actor = make_actor(buffer, FakeEngine(600))
 
@@ -137,10 +137,10 @@ async def test_an_error_that_ends_the_loop_is_not_hidden_by_the_samples_that_it_
     with pytest.raises(ZeroDivisionError):
         await asyncio.wait_for(actor.run(), 60)
     await actor.stop()
-    assert len(buffer.handed_on) == 2
+    assert len(buffer.requeued) == 2
 
 
-async def test_without_credit_samples_wait_in_order_while_leases_are_renewed_and_the_actor_answers():
+async def test_samples_wait_in_order_for_credit_while_leases_are_renewed():
     buffer = FakeBuffer(2, timeout_s=0.06)
     buffer.credit = False
     actor = make_actor(buffer)
@@ -155,36 +155,36 @@ async def test_without_credit_samples_wait_in_order_while_leases_are_renewed_and
     assert [(one.lease_id, one.sample_index) for one in buffer.pushed] == [(g, i) for g in (1, 2) for i in range(K)]
 
 
-async def test_a_dead_engine_ends_the_loop_with_its_own_error():
+async def test_a_dead_engine_ends_the_loop_with_the_error_of_the_engine():
     engine = FakeEngine()
     engine.error = EngineDead("the engine is gone, see its log")
     with pytest.raises(EngineDead, match="see its log"):
         await run_to_end(make_actor(FakeBuffer(1), engine))
 
 
-async def test_a_fenced_actor_stops_and_says_who_took_its_name():
+async def test_a_fenced_actor_stops_with_an_error_that_names_it():
     buffer = FakeBuffer(3)
     buffer.outcome = "fenced"
     with pytest.raises(ActorFenced, match="actor-0"):
         await run_to_end(make_actor(buffer))
 
 
-async def test_a_lost_lease_is_cancelled_and_neither_pushed_nor_given_up():
+async def test_samples_of_a_lost_lease_are_cancelled_and_not_reported():
     buffer, engine = FakeBuffer(2, timeout_s=0.15), FakeEngine(600)
-    buffer.lose = {1}
+    buffer.lost = {1}
     running = asyncio.create_task(run_to_end(make_actor(buffer, engine)))
     await until(lambda: engine.cancelled == K and buffer.renewals >= 2)
     engine.finish()
     await running
     assert {one.lease_id for one in buffer.pushed} == {2}
     assert engine.cancelled == K
-    assert not buffer.given_up
+    assert not buffer.failed
 
 
 @pytest.mark.parametrize("end", ["stop", "the engine dies"])
-async def test_what_is_in_the_engine_is_handed_on_with_its_tokens_and_what_waits_for_a_slot_without_any(end):
+async def test_running_samples_are_requeued_with_tokens_and_waiting_ones_without(end):
     buffer, engine = FakeBuffer(2), FakeEngine(600)
-    engine.error = None if end == "stop" else EngineDead("its process ended")
+    engine.error = None if end == "stop" else EngineDead("its process exited")
     actor = make_actor(buffer, engine, config={"max_running_samples": K + 1})
     await actor.start()
     running = asyncio.create_task(actor.run())
@@ -197,30 +197,30 @@ async def test_what_is_in_the_engine_is_handed_on_with_its_tokens_and_what_waits
         with pytest.raises(EngineDead):
             await asyncio.wait_for(running, 60)
         await actor.stop()
-    assert not buffer.given_up
+    assert not buffer.failed
     assert [
-        (lease, indices, goes_on) for lease, indices, _, goes_on in sorted(buffer.handed_on, key=lambda x: x[0])
+        (lease, indices, goes_on) for lease, indices, _, goes_on in sorted(buffer.requeued, key=lambda x: x[0])
     ] == [(lease, list(range(K)), False) for lease in (1, 2)]
-    there = [row for _, _, rows, _ in buffer.handed_on for row in rows]
-    assert sorted((row.lease_id, row.sample_index) for row in there) == [*[(1, i) for i in range(K)], (2, 0)]
-    for row in there:
+    partials = [row for _, _, rows, _ in buffer.requeued for row in rows]
+    assert sorted((row.lease_id, row.sample_index) for row in partials) == [*[(1, i) for i in range(K)], (2, 0)]
+    for row in partials:
         assert row.token_ids.tolist() == [10 + row.prompt_id, 20, 10 + row.prompt_id, 1]
-        assert (row.finish_reason, row.reward, row.prompt_length, len(row.logprobs)) == (HANDED_ON, None, 2, 2)
+        assert (row.finish_reason, row.reward, row.prompt_length, len(row.logprobs)) == (REQUEUED, None, 2, 2)
     assert engine.stopped
 
 
-async def test_a_sample_goes_on_from_the_tokens_that_come_with_its_lease_once_the_engine_is_as_new_as_they_are():
+async def test_a_sample_resumes_from_its_prefix_once_the_engine_serves_that_version():
     def row(index, tokens, version):
         return Trajectory(
             lease_id=77, attempt=1, group_id=101, sample_index=index, prompt_id=1,
             token_ids=np.array([11, 20, *tokens], np.int32), prompt_length=2,
             logprobs=np.full(len(tokens), -0.25, np.float32), spans=(VersionSpan(version, 0, len(tokens)),),
-            reward=None, finish_reason=HANDED_ON, started_s=5.0, finished_s=6.0,
+            reward=None, finish_reason=REQUEUED, started_s=5.0, finished_s=6.0,
         )  # fmt: skip
 
     old, new = PolicyVersion(0, 0), PolicyVersion(0, 1)
     buffer, engine, store = FakeBuffer(1), FakeEngine(0.01), FakeStore()
-    buffer.there = [row(0, [11, 1], old), row(1, [11], new), row(2, [11, 1, 2, 3], old)]
+    buffer.saved = [row(0, [11, 1], old), row(1, [11], new), row(2, [11, 1, 2, 3], old)]
     actor = make_actor(buffer, engine, store)
     await actor.start()
     running = asyncio.create_task(actor.run())
@@ -237,56 +237,56 @@ async def test_a_sample_goes_on_from_the_tokens_that_come_with_its_lease_once_th
     assert [pushed[i].started_s for i in range(3)] == [5.0] * 3
     assert {one.finish_reason for one in buffer.pushed} == {"stop"}
     assert {one.reward for one in buffer.pushed} == {0.5}
-    assert len(engine.seeds) == 3, "the third was whole and only had no reward yet"
-    assert report.num_tokens == 2 + 3 + 4, "those that it made itself"
+    assert len(engine.seeds) == 3, "the third was complete and lacked only its reward"
+    assert report.num_tokens == 2 + 3 + 4, "only tokens generated here count"
 
 
-async def test_a_group_of_which_a_sample_outgrows_the_actor_goes_on_elsewhere_with_all_that_is_not_generated():
+async def test_a_group_with_an_overlong_sample_is_requeued_with_its_unfinished_samples():
     buffer, engine = FakeBuffer(1), FakeEngine(0.01)
-    buffer.hand_on_at = 2
+    buffer.requeue_at = 2
     report = await run_to_end(make_actor(buffer, engine, config={"max_running_samples": K - 1}))
-    [(_, indices, there, goes_on)] = buffer.handed_on
+    [(_, indices, partials, goes_on)] = buffer.requeued
     assert (indices, goes_on) == (list(range(K)), False)
-    assert [row.sample_index for row in there][: K - 1] == list(range(K - 1)), "the last waited for a slot"
-    assert {row.num_completion_tokens for row in there} == {2}
+    assert [row.sample_index for row in partials][: K - 1] == list(range(K - 1)), "the last sample waited for a slot"
+    assert {row.num_completion_tokens for row in partials} == {2}
     assert not buffer.pushed
     assert report.num_tokens_lost == 0
 
 
-async def test_a_sample_that_outgrows_the_actor_stays_where_nobody_is_faster_any_more():
+async def test_an_overlong_sample_stays_if_no_faster_lane_remains():
     buffer, engine = FakeBuffer(2), FakeEngine(600)
-    buffer.hand_on_at = 2
+    buffer.requeue_at = 2
     actor = make_actor(buffer, engine)
     await actor.start()
     running = asyncio.create_task(actor.run())
     await until(lambda: engine.running == 2 * K)
-    buffer.hand_on_at = 0
-    await until(lambda: actor._hand_on_at == 0)  # set here, a grant that is on its way would change it again
+    buffer.requeue_at = 0
+    await until(lambda: actor._requeue_at == 0)  # if set directly, a grant in flight would overwrite it
     engine.finish()
     await asyncio.wait_for(running, 60)
     await actor.stop()
-    assert not buffer.handed_on
+    assert not buffer.requeued
     assert {tuple(row.token_ids[3:].tolist()) for row in buffer.pushed} == {(1, 2, 3)}
-    assert len(set(engine.seeds)) == 4 * K, "each part has a chance of its own"
+    assert len(set(engine.seeds)) == 4 * K, "each part has its own seed"
     assert len(buffer.pushed) == 2 * K
 
 
-async def test_the_buffer_is_told_now_and_then_what_running_samples_have(monkeypatch):
-    monkeypatch.setattr("actors.sample.KEEP_EVERY_S", 0.01)
+async def test_partial_rollouts_of_running_samples_are_saved_periodically(monkeypatch):
+    monkeypatch.setattr("leeway.actors.sample.PARTIAL_SAVE_INTERVAL_S", 0.01)
     buffer, engine = FakeBuffer(1), FakeEngine(600)
     running = asyncio.create_task(run_to_end(make_actor(buffer, engine)))
-    await until(lambda: len(buffer.handed_on) > 2)
+    await until(lambda: len(buffer.requeued) > 2)
     engine.finish()
     await running
-    assert all(goes_on and len(rows) == K for _, _, rows, goes_on in buffer.handed_on)
+    assert all(goes_on and len(rows) == K for _, _, rows, goes_on in buffer.requeued)
     assert len(buffer.pushed) == K
 
 
-async def test_a_sample_whose_reward_is_not_there_yet_is_handed_on_whole():
-    waits = threading.Event()
+async def test_a_sample_without_a_reward_is_requeued_with_all_its_tokens():
+    may_score = threading.Event()
 
     def slow(problems, completions):
-        waits.wait(60)
+        may_score.wait(60)
         return [1.0 for _ in completions]
 
     buffer = FakeBuffer(1)
@@ -298,17 +298,17 @@ async def test_a_sample_whose_reward_is_not_there_yet_is_handed_on_whole():
         await asyncio.wait_for(actor.stop(), 60)
         await asyncio.wait_for(running, 60)
     finally:
-        waits.set()
-    [(_, indices, rows, _)] = buffer.handed_on
+        may_score.set()
+    [(_, indices, rows, _)] = buffer.requeued
     assert (indices, [row.num_completion_tokens for row in rows]) == (list(range(K)), [4] * K)
 
 
-async def test_an_actor_whose_buffer_is_gone_lets_go_of_its_weights_and_ends_its_engine(monkeypatch):
-    for where in ("actors.loop", "actors.sample"):
-        monkeypatch.setattr(f"{where}.GOODBYE_S", 1.0)
-    monkeypatch.setattr("actors.loop._CLOSE_S", 0.1)
+async def test_shutdown_without_a_buffer_closes_the_store_and_stops_the_engine(monkeypatch):
+    for module in ("leeway.actors.loop", "leeway.actors.sample"):
+        monkeypatch.setattr(f"{module}.SHUTDOWN_GRACE_S", 1.0)
+    monkeypatch.setattr("leeway.actors.loop._CLOSE_S", 0.1)
     buffer, engine, store, gone = FakeBuffer(2), FakeEngine(600), FakeStore(), threading.Event()
-    buffer.hand_on = lambda *_, **__: Future()
+    buffer.requeue = lambda *_, **__: Future()
     buffer.close = gone.wait
     actor = make_actor(buffer, engine, store)
     await actor.start()
@@ -317,13 +317,13 @@ async def test_an_actor_whose_buffer_is_gone_lets_go_of_its_weights_and_ends_its
     async with asyncio.timeout(60):
         await actor.stop()
         await running
-    assert actor._maker.counts.num_tokens_lost == 2 * K * 2, "the fake engine had two tokens of each"
+    assert actor._maker.counts.num_tokens_lost == 2 * K * 2, "the fake engine had two tokens per sample"
     gone.set()
     assert store.closed
     assert engine.stopped
 
 
-async def test_what_runs_is_handed_on_though_an_update_never_ends(monkeypatch):
+async def test_running_samples_are_requeued_even_if_an_update_never_completes(monkeypatch):
     buffer, engine, store = FakeBuffer(2), FakeEngine(600), FakeStore()
     actor = make_actor(buffer, engine, store)
     await actor.start()
@@ -334,25 +334,25 @@ async def test_what_runs_is_handed_on_though_an_update_never_ends(monkeypatch):
     async with asyncio.timeout(60):
         await engine.applying.wait()
         stopping = asyncio.create_task(actor.stop())
-        await until(lambda: actor.goodbye == (2 * K, 0))
-        jump(monkeypatch, 2 * loop.GOODBYE_S)
+        await until(lambda: actor.drain_result == (2 * K, 0))
+        jump(monkeypatch, 2 * loop.SHUTDOWN_GRACE_S)
         await stopping
-    assert not running.done(), "the update has ended, so this test shows nothing"
-    assert sorted(lease for lease, *_ in buffer.handed_on) == [1, 2]
-    assert [row.num_completion_tokens for _, _, rows, _ in buffer.handed_on for row in rows] == [2] * 2 * K
+    assert not running.done(), "the update completed, so this test proves nothing"
+    assert sorted(lease for lease, *_ in buffer.requeued) == [1, 2]
+    assert [row.num_completion_tokens for _, _, rows, _ in buffer.requeued for row in rows] == [2] * 2 * K
     engine.may_apply.set()
     await asyncio.wait_for(running, 60)
 
 
-async def test_what_is_leased_while_an_actor_says_goodbye_is_handed_on():
-    class SlowToAnswer(FakeBuffer):
-        """Grants a lease when a test lets it."""
+async def test_leases_granted_during_shutdown_are_requeued():
+    class SlowBuffer(FakeBuffer):
+        """Grants a lease when the test completes `late`."""
 
-        def lease(self, *asked, **options):
-            self.grant, self.late = super().lease(*asked, **options), Future()
+        def lease(self, *args, **options):
+            self.grant, self.late = super().lease(*args, **options), Future()
             return self.late
 
-    buffer = SlowToAnswer(2)
+    buffer = SlowBuffer(2)
     actor = make_actor(buffer)
     await actor.start()
     running = asyncio.create_task(actor.run())
@@ -361,34 +361,34 @@ async def test_what_is_leased_while_an_actor_says_goodbye_is_handed_on():
     await asyncio.sleep(0.05)
     buffer.late.set_result(buffer.grant.result())
     await asyncio.wait_for(asyncio.gather(stopping, running), 60)
-    assert buffer.handed_on == [(lease, list(range(K)), [], False) for lease in (1, 2)]
-    assert actor.goodbye == (2 * K, 0)
+    assert buffer.requeued == [(lease, list(range(K)), [], False) for lease in (1, 2)]
+    assert actor.drain_result == (2 * K, 0)
 
 
-async def test_an_answer_that_waits_for_the_seat_of_a_running_sample_is_scored(monkeypatch):
-    class Full(FakeEngine):
-        asked, seat = asyncio.Event(), asyncio.Event()
+async def test_an_evaluation_that_waits_for_a_slot_is_scored(monkeypatch):
+    class FullEngine(FakeEngine):
+        requested, slot = asyncio.Event(), asyncio.Event()
 
         async def generate(self, *prompt, **options):
-            self.asked.set()
-            await self.seat.wait()
+            self.requested.set()
+            await self.slot.wait()
             return await super().generate(*prompt, **options)
 
-    engine = Full()
-    monkeypatch.setattr("actors.sample.GENERATE_TIMEOUT_S", 100.0)
+    engine = FullEngine()
+    monkeypatch.setattr("leeway.actors.sample.GENERATE_TIMEOUT_S", 100.0)
     actor = make_actor(FakeBuffer(0), engine, config={"max_running_samples": 1})
     await actor.start()
     evaluation = asyncio.create_task(actor.evaluate(EvalRequest(num_problems=1)))
-    await asyncio.wait_for(engine.asked.wait(), 60)
+    await asyncio.wait_for(engine.requested.wait(), 60)
     jump(monkeypatch, 140.0)
-    await asyncio.sleep(0.01)  # what is over by then ends
-    engine.seat.set()
+    await asyncio.sleep(0.01)  # let expired timeouts fire
+    engine.slot.set()
     result = await asyncio.wait_for(evaluation, 60)
     await actor.stop()
     assert (result.greedy.num_scored, result.sampled.num_scored) == (1, 1)
 
 
-async def test_an_evaluation_holds_updates_and_training_requests_and_counts_its_shard():
+async def test_an_evaluation_blocks_updates_and_requests_and_scores_its_shard():
     def even_prompt(problems, completions):
         return [float(int(text.split()[0]) % 2 == 0) for text in completions]
 
@@ -410,12 +410,12 @@ async def test_an_evaluation_holds_updates_and_training_requests_and_counts_its_
     assert engine.version == (0, 1)
     late = await actor.evaluate(EvalRequest(5, 0, 2, min_version=PolicyVersion(0, 1)))
     assert (late.version, late.greedy.num_correct, late.greedy.num_scored) == ((0, 1), 3, 3)
-    with pytest.raises(ValueError, match="the task holds 6 out"):
+    with pytest.raises(ValueError, match="the task has 6 held-out problems"):
         await actor.evaluate(EvalRequest(7))
     await actor.stop()
 
 
-async def test_an_actor_says_that_it_evaluates_and_which_reward_it_waits_for_and_how_long():
+async def test_the_report_names_a_running_evaluation_and_a_pending_reward():
     released, clock, entered = threading.Event(), Clock(), threading.Event()
 
     def stuck(problems, completions):
@@ -427,11 +427,11 @@ async def test_an_actor_says_that_it_evaluates_and_which_reward_it_waits_for_and
     await actor.start()
     evaluation = asyncio.create_task(actor.evaluate(EvalRequest(num_problems=2)))
     assert await asyncio.to_thread(entered.wait, 60)
-    said = actor.report()
-    assert (said.waiting, said.waiting_s) == ("evaluating policy 0", 0.0)
+    report = actor.report()
+    assert (report.waiting, report.waiting_s) == ("evaluating policy 0", 0.0)
     clock.now_s += 12.0
-    said = actor.report()
-    assert (said.waiting, said.waiting_s) == ("evaluating policy 0, which waits for reward half", 12.0)
+    report = actor.report()
+    assert (report.waiting, report.waiting_s) == ("evaluating policy 0, waiting for reward half", 12.0)
     released.set()
     await evaluation
     released.clear()
@@ -439,41 +439,41 @@ async def test_an_actor_says_that_it_evaluates_and_which_reward_it_waits_for_and
     running = asyncio.create_task(actor.run())
     assert await asyncio.to_thread(entered.wait, 60)
     clock.now_s += 7.0
-    said = actor.report()
-    assert (said.waiting, said.waiting_s) == ("waiting for reward half", 7.0)
+    report = actor.report()
+    assert (report.waiting, report.waiting_s) == ("waiting for reward half", 7.0)
     released.set()
     await asyncio.wait_for(running, 60)
     await actor.stop()
 
 
-async def test_the_loop_costs_well_under_a_millisecond_of_processor_time_per_sample():
+async def test_the_loop_takes_less_than_a_millisecond_of_cpu_time_per_sample():
     num_groups = 500
     actor = make_actor(FakeBuffer(num_groups), FakeEngine(), config={"max_new_tokens": 6})
     started = time.process_time()
     report = await run_to_end(actor)
     micros = (time.process_time() - started) / (num_groups * K) * 1e6
-    print(f"{micros:.0f} microseconds of processor time per sample")
+    print(f"{micros:.0f} microseconds of CPU time per sample")
     assert report.num_outcomes == {"committed": num_groups * K}
     assert micros < 900
 
 
-async def test_an_actor_that_leases_says_its_pool_and_how_fast_its_engine_is():
+async def test_a_lease_request_has_the_pool_and_the_speed_of_the_engine():
     buffer, engine = FakeBuffer(2), FakeEngine()
     engine.stats = SimpleNamespace(step_s=0.25, num_steps=0, cache=None, report=EngineReport)
     await run_to_end(make_actor(buffer, engine))
-    assert set(buffer.asked) == {("actors", 0.25)}
+    assert set(buffer.requests) == {("actors", 0.25)}
 
 
-async def test_no_slot_stays_empty_where_groups_do_not_divide_what_is_free(monkeypatch):
-    class Lagging(FakeEngine):
-        """One sample of each group takes ten times as long, so slots come free one by one."""
+async def test_no_slot_stays_empty_if_groups_do_not_divide_the_free_slots(monkeypatch):
+    class UnevenEngine(FakeEngine):
+        """Takes ten times as long for one sample of each group, so slots are freed one by one."""
 
         async def generate(self, prompt_token_ids, **options):
             self.seconds = 0.3 if len(self.seeds) % K == 0 else 0.03
             return await super().generate(prompt_token_ids, **options)
 
-    buffer, engine = FakeBuffer(60), Lagging()
-    actor = make_actor(buffer, engine, config={"max_running_samples": 2 * K - 1}, clock=clock_of_waits(monkeypatch))
+    buffer, engine = FakeBuffer(60), UnevenEngine()
+    actor = make_actor(buffer, engine, config={"max_running_samples": 2 * K - 1}, clock=wait_clock(monkeypatch))
     await actor.start()
     running = asyncio.create_task(actor.run())
     await until(lambda: buffer.granted >= 4)
@@ -484,20 +484,20 @@ async def test_no_slot_stays_empty_where_groups_do_not_divide_what_is_free(monke
     await asyncio.wait_for(running, 60)
     await actor.stop()
     assert max(used) == 2 * K - 1
-    assert sum(used) / len(used) > 0.8 * (2 * K - 1), "rounded down to whole groups, about half of them would be used"
+    assert sum(used) / len(used) > 0.8 * (2 * K - 1), "leasing whole groups would use about half of them"
 
 
-async def test_no_slot_stays_empty_while_a_lease_is_on_its_way(monkeypatch):
-    class SlowToAnswer(FakeBuffer):
-        """Grants a lease after as long as a sample takes."""
+async def test_no_slot_stays_empty_while_a_lease_is_in_flight(monkeypatch):
+    class SlowBuffer(FakeBuffer):
+        """Grants a lease after the duration of a sample."""
 
         def lease(self, max_groups, lane="", token_s=0.0, *, wants_lengths=False):
             grant, late = super().lease(max_groups), Future()
             asyncio.get_running_loop().call_later(0.04, late.set_result, grant.result())
             return late
 
-    buffer, engine = SlowToAnswer(200), FakeEngine(0.04)
-    actor = make_actor(buffer, engine, clock=clock_of_waits(monkeypatch))
+    buffer, engine = SlowBuffer(200), FakeEngine(0.04)
+    actor = make_actor(buffer, engine, clock=wait_clock(monkeypatch))
     await actor.start()
     running = asyncio.create_task(actor.run())
     await until(lambda: buffer.granted >= 80)
@@ -508,14 +508,12 @@ async def test_no_slot_stays_empty_while_a_lease_is_on_its_way(monkeypatch):
     await asyncio.wait_for(running, 60)
     await actor.stop()
     assert max(used) == 16
-    assert sum(used) / len(used) > 0.7 * 16, (
-        "leased when they are needed, half of the slots would wait for their samples"
-    )
+    assert sum(used) / len(used) > 0.7 * 16, "leasing on demand would leave half of the slots waiting"
 
 
-async def test_where_admission_is_near_its_bound_no_actor_holds_ahead_what_others_lack():
-    class Tight(FakeBuffer):
-        """Grants what is asked for, after as long as a sample takes; others had to go without."""
+async def test_an_actor_leases_nothing_ahead_if_admission_is_near_its_bound():
+    class NearBound(FakeBuffer):
+        """Grants each request after the duration of a sample, and reports that admission is near its bound."""
 
         def lease(self, max_groups, lane="", token_s=0.0, *, wants_lengths=False):
             grant, late = super().lease(max_groups).result(), Future()
@@ -523,20 +521,20 @@ async def test_where_admission_is_near_its_bound_no_actor_holds_ahead_what_other
             asyncio.get_running_loop().call_later(0.02, late.set_result, near)
             return late
 
-    buffer, engine = Tight(60), FakeEngine(0.02)
+    buffer, engine = NearBound(60), FakeEngine(0.02)
     actor = make_actor(buffer, engine, config={"max_running_samples": 2 * K})
     await actor.start()
     running = asyncio.create_task(actor.run())
     await until(lambda: buffer.granted >= 20)
-    asked = len(buffer.asked)
-    actor._num_left = 1000  # as if as many had ended since
-    await until(lambda: len(buffer.asked) > asked + 1)
+    num_requests = len(buffer.requests)
+    actor._num_departed = 1000  # as if 1000 samples had ended since
+    await until(lambda: len(buffer.requests) > num_requests + 1)
     assert actor._num_ahead == 0.0
     await asyncio.wait_for(running, 60)
     await actor.stop()
 
 
-async def test_what_waits_for_a_slow_reward_needs_no_slot_and_is_bounded():
+async def test_samples_that_wait_for_a_reward_hold_no_slot_and_are_bounded():
     may_score = threading.Event()
 
     def slow(problems, completions):
@@ -550,18 +548,18 @@ async def test_what_waits_for_a_slow_reward_needs_no_slot_and_is_bounded():
     await until(lambda: len(engine.seeds) >= 2 * 16)
     await until(lambda: engine.running == 0)  # all of them wait for their reward
     await asyncio.sleep(0.1)
-    assert len(engine.seeds) <= 3 * 16, "twice the slots, and what ended while leases were on their way"
+    assert len(engine.seeds) <= 3 * 16, "twice the slots, plus samples that ended while leases were in flight"
     may_score.set()
     await asyncio.wait_for(running, 60)
     await actor.stop()
     assert len(buffer.pushed) == 40 * K
 
 
-def test_what_is_too_large_of_a_row_is_not_stored_with_every_sample(caplog):
+def test_columns_that_are_too_large_are_not_stored_with_each_sample(caplog):
     small = {"question": "q", "answer": 1.5, "tags": ["a", None]}
     assert kept_columns(small) == small
-    assert kept_columns({**small, "tests": "x" * MOST_COLUMN_BYTES, "more": "y" * 1000}) == {
+    assert kept_columns({**small, "tests": "x" * MAX_COLUMN_BYTES, "more": "y" * 1000}) == {
         **small,
         "more": "y" * 1000,
     }
-    assert "column 'tests' of some rows is too large" in caplog.text
+    assert "column 'tests' is too large" in caplog.text

@@ -1,4 +1,4 @@
-"""The ranker with a buffer service in a thread of this process: what it asks, learns and says."""
+"""The ranker with a buffer service in a thread of this process: fits, priors and permissions."""
 
 import threading
 from dataclasses import replace
@@ -6,11 +6,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from actors.tasks import load_task
-from buffer.client import BufferClient
-from buffer.errors import BufferRefused
-from buffer.service import BufferService
-from planning.ranking import FEWEST, Ranker
+from leeway.actors.tasks import load_task
+from leeway.buffer.client import BufferClient
+from leeway.buffer.errors import BufferRefused
+from leeway.buffer.service import BufferService
+from leeway.planning.ranking import FEWEST, Ranker
 from tests.unit.made_up_run import DEMO, context, plan
 from tests.world.buffer import make_trajectory
 
@@ -18,19 +18,19 @@ NUM_PROMPTS, SEEN, K = 400, 200, 2
 
 
 class World:
-    """A run of the demo's sums whose answers are the longer, the larger the first digit."""
+    """A run of the demo's sums whose completions are longer for larger first digits."""
 
     def __init__(self, folder):
-        said = {"task.num_train": NUM_PROMPTS, "actors.group_size": K, "learner.groups_per_step": 100}
-        said["buffer.dispatch"] = "longest_first"  # so lengths are of use to a single pool
-        made = plan(folder, *[word for key, value in said.items() for word in (f"--{key}", str(value))])
+        keys = {"task.num_train": NUM_PROMPTS, "actors.group_size": K, "learner.groups_per_step": 100}
+        keys["buffer.dispatch"] = "longest_first"  # makes a single pool use lengths
+        made = plan(folder, *[word for key, value in keys.items() for word in (f"--{key}", str(value))])
         self.context = context(made)
         self.folder, self.facts = folder / "store", self.context.facts
         self.problems = load_task(self.context.config.task).train
         self.serve()
 
     def serve(self):
-        """Start a service on what is stored."""
+        """Start a service on the stored data."""
         self.stop = threading.Event()
         service = BufferService(self.context.config.buffer, self.facts, self.folder)
         self.address = service.bind()
@@ -49,7 +49,7 @@ class World:
         return 1 + int(self.problems[prompt].text[0])
 
     def generate(self, num_groups):
-        """Complete so many groups."""
+        """Complete `num_groups` groups."""
         learner, actor = self.client("learner", "learner"), self.client("actor", "actor-0")
         learner.begin_incarnation(0, 0).result(30)
         learner.published(0, 0).result(30)
@@ -58,7 +58,7 @@ class World:
             for index in lease.sample_indices:
                 made = make_trajectory(lease, index, seq=0, num_completion_tokens=self.length(lease.prompt_id))
                 pushed.append(actor.push(made))
-        # a busy machine answers so late that some are sent twice
+        # on a busy machine replies may be so late that some are sent twice
         assert {each.result(60).outcome for each in pushed} <= {"committed", "duplicate"}
         learner.close(1.0)
         actor.close(1.0)
@@ -76,50 +76,48 @@ def world(tmp_path):
     made.close()
 
 
-def test_what_was_seen_foretells_the_others_and_is_told_again_to_a_service_that_was_started_again(world):
+def test_observed_lengths_predict_others_and_a_restarted_service_gets_them_again(world):
     ranker = world.ranker()
-    assert ranker.look() is None, "nothing is known yet"
+    assert ranker.refit() is None, "no lengths yet"
     assert world.generate(SEEN) == SEEN > FEWEST
-    expected = ranker.look()
+    expected = ranker.refit()
     lengths = np.log([world.length(prompt) for prompt in range(NUM_PROMPTS)])
     assert np.corrcoef(expected.means, lengths)[0, 1] > 0.7
-    assert ranker.look() is None, "nothing is new"
+    assert ranker.refit() is None, "no new lengths"
     world.close()
     world.serve()
-    asking = world.client("ranker", "another")
-    told = asking.visits().result(30)
-    assert (told.num_seen, told.is_expecting) == (SEEN, False)
-    assert ranker.look() is not None
-    told = asking.visits().result(30)
-    assert (told.num_seen, told.is_expecting) == (SEEN, True)
-    asking.close(1.0)
+    client = world.client("ranker", "another")
+    reply = client.posteriors().result(30)
+    assert (reply.num_seen, reply.is_expecting) == (SEEN, False)
+    assert ranker.refit() is not None
+    reply = client.posteriors().result(30)
+    assert (reply.num_seen, reply.is_expecting) == (SEEN, True)
+    client.close(1.0)
 
 
-def test_a_service_that_was_started_again_is_fitted_for_once_where_lengths_are_not_foretold_any_more(
-    world, monkeypatch
-):
+def test_a_restarted_service_triggers_one_fit_if_lengths_are_unpredictable(world, monkeypatch):
     ranker, fits = world.ranker(), []
     world.generate(SEEN)
-    assert ranker.look() is not None
+    assert ranker.refit() is not None
     world.close()
     world.serve()
-    monkeypatch.setattr("planning.ranking.expect", lambda *_: fits.append(1))
-    assert [ranker.look() for _ in range(3)] == [None] * 3
+    monkeypatch.setattr("leeway.planning.ranking.fit_prior", lambda *_: fits.append(1))
+    assert [ranker.refit() for _ in range(3)] == [None] * 3
     assert len(fits) == 1
 
 
-def test_what_is_no_expectation_of_this_run_is_refused(world):
-    asking = world.client("ranker", "another")
+def test_an_invalid_prior_is_rejected(world):
+    client = world.client("ranker", "another")
     for means in (np.zeros(NUM_PROMPTS + 1, np.float32), np.full(NUM_PROMPTS, np.nan, np.float32)):
-        with pytest.raises(BufferRefused, match="whose ids are 0 to 399"):
-            asking.expect(means, 1.0).result(30)
-    told = asking.visits().result(30)
-    assert not told.is_expecting
-    asking.close(1.0)
+        with pytest.raises(BufferRefused, match="prompt ids of this run between 0 and 399"):
+            client.set_prior(means, 1.0).result(30)
+    reply = client.posteriors().result(30)
+    assert not reply.is_expecting
+    client.close(1.0)
 
 
-def test_no_actor_may_say_what_to_expect(world):
+def test_an_actor_may_not_set_the_prior(world):
     actor = world.client("actor", "actor-0")
     with pytest.raises(BufferRefused, match="ranker"):
-        actor.expect(np.zeros(1, np.float32), 1.0).result(30)
+        actor.set_prior(np.zeros(1, np.float32), 1.0).result(30)
     actor.close(1.0)

@@ -1,4 +1,4 @@
-"""Rewards: a function that fails is counted under its name, and nothing is ever scored 0 for it."""
+"""Rewards: a failing function is counted under its name, and a failure is never scored 0."""
 
 import asyncio
 import concurrent.futures
@@ -8,11 +8,11 @@ import threading
 import numpy as np
 import pytest
 
-from actors.reward_process import CallFailed
-from actors.rewards import RewardFailed, Scored
-from actors.tasks import Problem, TaskError
-from actors.tasks.task import TOOK_TOO_LONG, NoScore
-from common.process import DaemonThreads, ThreadsExhausted
+from leeway.actors.reward_process import CallFailed
+from leeway.actors.rewards import RewardFailed, Scored
+from leeway.actors.tasks import Problem, TaskError
+from leeway.actors.tasks.task import TOOK_TOO_LONG, NoScore
+from leeway.common.process import DaemonThreads, ThreadsExhausted
 from tests.unit.fake_actor import Clock, jump, until
 from tests.world.reward_callers import scorer
 
@@ -20,7 +20,7 @@ PROBLEM = Problem("q", "q", {})
 
 
 class Odd:
-    """What a tensor of some library may be: neither a list nor a number can be made of it."""
+    """Like a tensor of some library, it converts neither to a list nor to a number."""
 
     def tolist(self):
         raise KeyError("values")
@@ -29,7 +29,7 @@ class Odd:
         raise RuntimeError("it has 2 elements")
 
 
-async def test_values_are_summed_and_kept_by_name_and_none_does_not_apply():
+async def test_values_are_summed_and_kept_by_name_and_none_is_skipped():
     def length(problems, completions):
         return np.array([len(one) for one in completions])
 
@@ -42,7 +42,7 @@ async def test_values_are_summed_and_kept_by_name_and_none_does_not_apply():
     assert await scorer(polite).score(PROBLEM, "now") == Scored(None, {"polite": None})
 
 
-async def test_a_sum_that_is_not_finite_is_a_failed_sample():
+async def test_a_sum_that_is_not_finite_fails_the_sample():
     def veto(problems, completions):
         return [-sys.float_info.max] * len(completions)
 
@@ -60,8 +60,8 @@ async def test_a_sum_that_is_not_finite_is_a_failed_sample():
         (ZeroDivisionError("x"), "ZeroDivisionError"),
         ([1.0, 2.0], "wrong number of values"),
         ([float("nan")], "returned a value that is not finite"),
-        (["good"], "returned no number"),
-        (1.0, "returned no list"),
+        (["good"], "did not return a number"),
+        (1.0, "did not return a list"),
         (SystemExit(), "SystemExit"),
         (KeyboardInterrupt(), "KeyboardInterrupt"),
         (StopIteration(), "StopIteration"),
@@ -72,7 +72,7 @@ async def test_a_sum_that_is_not_finite_is_a_failed_sample():
         (Odd(), "KeyError"),
     ],
 )
-async def test_whatever_a_function_does_wrong_is_a_failure_with_its_name(result, reason):
+async def test_any_fault_of_a_function_is_a_failure_with_its_name(result, reason):
     def judge(problems, completions):
         if isinstance(result, BaseException):
             raise result
@@ -84,17 +84,17 @@ async def test_whatever_a_function_does_wrong_is_a_failure_with_its_name(result,
 
 @pytest.mark.parametrize("error", [asyncio.CancelledError(), SystemExit(1), KeyError("x")])
 @pytest.mark.parametrize("num_samples", [1, 3])
-async def test_whatever_an_async_function_lets_out_is_a_failure_of_its_samples_and_of_nothing_else(error, num_samples):
+async def test_an_exception_of_an_async_function_fails_only_its_samples(error, num_samples):
     async def judge(problems, completions):
         raise error
 
     scores = scorer(judge)
-    asked = [scores.score(PROBLEM, str(number)) for number in range(num_samples)]
-    results = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 60)
+    pending = [scores.score(PROBLEM, str(number)) for number in range(num_samples)]
+    results = await asyncio.wait_for(asyncio.gather(*pending, return_exceptions=True), 60)
     assert {str(result) for result in results} == {f"reward failed: judge: {type(error).__name__}"}
 
 
-async def test_a_failure_is_tried_again_and_logged_with_its_prompt(caplog):
+async def test_a_failed_call_is_retried_and_logged_with_its_prompt(caplog):
     calls = []
 
     def flaky(problems, completions):
@@ -108,7 +108,7 @@ async def test_a_failure_is_tried_again_and_logged_with_its_prompt(caplog):
     assert "prompt: 'q'" in caplog.text
 
 
-async def test_what_completes_together_shares_a_call_and_a_failure_blames_only_its_own_sample():
+async def test_concurrent_samples_share_a_call_and_only_the_faulty_one_fails():
     sizes = []
 
     def picky(problems, completions):
@@ -126,7 +126,7 @@ async def test_what_completes_together_shares_a_call_and_a_failure_blames_only_i
 
 
 @pytest.mark.parametrize("fails_together", [False, True])
-async def test_samples_that_fail_by_themselves_share_another_call_and_are_alone_only_where_that_one_fails(
+async def test_unscored_samples_are_retried_together_and_alone_only_if_that_fails(
     fails_together,
 ):
     calls = []
@@ -145,7 +145,7 @@ async def test_samples_that_fail_by_themselves_share_another_call_and_are_alone_
     assert str(results[3]) == "reward failed: judge: unrated"
 
 
-async def test_a_sample_whose_own_limit_was_over_is_not_tried_again_and_counts_as_one_that_took_too_long():
+async def test_a_sample_past_its_own_limit_is_not_retried_and_counts_as_timed_out():
     calls = []
 
     def judge(problems, completions):
@@ -158,7 +158,7 @@ async def test_a_sample_whose_own_limit_was_over_is_not_tried_again_and_counts_a
     assert [(each.num_samples, each.timeout_s) for each in scores.failing] == [(2, 60.0)]
 
 
-async def test_each_sample_comes_with_its_own_problem_and_a_group_shares_one():
+async def test_each_completion_is_passed_with_its_problem():
     seen = []
 
     def look(problems, completions):
@@ -166,7 +166,7 @@ async def test_each_sample_comes_with_its_own_problem_and_a_group_shares_one():
             seen.append((one.text, one.columns["n"], completion))
         return [one.index for one in problems]
 
-    big = 10**30  # JSON has it, other formats do not
+    big = 10**30  # representable in JSON but not in other formats
     one, other = Problem("a", "a?", {"n": big}, 7), Problem("b", "b?", {"n": None}, 8)
     scores = scorer(look)
     scored = await asyncio.gather(*(scores.score(each, str(k)) for k, each in enumerate([one, other, one])))
@@ -175,7 +175,7 @@ async def test_each_sample_comes_with_its_own_problem_and_a_group_shares_one():
 
 
 class Process:
-    """What stands for a reward's process: what it does with a completion, the test says."""
+    """Fakes a reward process; the test supplies its behavior for a completion."""
 
     def __init__(self, behave):
         self._behave = behave
@@ -195,12 +195,12 @@ class Process:
 
 @pytest.fixture
 def processes():
-    """Every process that was started."""
+    """All processes that were started."""
     return []
 
 
 def with_processes(processes, behave, **options):
-    """A scorer of one function, `f`, whose processes behave so."""
+    """Return a scorer of one function, `f`, whose fake processes run `behave`."""
 
     def f(problems, completions):
         pytest.fail("the processes are fakes")
@@ -213,49 +213,49 @@ def with_processes(processes, behave, **options):
 
 
 async def hang_on_stuck(completion):
-    await asyncio.sleep(0)  # others have their turn meanwhile
+    await asyncio.sleep(0)  # let other tasks run
     if completion == "stuck":
         await asyncio.Event().wait()
 
 
 async def die_on_bad(completion):
     if completion == "bad":
-        raise CallFailed("the reward's process ended with exit status 3", lost=True)
+        raise CallFailed("the reward process ended with exit status 3", lost=True)
 
 
-async def test_a_call_that_takes_too_long_costs_its_process_and_only_its_own_sample(processes, monkeypatch):
+async def test_a_call_that_times_out_ends_its_process_and_fails_only_its_sample(processes, monkeypatch):
     def tries():
         return [call for process in processes for call in process.calls if "stuck" in call]
 
     scores = with_processes(processes, hang_on_stuck)
     answers = ["a", "stuck", "c"]
-    asked = [asyncio.create_task(scores.score(PROBLEM, one)) for one in answers]
+    pending = [asyncio.create_task(scores.score(PROBLEM, one)) for one in answers]
     await until(tries)
     jump(monkeypatch, 60.0)
-    await until(lambda: len(tries()) == 2 and asked[0].done() and asked[2].done())
+    await until(lambda: len(tries()) == 2 and pending[0].done() and pending[2].done())
     jump(monkeypatch, 120.0)
-    results = await asyncio.gather(*asked, return_exceptions=True)
+    results = await asyncio.gather(*pending, return_exceptions=True)
     assert [getattr(one, "reward", None) for one in results] == [1.0, None, 1.0]
     assert str(results[1]) == "reward failed: f: took longer than 60 s"
-    assert tries() == [answers, ["stuck"]], "with the others and once alone: each try costs a limit of time"
+    assert tries() == [answers, ["stuck"]], "once with the others and once alone: each try costs a timeout"
     assert all(process.ended == any("stuck" in call for call in process.calls) for process in processes)
     await scores.close()
     assert all(process.ended for process in processes)
 
 
-async def test_a_process_that_ends_is_replaced_and_named(processes, caplog):
+async def test_a_process_that_exits_is_replaced_and_reported(processes, caplog):
     scores = with_processes(processes, die_on_bad)
     answers = ["a", "bad", "c"]
     results = await asyncio.gather(*(scores.score(PROBLEM, one) for one in answers), return_exceptions=True)
     assert [getattr(one, "reward", None) for one in results] == [1.0, None, 1.0]
-    assert str(results[1]) == "reward failed: f: the reward's process ended with exit status 3"
+    assert str(results[1]) == "reward failed: f: the reward process ended with exit status 3"
     assert "prompt: 'q'\n  completion: 'bad'" in caplog.text
     tries = [call for process in processes for call in process.calls if "bad" in call]
-    assert tries == [answers, ["bad"]], "with the others and once alone: each try costs a process"
+    assert tries == [answers, ["bad"]], "once with the others and once alone: each try costs a process"
     assert (await scores.score(PROBLEM, "d")).reward == 1.0
 
 
-async def test_a_process_that_ends_between_two_calls_costs_no_sample(processes):
+async def test_a_process_that_exits_between_calls_fails_no_sample(processes):
     scores = with_processes(processes, die_on_bad)
     await scores.score(PROBLEM, "a")
     processes[0].is_alive = False
@@ -263,12 +263,10 @@ async def test_a_process_that_ends_between_two_calls_costs_no_sample(processes):
     assert [process.calls for process in processes] == [[["a"]], [["b"]]]
 
 
-async def test_one_process_serves_calls_that_are_short_and_more_come_up_to_the_bound_where_calls_wait(
-    processes, monkeypatch
-):
+async def test_one_process_serves_short_calls_and_waiting_calls_start_more_to_a_limit(processes, monkeypatch):
     scores = with_processes(processes, hang_on_stuck, num_processes=3)
     with monkeypatch.context() as patched:
-        patched.setattr("actors.rewards._PATIENCE_S", 60.0)  # on a busy machine these calls are not short
+        patched.setattr("leeway.actors.rewards._PATIENCE_S", 60.0)  # on a busy machine these calls are not short
         for _ in range(20):
             await asyncio.gather(*(scores.score(PROBLEM, "a") for _ in range(70)))
     assert len(processes) == 1
@@ -286,7 +284,7 @@ async def test_one_process_serves_calls_that_are_short_and_more_come_up_to_the_b
     assert await asyncio.wait(stuck, timeout=60) == (set(stuck), set())
 
 
-async def test_no_sample_waits_for_one_process_more_and_where_it_does_not_start_nothing_is_lost(processes):
+async def test_samples_do_not_wait_for_an_extra_process_that_fails_to_start(processes):
     may_end, may_fail = asyncio.Event(), asyncio.Event()
 
     async def wait_on_slow(completion):
@@ -315,7 +313,7 @@ async def test_no_sample_waits_for_one_process_more_and_where_it_does_not_start_
     await scores.close()
 
 
-async def test_a_call_that_is_open_for_seconds_is_named_with_its_age_and_a_closed_scorer_waits_for_none(processes):
+async def test_a_pending_call_is_reported_with_its_age_until_the_scorer_closes(processes):
     clock = Clock()
     scores = with_processes(processes, hang_on_stuck, clock=clock)
     assert scores.waits_for is None
@@ -331,7 +329,7 @@ async def test_a_call_that_is_open_for_seconds_is_named_with_its_age_and_a_close
     assert scores.waits_for is None
 
 
-async def test_how_a_function_fails_is_counted_in_a_row_by_its_reason_and_a_score_ends_it():
+async def test_consecutive_failures_are_counted_by_reason_and_reset_by_a_score():
     clock = Clock()
 
     def judge(problems, completions):
@@ -361,7 +359,7 @@ async def test_how_a_function_fails_is_counted_in_a_row_by_its_reason_and_a_scor
     assert [each.num_samples for each in scores.failing] == [1]
 
 
-async def test_where_calls_take_too_long_the_limit_is_told_too(processes):
+async def test_consecutive_timeouts_are_reported_with_the_limit(processes):
     scores = with_processes(processes, hang_on_stuck, timeout_s=0.05)
     with pytest.raises(RewardFailed):
         await scores.score(PROBLEM, "stuck")
@@ -370,7 +368,7 @@ async def test_where_calls_take_too_long_the_limit_is_told_too(processes):
     await scores.close()
 
 
-async def test_a_function_that_cannot_be_loaded_is_known_before_anything_is_scored(processes):
+async def test_a_function_that_cannot_be_loaded_fails_at_start(processes):
     def f(problems, completions):
         pytest.fail("it is never called")
 

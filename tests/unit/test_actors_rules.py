@@ -1,4 +1,4 @@
-"""Rewards by name: what each rule pays for, which column it reads, and what is refused before anything starts."""
+"""Reward rules: scores, columns, and mistakes that are found before start."""
 
 import asyncio
 import signal
@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from actors import sandbox
-from actors.tasks import Problem, TaskError, check_task, code, load_reward, load_task, rules
-from actors.tasks.code import source_of
-from actors.tasks.config import CodeRule, ExactRule, ReasoningGymTask
-from actors.tasks.rules import check_rule
-from actors.tasks.task import NoScore
+from leeway.actors import sandbox
+from leeway.actors.tasks import Problem, TaskError, check_task, code, load_reward, load_task, rules
+from leeway.actors.tasks.code import source_of
+from leeway.actors.tasks.config import CodeRule, ExactRule, ReasoningGymTask
+from leeway.actors.tasks.rules import check_rule
+from leeway.actors.tasks.task import NoScore
 
 
 def gym(*rewards, **changes):
@@ -21,7 +21,7 @@ def gym(*rewards, **changes):
 
 
 def reward(completion, rule="exact", answer="42", columns=None, **keys):
-    """What a rule, alone in its task, gives; `answer` is the column of that name unless all are given."""
+    """Return the score of a rule alone in its task; `answer` is the only column unless `columns` is given."""
     columns = {"answer": answer} if columns is None else columns
     tables = {"reward_rules": {"rule": {"type": rule, **keys}}} if keys else {}
     (function,) = load_task(gym("rule" if keys else rule, **tables)).rewards
@@ -62,11 +62,11 @@ def reward(completion, rule="exact", answer="42", columns=None, **keys):
         ("regex", "none", "None", {"pattern": "(x)?", "column": "answer"}, 0.0),
     ],
 )
-def test_what_a_rule_pays_for(rule, completion, answer, keys, expected):
+def test_rules_score_completions(rule, completion, answer, keys, expected):
     assert reward(completion, rule, answer, **keys) == expected
 
 
-def test_a_rule_reads_the_column_that_other_trainers_call_so_or_the_one_that_it_is_told():
+def test_a_rule_reads_a_common_answer_column_or_the_configured_one():
     assert reward("7", columns={"question": "q", "ground_truth": 7}) == 1.0
     assert reward("7", columns={"answer": "7", "solution": "8"}) == 1.0
     nested = {"reward_model": {"style": "rule", "ground_truth": "7"}}
@@ -77,7 +77,7 @@ def test_a_rule_reads_the_column_that_other_trainers_call_so_or_the_one_that_it_
     assert reward("7", columns={"reward_model": None}, column="reward_model[ground_truth]") is None
 
 
-def test_rules_and_functions_are_summed_under_their_own_names():
+def test_rules_are_scored_under_their_own_names():
     task = load_task(gym("exact", "form", reward_rules={"form": {"type": "regex", "pattern": "^4", "weight": 0.2}}))
     problem = Problem("q", "q", {"answer": "42"})
     assert {each.name: load_reward(each)([problem], ["40"]) for each in task.rewards} == {"exact": [0.0], "form": [0.2]}
@@ -88,27 +88,27 @@ def test_rules_and_functions_are_summed_under_their_own_names():
     [
         (lambda: gym("exat"), r"'exat' is not of the form FILE.py:FUNCTION.*did you mean 'exact'"),
         (lambda: gym("regex"), r"'regex' is not of the form FILE.py:FUNCTION"),
-        (lambda: gym("code"), r"'code' looks for a column tests or test_list, and the rows have question, answer"),
+        (lambda: gym("code"), r"'code' needs a column tests or test_list, but the rows have question, answer"),
         (
             lambda: gym("a", reward_rules={"a": {"type": "exact", "column": "anwser"}}),
             r"task.reward_rules.a.column = 'anwser': no row has that column; known.*did you mean 'answer'",
         ),
         (
             lambda: gym("a", reward_rules={"a": {"type": "exact", "column": "metadata[expresion]"}}),
-            r"no training row has what 'a' reads, '{metadata\[expresion\]}' at row 0: the item has no 'expresion'.*"
-            r"known: .*did you mean 'expression'",
+            r"no training row has the value that 'a' reads, '{metadata\[expresion\]}' at row 0: the item has no "
+            r"'expresion'.*known: .*did you mean 'expression'",
         ),
         (lambda: gym("exact", "exact"), "twice"),
     ],
 )
-def test_a_mistaken_name_or_column_is_found_before_a_process_starts(config, message):
+def test_an_unknown_name_or_column_is_found_before_start(config, message):
     with pytest.raises(TaskError, match=message):
         check_task(config())
 
 
-def test_a_column_that_is_null_in_every_row_is_found_too_and_one_row_that_has_it_is_enough():
+def test_a_column_must_have_a_value_in_at_least_one_row():
     rows = [Problem("q", "q", {"answer": None}), Problem("q", "q", {})]
-    with pytest.raises(TaskError, match=r"no training row has what 'exact' reads, '{answer}': it is null"):
+    with pytest.raises(TaskError, match=r"no training row has the value that 'exact' reads, '{answer}': it is null"):
         check_rule("exact", ExactRule(), ["answer"], rows, here=False)
     check_rule("exact", ExactRule(), ["answer"], [*rows, Problem("q", "q", {"answer": ""})], here=False)
 
@@ -116,21 +116,21 @@ def test_a_column_that_is_null_in_every_row_is_found_too_and_one_row_that_has_it
 @pytest.mark.parametrize(
     ("rewards", "tables", "message"),
     [
-        (("a",), {"reward_rules": {"a": {"type": "regex", "pattern": "(x"}}}, "is no regular expression: missing"),
+        (("a",), {"reward_rules": {"a": {"type": "regex", "pattern": "(x"}}}, "is not a regular expression: missing"),
         (("a",), {"reward_rules": {"a": {"type": "regex", "pattern": "x", "column": "answer"}}}, "has no group"),
         ((), {"reward_rules": {"a": {"type": "exact"}}}, "reward_rules.a is not in rewards, so it would be ignored"),
-        (("a b",), {"reward_rules": {"a b": {"type": "exact"}}}, "is no name that metrics can carry"),
+        (("a b",), {"reward_rules": {"a b": {"type": "exact"}}}, "is not a valid metric name"),
         (
             ("a",),
             {
                 "reward_rules": {"a": {"type": "exact"}},
                 "reward_models": {"a": {"type": "classifier", "path": "m"}},
             },
-            "a is a table of reward_models and of reward_rules",
+            "a is in both reward_models and reward_rules",
         ),
     ],
 )
-def test_a_table_that_cannot_be_meant_is_refused(rewards, tables, message):
+def test_invalid_tables_are_rejected(rewards, tables, message):
     with pytest.raises(ValueError, match=message):
         gym(*rewards, **tables)
 
@@ -138,9 +138,9 @@ def test_a_table_that_cannot_be_meant_is_refused(rewards, tables, message):
 # --- math ---------------------------------------------------------------------------------------------
 
 
-def test_without_its_library_the_rule_says_how_to_install_it(monkeypatch):
+def test_the_error_without_math_verify_has_the_install_command(monkeypatch):
     monkeypatch.setattr(rules, "find_spec", lambda name: None)
-    check_task(gym("math"))  # where actors are elsewhere, they look
+    check_task(gym("math"))  # actors on other hosts check for the library themselves
     with pytest.raises(TaskError, match=r"needs math-verify, which .* pip install 'math-verify==0.9.0'"):
         check_task(gym("math"), import_limit_s=30.0)
 
@@ -155,7 +155,7 @@ def test_without_its_library_the_rule_says_how_to_install_it(monkeypatch):
         ("Six and six is twelve.\n#### 1,012", "that makes 1012", 1.0),
         ("7", "I do not know", 0.0),
         ("7", "", 0.0),
-        ("", "7", NoScore("the row's answer is no mathematics", "''")),
+        ("", "7", NoScore("the row's answer is not mathematics", "''")),
         (5e-05, "5e-05", 1.0),
         (5e-05, r"\boxed{0.00005}", 1.0),
         (5e-05, r"\boxed{8.591409}", 0.0),
@@ -167,7 +167,7 @@ def test_without_its_library_the_rule_says_how_to_install_it(monkeypatch):
         ("7", "1e999999999", 0.0),
     ],
 )
-def test_mathematics_is_compared_by_value(answer, completion, expected):
+def test_mathematical_answers_are_compared_by_value(answer, completion, expected):
     pytest.importorskip("math_verify")
     assert reward(completion, "math", answer) == expected
 
@@ -181,7 +181,7 @@ def math(completion, answer, **keys):
     "wrapped", ["<final>{}</final>", "**{}**", "`{}`", '"{}"', "({})", "[{}]", "{{{}}}", "<{}>", "__{}__"]
 )
 @pytest.mark.parametrize("end", ["", ".", "\n", " km", " m^2", "\u20ac"])
-def test_the_last_number_is_the_answer_whatever_touches_it(wrapped, end):
+def test_the_last_number_is_the_answer_in_any_markup(wrapped, end):
     assert math(f"<think>3, or 8?</think>So 3 and then {wrapped.format('8')}{end}", "8") == 1.0
     assert math(f"<think>3, or 8?</think>So 8 and then {wrapped.format('3')}{end}", "8") == 0.0
 
@@ -223,7 +223,7 @@ def test_the_last_number_is_the_answer_whatever_touches_it(wrapped, end):
         (r"\sqrt{16}", "<think>4</think><answer>4</answer>", "so 4? <answer>5</answer>"),
     ],
 )
-def test_numbers_are_compared_exactly_however_they_are_written(answer, right, wrong):
+def test_numbers_are_compared_exactly_in_any_notation(answer, right, wrong):
     assert (math(right, answer), math(wrong, answer)) == (1.0, 0.0)
 
 
@@ -237,11 +237,11 @@ def test_numbers_are_compared_exactly_however_they_are_written(answer, right, wr
         "CO9", "<think>9</think> I see.",
     ],
 )  # fmt: skip
-def test_what_is_not_one_number_is_never_taken_for_it(completion):
+def test_text_that_is_not_one_number_never_matches_a_number(completion):
     assert math(completion, "9") == 0.0
 
 
-def test_a_number_is_read_between_the_tags_alone_where_the_rule_has_one():
+def test_a_number_is_read_only_inside_the_answer_tag():
     assert math("<final>4</final> of 9", "4", answer_tag="final") == 1.0
     assert math("<final>4</final> of 9", "9", answer_tag="final") == 0.0
     assert math(r"<final>\boxed{4}</final>", "4", answer_tag="final") == 1.0
@@ -252,14 +252,14 @@ def test_a_number_is_read_between_the_tags_alone_where_the_rule_has_one():
 @pytest.mark.parametrize(
     "piece", ["8", "{", r"\boxed{", "$", "8 ", "1+", "1/", "-", ",123", r"\frac{", "(", "<a", "2^", "\\", "^"]
 )
-def test_a_megabyte_of_anything_is_read_without_a_wait(piece, answer):
+def test_a_megabyte_of_any_text_is_parsed_quickly(piece, answer):
     assert math(piece * (2**20 // len(piece)) + " 6", answer) == 0.0
     assert math(r"\boxed{" + "{" * 2**18 + "6" + "}" * 2**18 + "}", answer) == 0.0
 
 
-def test_math_verify_sets_no_alarm_of_its_own(monkeypatch):
+def test_math_verify_sets_no_alarm(monkeypatch):
     pytest.importorskip("math_verify")
-    monkeypatch.setattr(signal, "alarm", lambda seconds: pytest.fail("its limit of time is on"))
+    monkeypatch.setattr(signal, "alarm", lambda seconds: pytest.fail("its timeout is enabled"))
     assert reward(r"\boxed{7}", "math", "7") == 1.0
 
 
@@ -293,7 +293,7 @@ def test_math_verify_sets_no_alarm_of_its_own(monkeypatch):
         ("```bash\nls\n```\nthen\n```Python\na = 1\n```\nprints\n```text\n1\n```\n", "a = 1"),
     ],
 )
-def test_the_last_block_of_python_is_the_program(completion, source):
+def test_the_last_python_block_is_the_program(completion, source):
     assert source_of(completion) == source
 
 
@@ -340,7 +340,7 @@ FUNCTIONAL = {"input": "1\n2", "output": "3", "testtype": "functional"}
             [{"call": f"*{given}", "name": "add", "wanted": [[one], one]} for given, one in (([1, 2], 3), ([3, 4], 7))],
         ),
         (
-            {"inputs": [[1], [2]], "outputs": [[1], []], "fn_name": "f"},  # not wrapped: a list is what it returns
+            {"inputs": [[1], [2]], "outputs": [[1], []], "fn_name": "f"},  # not wrapped: the function returns a list
             {},
             [{"call": "*[1]", "name": "f", "wanted": [[1]]}, {"call": "*[2]", "name": "f", "wanted": [[]]}],
         ),
@@ -357,20 +357,22 @@ FUNCTIONAL = {"input": "1\n2", "output": "3", "testtype": "functional"}
         ("[]", {}, None),
     ],
 )
-def test_tests_have_the_forms_that_data_sets_give_them(monkeypatch, tests, columns, programs):
+def test_the_test_formats_of_datasets_are_parsed(monkeypatch, tests, columns, programs):
     seen = []
 
     async def run(rule, way, given):
         seen.extend(given)
         return [True] * len(given)
 
-    monkeypatch.setattr(code, "_way", lambda name, rule: (code._Way(as_nobody=False, isolated=True), ""))
+    monkeypatch.setattr(
+        code, "_best_isolation", lambda name, rule: (code._Isolation(as_nobody=False, isolated=True), "")
+    )
     monkeypatch.setattr(code, "_run", run)
     call = code.load_code("code", CodeRule(), lambda problem: problem.columns["tests"])
     (value,) = asyncio.run(call([Problem("q", "q", {"tests": tests, **columns})], ["a = 1"]))
     if programs is None:
         assert isinstance(value, NoScore)
-        assert value.why == "the row's tests have no form that is known"
+        assert value.why == "the row's tests have an unknown format"
         assert seen == []
     else:
         assert value == 1.0
@@ -381,27 +383,29 @@ def test_tests_have_the_forms_that_data_sets_give_them(monkeypatch, tests, colum
 @pytest.mark.parametrize(
     ("tests", "why"),
     [
-        ("The sum of 1 and 2 is 3.", "the row's tests have no form that is known"),
+        ("The sum of 1 and 2 is 3.", "the row's tests have an unknown format"),
         ("print(add(1, 2))", "the row's tests execute no assertion"),
         ("import unittest\nclass Case(unittest.TestCase):\n    pass", "the row's tests execute no assertion"),
         ("import nowhere_to_be_found\nassert add(1, 2) == 3", "not installed here: nowhere_to_be_found"),
     ],
 )
-def test_a_rule_whose_tests_can_score_no_row_is_refused_and_one_row_that_they_can_score_is_enough(tests, why):
+def test_the_code_rule_needs_at_least_one_row_that_its_tests_can_score(tests, why):
     rows = [Problem("q", "q", {"tests": tests}, index) for index in (3, 5)]
-    with pytest.raises(TaskError, match=rf"'code' can score no training row. Of row 3, .*{why}"):
+    with pytest.raises(TaskError, match=rf"'code' can score no training row. Row 3: .*{why}"):
         check_rule("code", CodeRule(), ["tests"], rows, here=False)
     check_rule("code", CodeRule(), ["tests"], [*rows, Problem("q", "q", {"tests": CHECK})], here=False)
 
 
-def test_a_test_that_was_not_judged_gives_no_score_unless_another_one_has_failed(monkeypatch):
+def test_an_unjudged_test_gives_no_score_unless_another_test_failed(monkeypatch):
     unjudged = NoScore("the row's tests execute no assertion")
     found = []
 
     async def run(rule, way, given):
         return found
 
-    monkeypatch.setattr(code, "_way", lambda name, rule: (code._Way(as_nobody=False, isolated=True), ""))
+    monkeypatch.setattr(
+        code, "_best_isolation", lambda name, rule: (code._Isolation(as_nobody=False, isolated=True), "")
+    )
     monkeypatch.setattr(code, "_run", run)
     rows = [Problem("q", "q", {"tests": ["assert f(1)", "assert f(2)"]})]
     for results, partial, expected in (
@@ -409,7 +413,7 @@ def test_a_test_that_was_not_judged_gives_no_score_unless_another_one_has_failed
         ([unjudged, False], False, 0.0),
         ([unjudged, False], True, unjudged),
         ([True, False], True, 0.5),
-        ([True], False, 0.0),  # the time was over
+        ([True], False, 0.0),  # timed out
     ):
         found[:] = results
         call = code.load_code("code", CodeRule(partial=partial), lambda problem: problem.columns["tests"])
@@ -417,7 +421,7 @@ def test_a_test_that_was_not_judged_gives_no_score_unless_another_one_has_failed
 
 
 @pytest.mark.parametrize(
-    ("found", "wanted", "is_same"),
+    ("found", "expected", "is_same"),
     [
         ([1, [2.0, "a"]], [1, [2, "a"]], True),
         (0.1 + 0.2, 0.3, True),
@@ -435,14 +439,12 @@ def test_a_test_that_was_not_judged_gives_no_score_unless_another_one_has_failed
         ({"a": 1}, {"b": 1}, False),
     ],
 )
-def test_results_are_compared_as_python_does_but_for_the_rounding_of_floats(found, wanted, is_same):
-    assert sandbox._is_same(found, wanted) is is_same
+def test_results_are_compared_as_in_python_up_to_float_rounding(found, expected, is_same):
+    assert sandbox._is_same(found, expected) is is_same
 
 
 @pytest.mark.parametrize("require", [False, True])
-def test_a_kernel_that_isolates_nothing_is_told_of_once_or_refused_where_isolation_is_required(
-    monkeypatch, caplog, require
-):
+def test_a_kernel_without_isolation_is_a_warning_or_an_error_if_required(monkeypatch, caplog, require):
     monkeypatch.setattr(code, "_try", lambda rule, way: "Operation not permitted" if way.isolated else "")
     rule = CodeRule(require_isolation=require)
     refused = pytest.raises(TaskError, match=r"code.require_isolation = true, but the kernel does not isolate")
@@ -450,10 +452,10 @@ def test_a_kernel_that_isolates_nothing_is_told_of_once_or_refused_where_isolati
         code.load_code("code", rule, lambda problem: None)
     if not require:
         assert "the kernel does not isolate the programs (Operation not permitted)" in caplog.text
-        assert "they may use the network" in caplog.text
+        assert "they can use the network" in caplog.text
 
 
-def test_where_no_program_runs_at_all_the_reason_is_told(monkeypatch):
+def test_the_error_has_the_reason_if_no_program_runs(monkeypatch):
     monkeypatch.setattr(code, "_try", lambda rule, way: "no memory")
     with pytest.raises(TaskError, match=r"'code' cannot run a program here: no memory"):
         code.check_code("code", CodeRule())

@@ -1,4 +1,4 @@
-"""Tasks: the split, templates, both adapters, and every mistake that is found before a process starts."""
+"""Tasks: splits, templates, both adapters, and mistakes that are found before a process starts."""
 
 import codecs
 import json
@@ -15,11 +15,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from actors.sandbox import why_not_cut
-from actors.tasks import TaskError, check_task, functions, held_out, load_reward, load_task
-from actors.tasks.config import FileTask, ReasoningGymTask
-from actors.tasks.prompts import file_problems
-from actors.tasks.task import Task, json_safe
+from leeway.actors.sandbox import cut_network_error
+from leeway.actors.tasks import TaskError, check_task, functions, held_out, load_reward, load_task
+from leeway.actors.tasks.config import FileTask, ReasoningGymTask
+from leeway.actors.tasks.prompts import file_problems
+from leeway.actors.tasks.task import Task, json_safe
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 2}
@@ -52,7 +52,7 @@ def file_task(tmp_path, rewards):
     return FileTask(type="file", path=str(path), rewards=(f"{rewards}:exact", f"{rewards}:short"))
 
 
-def test_the_split_is_by_question_so_seeds_and_templates_share_no_held_out_question_with_training():
+def test_seeds_and_templates_do_not_move_questions_between_splits():
     one = load_task(gym(params={**SUMS, "seed": 1}))
     two = load_task(gym(params={**SUMS, "seed": 2}, template="{metadata[expression]:compact}="))
     heldout = {problem.question for task in (one, two) for problem in task.heldout}
@@ -67,7 +67,8 @@ def test_prompts_are_distinct_and_the_same_in_every_process():
     task = load_task(gym())
     assert len({problem.text for problem in task.train}) == 300
     code = (
-        "import sys; from actors.tasks import check_task; from actors.tasks.config import ReasoningGymTask;"
+        "import sys; from leeway.actors.tasks import check_task;"
+        "from leeway.actors.tasks.config import ReasoningGymTask;"
         f"facts = check_task(ReasoningGymTask.model_validate_json({gym().model_dump_json()!r}));"
         "print(facts.fingerprint, [name for name in ('torch', 'vllm', 'ray') if name in sys.modules])"
     )
@@ -75,7 +76,7 @@ def test_prompts_are_distinct_and_the_same_in_every_process():
     assert output.stdout.strip() == f"{task.facts().fingerprint} []"
 
 
-def test_chain_sum_is_scored_by_the_dataset_on_what_the_template_asks():
+def test_chain_sum_with_a_template_is_scored_by_its_dataset():
     task = load_task(gym(template="{metadata[expression]:compact}="))
     problem = task.prompt(0)
     assert problem.text == "".join(problem.columns["metadata"]["expression"].split()) + "="
@@ -88,10 +89,10 @@ def test_chain_sum_is_scored_by_the_dataset_on_what_the_template_asks():
     assert values[1] < 1.0
 
 
-def test_a_file_task_splits_drops_duplicates_and_calls_rewards_with_its_columns(file_task):
+def test_a_file_task_is_split_deduplicated_and_scored_with_its_columns(file_task):
     task = load_task(file_task)
     assert len(task.train) + len(task.heldout) == 61
-    assert task.rows == "62 read, 61 used, 1 equal to another, 0 skipped", "white space counts"
+    assert task.rows == "62 read, 61 used, 1 duplicate, 0 skipped", "white space is significant"
     assert all(held_out(problem.question) for problem in task.heldout)
     exact, short = task.rewards
     assert (exact.name, short.name) == ("exact", "short")
@@ -101,7 +102,7 @@ def test_a_file_task_splits_drops_duplicates_and_calls_rewards_with_its_columns(
     assert (facts.fingerprint, facts.column_digests) == (task.facts().fingerprint, task.column_digests())
 
 
-def test_digests_tell_which_column_changed_and_neither_order_of_keys_nor_the_other_columns_matter(tmp_path, file_task):
+def test_column_digests_identify_the_changed_column_and_ignore_key_order(tmp_path, file_task):
     def digests(**more) -> dict:
         rows = [{"question": f"{n}+1", "answer": str(n + 1), "meta": {"a": n, "b": 0}} for n in range(20)]
         rows[7] |= more
@@ -116,7 +117,7 @@ def test_digests_tell_which_column_changed_and_neither_order_of_keys_nor_the_oth
         assert {each for each, digest in digests(**more).items() if digest != before[each]} == {name}
 
 
-def test_a_reward_file_may_hold_a_dataclass_and_import_what_lies_beside_it(tmp_path, file_task, monkeypatch):
+def test_a_reward_file_may_define_a_dataclass_and_import_sibling_modules(tmp_path, file_task, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
     (tmp_path / "beside_rewards.py").write_text("def worth(grade): return grade.value / 4\n")
     path = tmp_path / "graded.py"
@@ -134,7 +135,7 @@ def test_a_reward_file_may_hold_a_dataclass_and_import_what_lies_beside_it(tmp_p
     assert load_reward(graded)([None], ["abc"]) == [0.75]
 
 
-def test_a_reward_file_that_cannot_be_imported_leaves_nothing_behind(tmp_path, file_task, monkeypatch):
+def test_a_failed_import_of_a_reward_file_leaves_no_module_behind(tmp_path, file_task, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
     path = tmp_path / "broken.py"
     path.write_text("def reward(completions): return [0.0 for _ in completions]\nraise RuntimeError('no licence')\n")
@@ -144,7 +145,7 @@ def test_a_reward_file_that_cannot_be_imported_leaves_nothing_behind(tmp_path, f
             load_reward(load_task(config).rewards[0])
 
 
-def test_a_parquet_file_with_held_out_rows_of_its_own_never_trains_on_them(tmp_path, file_task):
+def test_rows_of_a_separate_heldout_parquet_file_are_never_trained(tmp_path, file_task):
     for name, numbers in (("train", range(20)), ("test", range(15, 25))):
         table = pa.table({"question": [f"{n}+1" for n in numbers], "answer": [str(n + 1) for n in numbers]})
         pq.write_table(table, tmp_path / f"{name}.parquet")
@@ -167,8 +168,8 @@ def test_a_parquet_file_with_held_out_rows_of_its_own_never_trains_on_them(tmp_p
         ({"template": "{metadata[expresion]}="}, "did you mean 'expression'"),
         ({"template": "{question.__class__}"}, "is not a template field"),
         ({"template": "Add:"}, "names no column"),
-        ({"template": "{question"}, "does not parse"),
-        ({"rewards": ("nowhere.py:f",)}, "there is no file .*nowhere.py"),
+        ({"template": "{question"}, "cannot be parsed"),
+        ({"rewards": ("nowhere.py:f",)}, "no file .*nowhere.py"),
         ({"rewards": ("exactly",)}, "not of the form FILE.py:FUNCTION.*did you mean 'exact'"),
     ],
 )
@@ -179,7 +180,7 @@ def test_a_mistake_in_a_gym_task_is_found_before_a_process_starts(changes, messa
 
 def test_a_mistake_in_a_file_task_is_found_without_running_the_reward_file(tmp_path, rewards, file_task):
     for changes, message in (
-        ({"path": "nowhere.jsonl"}, "task.path: .*nowhere.jsonl is not there"),
+        ({"path": "nowhere.jsonl"}, "task.path: .*nowhere.jsonl does not exist"),
         ({"template": "{qestion}"}, "did you mean 'question'"),
         ({"template": "{levle[digits]}"}, "did you mean 'level'"),
         ({"rewards": ()}, "task.rewards is empty"),
@@ -197,8 +198,8 @@ def test_a_mistake_in_a_file_task_is_found_without_running_the_reward_file(tmp_p
         check_task(file_task.model_copy(update={"path": str(tmp_path / "bad.jsonl")}))
 
 
-def test_prompts_that_are_too_long_are_counted_and_the_longest_is_named_with_what_it_needs(file_task, monkeypatch):
-    monkeypatch.setattr("actors.tasks.prompts.HELDOUT_SHARE", 0.5)
+def test_the_error_for_long_prompts_has_their_count_and_the_longest_length(file_task, monkeypatch):
+    monkeypatch.setattr("leeway.actors.tasks.prompts.HELDOUT_SHARE", 0.5)
 
     class Letters:
         def encode(self, texts):
@@ -212,32 +213,34 @@ def test_prompts_that_are_too_long_are_counted_and_the_longest_is_named_with_wha
         split, _ = file_problems(file_task, None, codec)
         return Task(split.train, split.heldout, (), split.rows, split.store)
 
-    whole = task(Letters())
-    lengths = [len(problem.text) for problem in (*whole.train, *whole.heldout)]
+    split = task(Letters())
+    lengths = [len(problem.text) for problem in (*split.train, *split.heldout)]
     assert sorted(set(lengths)) == [7, 8], "one digit or two"
     with pytest.raises(TaskError, match=rf"^{lengths.count(8)} of the task's 61 prompts are longer .* = 7; .* has 8"):
-        whole.check_lengths(7)
+        split.check_lengths(7)
     with pytest.raises(TaskError, match=r"max_prompt_tokens = 8, shorten"):
-        whole.check_lengths(5)
-    with pytest.raises(TaskError, match=r"^61 of the task's 61 prompts have no token at all, training prompt 0 "):
+        split.check_lengths(5)
+    with pytest.raises(
+        TaskError, match=r"^61 of the task's 61 prompts have no tokens; the first is training prompt 0 "
+    ):
         task(Nothing()).check_lengths(5)
-    whole.check_lengths(8)
-    for half in (whole.train, whole.heldout):
+    split.check_lengths(8)
+    for half in (split.train, split.heldout):
         assert [problem.token_ids for problem in half] == Letters().encode([problem.text for problem in half])
 
 
-def test_the_check_before_a_run_finds_prompts_that_are_too_long_for_the_models_tokenizer():
+def test_check_task_finds_prompts_with_too_many_tokens():
     config = gym(template="{metadata[expression]:compact}=")
     known = {"model_folder": EXAMPLES / "demo_model", "vocab_size": 16}
     found = check_task(config, **known, max_prompt_tokens=8)
     assert found == replace(check_task(config), end_of_turn=(1, "<eos>", "tokenizer"))
     with pytest.raises(TaskError, match=r"^360 of the task's 360 prompts are longer than .* = 3"):
         check_task(config, **known, max_prompt_tokens=3)
-    with pytest.raises(TaskError, match=r"token 15 of a prompt, and the model has a vocabulary of 15"):
+    with pytest.raises(TaskError, match=r"token 15 for a prompt, but the model has a vocabulary of 15"):
         check_task(config, **{**known, "vocab_size": 15}, max_prompt_tokens=8)
 
 
-def test_the_check_before_a_run_looks_at_some_prompts_of_many_and_always_at_the_longest(file_task, monkeypatch):
+def test_check_task_samples_prompts_and_always_includes_the_longest(file_task, monkeypatch):
     class Letters:
         seen: ClassVar[list[str]] = []
 
@@ -245,42 +248,42 @@ def test_the_check_before_a_run_looks_at_some_prompts_of_many_and_always_at_the_
             self.seen += texts
             return [list(text.encode()) for text in texts]
 
-    monkeypatch.setattr("actors.tasks.prompts.HELDOUT_SHARE", 0.5)
+    monkeypatch.setattr("leeway.actors.tasks.prompts.HELDOUT_SHARE", 0.5)
     task = load_task(file_task)
-    for key, value in (("MOST_LOOKED_AT", 8), ("MOST_BYTES", 20)):
-        monkeypatch.setattr(f"actors.tasks.task.{key}", value)
+    for key, value in (("MAX_CHECKED_PROMPTS", 8), ("MAX_CHECKED_BYTES", 20)):
+        monkeypatch.setattr(f"leeway.actors.tasks.task.{key}", value)
         Letters.seen.clear()
         task.check_prompts(Letters(), 8, 256)
         assert 1 < len(Letters.seen) <= 8
         assert len(Letters.seen[0]) == 8
     assert sum(map(len, Letters.seen)) <= 20
-    with pytest.raises(TaskError, match=r"^2 of the 2 that were looked at of the task's 61 prompts .* = 7; .* has 8"):
+    with pytest.raises(TaskError, match=r"^2 of the 2 checked among the task's 61 prompts .* = 7; .* has 8"):
         task.check_prompts(Letters(), 7, 256)
 
 
 @pytest.mark.parametrize(
-    ("beginning", "said"),
+    ("start", "message"),
     [
         ("import no_such_library", "importing .*reward.py failed: ModuleNotFoundError: No module named 'no_such_lib"),
-        ("import sys\nsys.exit('no licence')", "reward.py ended its process with status 1: no licence"),
-        ("import os\nprint('out', flush=True)\nos._exit(3)", r"importing .*reward.py ended its process with status 3"),
+        ("import sys\nsys.exit('no licence')", "reward.py exited the process with status 1: no licence"),
+        ("import os\nprint('out', flush=True)\nos._exit(3)", r"importing .*reward.py exited the process with status 3"),
         ("import os\nos.abort()", r"importing .*reward.py ended the process with status -6"),
-        ("import time\ntime.sleep(60)", r"did not end within 2 s"),
+        ("import time\ntime.sleep(60)", r"timed out after 2 s"),
         ("print('\"a word\"')", None),
     ],
 )
 @pytest.mark.process
-def test_a_reward_file_is_tried_in_a_process_of_its_own(tmp_path, file_task, beginning, said):
+def test_a_reward_file_is_imported_in_a_separate_process(tmp_path, file_task, start, message):
     path = tmp_path / "reward.py"
-    path.write_text(f"{beginning}\ndef reward(completions): return [0.0 for _ in completions]\n")
+    path.write_text(f"{start}\ndef reward(completions): return [0.0 for _ in completions]\n")
     config = file_task.model_copy(update={"rewards": (f"{path}:reward",)})
-    with nullcontext() if said is None else pytest.raises(TaskError, match=said):
-        check_task(config, import_limit_s=2.0 if "sleep" in beginning else 60.0)
+    with nullcontext() if message is None else pytest.raises(TaskError, match=message):
+        check_task(config, import_limit_s=2.0 if "sleep" in start else 60.0)
 
 
 @pytest.mark.process
-def test_a_file_that_needs_the_network_is_found_out_where_rewards_have_none(tmp_path, file_task):
-    if why := why_not_cut():
+def test_a_reward_file_that_needs_the_network_fails_if_rewards_have_none(tmp_path, file_task):
+    if why := cut_network_error():
         pytest.skip(why)
     path = tmp_path / "reward.py"
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -293,14 +296,14 @@ def test_a_file_that_needs_the_network_is_found_out_where_rewards_have_none(tmp_
 
 
 @pytest.mark.process
-def test_a_kernel_that_cuts_nobody_off_is_one_sentence_before_a_process_starts(file_task, monkeypatch):
-    monkeypatch.setattr(functions, "why_not_cut", lambda: "Operation not permitted (unshare)")
+def test_a_kernel_that_cannot_cut_the_network_is_an_error_before_start(file_task, monkeypatch):
+    monkeypatch.setattr(functions, "cut_network_error", lambda: "Operation not permitted (unshare)")
     check_task(file_task, import_limit_s=60.0)
     with pytest.raises(TaskError, match=r"reward_network = false, but .* \(Operation not permitted .*user namespaces"):
         check_task(file_task.model_copy(update={"reward_network": False}), import_limit_s=60.0)
 
 
-def test_a_mark_of_the_order_of_bytes_is_read_over(tmp_path, file_task):
+def test_a_byte_order_mark_is_ignored(tmp_path, file_task):
     path = Path(file_task.path)
     before = check_task(file_task)
     path.write_bytes(codecs.BOM_UTF8 + path.read_bytes())
@@ -308,9 +311,9 @@ def test_a_mark_of_the_order_of_bytes_is_read_over(tmp_path, file_task):
 
 
 @pytest.mark.parametrize("own_file", [False, True])
-def test_a_large_file_holds_out_no_more_than_an_evaluation_can_answer(tmp_path, file_task, monkeypatch, own_file):
-    monkeypatch.setattr("actors.tasks.prompts.MOST_HELDOUT", 5)
-    monkeypatch.setattr("actors.tasks.prompts.HELDOUT_SHARE", 0.5)
+def test_the_held_out_split_of_a_large_file_is_bounded(tmp_path, file_task, monkeypatch, own_file):
+    monkeypatch.setattr("leeway.actors.tasks.prompts.MAX_HELDOUT", 5)
+    monkeypatch.setattr("leeway.actors.tasks.prompts.HELDOUT_SHARE", 0.5)
     changes = {}
     if own_file:
         rows = [{"question": f"{a} + 1 ?", "answer": str(a + 1)} for a in range(50, 90)]
@@ -318,12 +321,12 @@ def test_a_large_file_holds_out_no_more_than_an_evaluation_can_answer(tmp_path, 
         changes = {"heldout_path": str(tmp_path / "test.jsonl")}
     task = load_task(file_task.model_copy(update=changes))
     assert len(task.heldout) == 5
-    assert own_file or not any(held_out(problem.question) for problem in task.train), "the rest does not train"
+    assert own_file or not any(held_out(problem.question) for problem in task.train), "other held-out rows never train"
     assert len(load_task(file_task.model_copy(update={**changes, "num_heldout": 7})).heldout) == 7
 
 
-def test_the_example_of_a_file_task_rewards_its_own_rows():
-    from launch.config import load_config
+def test_the_file_task_example_scores_its_own_rows():
+    from leeway.launch.config import load_config
 
     config = load_config(EXAMPLES / "file.toml")
     task = load_task(config.task)
@@ -342,7 +345,7 @@ def test_the_example_of_a_file_task_rewards_its_own_rows():
     )
 
 
-def test_a_chat_template_that_refuses_a_system_turn_is_a_mistake_that_names_the_keys(tmp_path):
+def test_the_error_for_a_rejected_system_turn_names_the_config_keys(tmp_path):
     from transformers import AutoTokenizer
 
     shutil.copytree(EXAMPLES / "demo_model", tmp_path / "model")
@@ -367,7 +370,7 @@ BY_TEMPLATE, BY_TOKENIZER = (16, "<end>", "chat template"), (1, "<eos>", "tokeni
 
 
 @pytest.mark.parametrize(("template", "end"), [(ENDED, BY_TEMPLATE), (NO_ANSWERS, BY_TOKENIZER)])
-def test_an_answer_ends_with_what_the_template_puts_behind_it_or_else_with_the_tokenizers_end(tmp_path, template, end):
+def test_the_end_of_turn_comes_from_the_template_or_else_the_tokenizer(tmp_path, template, end):
     from transformers import AutoTokenizer
 
     shutil.copytree(EXAMPLES / "demo_model", tmp_path / "model")
@@ -399,12 +402,10 @@ LAST_ALONE = "{% if loop.last and m.role == 'assistant' %}<think></think>{% endi
     ],
 )
 @pytest.mark.parametrize("system_prompt", [None, "1"])
-def test_the_part_of_an_answer_that_a_template_puts_into_the_prompt_is_found(
-    tmp_path, head, starts, found, system_prompt
-):
+def test_answer_text_that_a_template_adds_to_the_prompt_is_detected(tmp_path, head, starts, found, system_prompt):
     from transformers import AutoTokenizer
 
-    from actors.tasks.task import PromptCodec
+    from leeway.actors.tasks.task import PromptCodec
 
     shutil.copytree(EXAMPLES / "demo_model", tmp_path / "model")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
@@ -414,8 +415,8 @@ def test_the_part_of_an_answer_that_a_template_puts_into_the_prompt_is_found(
     assert codec.answer_start("a question that ends with <think>") == found
 
 
-def test_the_part_of_an_answer_that_a_prompt_without_a_template_ends_with_is_found():
-    from actors.tasks.task import PromptCodec
+def test_answer_text_at_the_end_of_a_plain_prompt_is_detected():
+    from leeway.actors.tasks.task import PromptCodec
 
     codec = PromptCodec(EXAMPLES / "demo_model", chat=False, system_prompt=None)
     assert codec.answer_start("1+1=? <Think>\n") == "<Think>"
@@ -428,8 +429,8 @@ TWO_OF_THEM = {
 
 
 @pytest.mark.parametrize("name", ["acre", "gsm_symbolic", "list_functions", "word_ladder", "composite"])
-def test_datasets_that_draw_all_items_at_once_or_are_made_of_others_stream_too(name):
-    """Of 2**31 items the first three would take the machine's memory."""
+def test_composite_datasets_and_those_that_draw_all_items_at_once_are_streamed(name):
+    """The first three would exhaust memory if they drew all 2**31 items."""
     params = TWO_OF_THEM if name == "composite" else {}
     task = load_task(gym(name=name, params=params, num_train=8, num_heldout=2))
     (reward,) = map(load_reward, task.rewards)
@@ -438,24 +439,24 @@ def test_datasets_that_draw_all_items_at_once_or_are_made_of_others_stream_too(n
 
 
 @pytest.mark.parametrize("answer", ["2 x 3", "It is 2 \N{MULTIPLICATION SIGN} 3"])
-def test_an_answer_that_a_dataset_cannot_read_is_a_wrong_one(answer):
+def test_an_answer_that_a_dataset_cannot_parse_is_wrong(answer):
     task = load_task(gym(name="prime_factorization", params={}, num_train=2, num_heldout=1))
     (reward,) = map(load_reward, task.rewards)
     assert reward(task.train, [answer, task.train[1].columns["answer"]]) == [0.0, 1.0]
 
 
 @pytest.mark.parametrize("answer", ["nan", "N a N", "nan+1i"])
-def test_what_is_no_number_is_a_wrong_complex_one(answer):
+def test_nan_is_a_wrong_complex_number(answer):
     task = load_task(gym(name="complex_arithmetic", params={}, num_train=2, num_heldout=1))
     (reward,) = map(load_reward, task.rewards)
     assert reward(task.train, [answer, task.train[1].columns["answer"]]) == [0.0, 1.0]
 
 
-def test_an_end_of_sequence_that_the_tokenizer_puts_behind_a_text_is_no_part_of_a_prompt(tmp_path):
+def test_a_prompt_excludes_an_end_of_sequence_token_added_by_the_tokenizer(tmp_path):
     from tokenizers import processors
     from transformers import AutoTokenizer
 
-    from actors.tasks.task import PromptCodec
+    from leeway.actors.tasks.task import PromptCodec
 
     shutil.copytree(EXAMPLES / "demo_model", tmp_path / "model")
     plain = PromptCodec(tmp_path / "model", chat=False, system_prompt=None).encode(["1+2=", "2="])
@@ -467,15 +468,15 @@ def test_an_end_of_sequence_that_the_tokenizer_puts_behind_a_text_is_no_part_of_
     assert codec.encode(["1+2=", "2="]) == [[0, *ids] for ids in plain]
 
 
-def test_columns_become_json():
+def test_columns_are_converted_to_json():
     assert json_safe({"a": (1, 2), ("k",): 1, "s": {3}}) == {"a": [1, 2], "s": [3]}
 
 
-def test_prompts_are_encoded_as_they_are_or_as_a_turn_of_the_chat_and_completions_lose_special_tokens(tmp_path):
+def test_prompts_are_encoded_plain_or_as_chat_and_decoding_drops_special_tokens(tmp_path):
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    from actors.tasks.task import PromptCodec
+    from leeway.actors.tasks.task import PromptCodec
 
     words = {token: number for number, token in enumerate(["<eos>", "<unk>", "1", "2", "+", "=", "U", "S", "A"])}
     backend = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
@@ -495,6 +496,6 @@ def test_prompts_are_encoded_as_they_are_or_as_a_turn_of_the_chat_and_completion
     tokenizer.save_pretrained(tmp_path)
     codec = PromptCodec(tmp_path, chat=True, system_prompt="1")
     assert codec.encode(["2="]) == [[7, 2, 6, 3, 5, 8]]
-    assert codec.end_of_turn() == (0, "<eos>", "tokenizer"), "the template puts nothing behind an answer"
+    assert codec.end_of_turn() == (0, "<eos>", "tokenizer"), "the template appends nothing to an answer"
     with pytest.raises(TaskError, match="does not exist"):
         PromptCodec(tmp_path / "none", chat=False, system_prompt=None)

@@ -1,19 +1,19 @@
-"""How an actor follows the weights, with a fake engine, buffer and store."""
+"""Weight updates of an actor, with a fake engine, buffer and store."""
 
 import asyncio
 import time
 
 import pytest
 
-from actors.weights import PolicyTimeout
-from common.process import wall_time
-from common.staleness import PolicyVersion
+from leeway.actors.weights import PolicyTimeout
+from leeway.common.process import wall_time
+from leeway.common.staleness import PolicyVersion
+from leeway.weight_sync.client import UPDATE_TIMEOUT_S
 from tests.unit.fake_actor import Clock, FakeBuffer, FakeEngine, FakeStore, make_actor, run_to_end, until
-from weight_sync.client import UPDATE_TIMEOUT_S
 
 
 @pytest.mark.parametrize("kv_cache", ["keep", "recompute"])
-async def test_an_update_does_with_running_requests_what_the_configuration_says(kv_cache):
+async def test_an_update_uses_the_configured_kv_cache_mode(kv_cache):
     engine, store = FakeEngine(), FakeStore()
     store.version = PolicyVersion(0, 1)
     actor = make_actor(FakeBuffer(0), engine, store, weight_sync={"kv_cache": kv_cache})
@@ -22,7 +22,7 @@ async def test_an_update_does_with_running_requests_what_the_configuration_says(
     assert engine.kv_caches == [kv_cache]
 
 
-async def test_a_request_waits_for_the_version_that_its_lease_demands():
+async def test_a_request_waits_for_the_minimum_version_of_its_lease():
     buffer, engine, store = FakeBuffer(1, min_version=3), FakeEngine(), FakeStore()
     buffer.newest = (0, 3)
     actor = make_actor(buffer, engine, store)
@@ -37,14 +37,14 @@ async def test_a_request_waits_for_the_version_that_its_lease_demands():
     report = actor.report()
     (update,) = report.updates
     assert update.version == (0, 3)
-    assert update.load_s == 0.005  # as the fake engine says
+    assert update.load_s == 0.005  # of the fake engine
     assert update.pause_s == pytest.approx(0.01)
     assert before_s <= update.end_s <= wall_time()
-    assert actor.report().updates == [], "an update is told once"
+    assert actor.report().updates == [], "an update is reported once"
     await actor.stop()
 
 
-async def test_an_actor_too_far_behind_pulls_first_even_after_a_learner_restart():
+async def test_a_stale_actor_pulls_weights_first_even_after_a_learner_restart():
     for served, newest in (((0, 0), (0, 2)), ((0, 9), (1, 4))):
         buffer, engine, store = FakeBuffer(1), FakeEngine(), FakeStore()
         engine.version, buffer.newest, store.version = PolicyVersion(*served), newest, PolicyVersion(*served)
@@ -61,16 +61,16 @@ async def test_an_actor_too_far_behind_pulls_first_even_after_a_learner_restart(
         await actor.stop()
 
 
-async def test_a_version_that_never_comes_is_an_error_that_names_it(monkeypatch):
-    monkeypatch.setattr("actors.weights.UPDATE_TIMEOUT_S", 0.05)
+async def test_waiting_for_a_missing_version_times_out_with_its_number(monkeypatch):
+    monkeypatch.setattr("leeway.actors.weights.UPDATE_TIMEOUT_S", 0.05)
     buffer = FakeBuffer(1, min_version=9)
     buffer.newest = (0, 9)
     with pytest.raises(PolicyTimeout, match=r"policy 9.*serves 0"):
         await run_to_end(make_actor(buffer))
 
 
-async def in_the_middle_of_an_update():
-    """An engine that is being given version 1, its actor, and the update, which waits for `engine.may_apply`."""
+async def start_update():
+    """Return an engine that applies version 1, its actor, and the update, which waits for `engine.may_apply`."""
     engine, store = FakeEngine(), FakeStore()
     actor = make_actor(FakeBuffer(0), engine, store)
     await actor.start()
@@ -82,8 +82,8 @@ async def in_the_middle_of_an_update():
     return engine, actor, update
 
 
-async def test_who_needs_no_newer_version_than_is_served_waits_for_none():
-    engine, actor, update = await in_the_middle_of_an_update()
+async def test_a_request_for_the_served_version_does_not_wait_for_an_update():
+    engine, actor, update = await start_update()
     await asyncio.wait_for(actor._follower.catch_up(PolicyVersion(0, 0)), 60)
     assert not update.done()
     engine.may_apply.set()
@@ -91,7 +91,7 @@ async def test_who_needs_no_newer_version_than_is_served_waits_for_none():
     await actor.stop()
 
 
-async def test_an_evaluation_takes_no_time_from_who_catches_up():
+async def test_time_spent_in_an_evaluation_does_not_count_as_catch_up_time():
     engine, store, clock = FakeEngine(), FakeStore(), Clock()
     actor = make_actor(FakeBuffer(0), engine, store, clock=clock)
     await actor.start()
@@ -110,7 +110,7 @@ async def test_an_evaluation_takes_no_time_from_who_catches_up():
     await actor.stop()
 
 
-async def test_refused_weights_are_reported_passed_over_and_the_next_version_is_taken():
+async def test_refused_weights_are_reported_and_skipped():
     engine, store, clock = FakeEngine(), FakeStore(), Clock()
     store.corrupt, engine.refuses = {PolicyVersion(0, 1)}, {PolicyVersion(0, 2)}
     store.version = PolicyVersion(0, 1)
@@ -123,7 +123,7 @@ async def test_refused_weights_are_reported_passed_over_and_the_next_version_is_
     assert engine.version == (0, 0)
     report = actor.report()
     assert (report.refused, report.updates) == ("version 2: of another model", [])
-    assert store.distrusted == [(0, 2)]
+    assert store.invalidated == [(0, 2)]
     store.version = PolicyVersion(0, 3)
     await actor._follower.catch_up(PolicyVersion(0, 3))
     report = actor.report()
@@ -133,7 +133,7 @@ async def test_refused_weights_are_reported_passed_over_and_the_next_version_is_
     assert store.closed
 
 
-async def test_a_refused_version_is_not_read_again_at_every_look_but_after_pauses_that_grow():
+async def test_a_refused_version_is_retried_after_growing_pauses():
     engine, store, clock = FakeEngine(), FakeStore(), Clock()
     store.version = PolicyVersion(0, 1)
     store.corrupt = {PolicyVersion(0, 1)}
@@ -154,7 +154,7 @@ async def test_a_refused_version_is_not_read_again_at_every_look_but_after_pause
     await actor.stop()
 
 
-async def test_a_silent_weight_service_is_asked_again_and_ends_the_actor_only_if_a_request_waits_too_long():
+async def test_a_silent_weight_service_ends_the_actor_only_if_a_request_times_out():
     engine, store, clock = FakeEngine(), FakeStore(), Clock()
     store.silent = True
     actor = make_actor(FakeBuffer(0), engine, store, clock=clock)
@@ -163,7 +163,7 @@ async def test_a_silent_weight_service_is_asked_again_and_ends_the_actor_only_if
         await actor._follower.update()
         clock.now_s += 0.1
     assert actor.report().refused == "the newest version: tcp://fake did not answer"
-    assert 8 <= store.asked <= 11
+    assert 8 <= store.num_polls <= 11
     await asyncio.wait_for(actor._follower.admit(0), 60)
     store.silent, store.version = False, PolicyVersion(0, 1)
     clock.now_s += 1
@@ -177,7 +177,7 @@ async def test_a_silent_weight_service_is_asked_again_and_ends_the_actor_only_if
         await run_to_end(make_actor(buffer, FakeEngine(), store, clock=lambda: 200 * time.monotonic()))
 
 
-async def test_a_fetch_that_takes_too_long_is_a_refusal_and_no_second_one_starts_beside_it(monkeypatch):
+async def test_a_fetch_that_times_out_is_refused_and_no_second_fetch_starts(monkeypatch):
     engine, store, clock, loop = FakeEngine(), FakeStore(), Clock(), asyncio.get_running_loop()
     actor = make_actor(FakeBuffer(0), engine, store, clock=clock)
     await actor.start()
@@ -190,14 +190,14 @@ async def test_a_fetch_that_takes_too_long_is_a_refusal_and_no_second_one_starts
     assert "version 1: not read and verified within 600 s" in actor.report().refused
     clock.now_s += 3
     await actor._follower.update()
-    assert "an earlier look has not ended" in actor.report().refused
+    assert "an earlier request is still running" in actor.report().refused
     assert store.fetched == [(0, 1)]
     store.may_fetch.set()
-    actor._follower._asked.result(60)
+    actor._follower._request.result(60)
     clock.now_s += 3
     await actor._follower.update()
     assert engine.version == (0, 1)
-    assert store.fetched == [(0, 1)], "what came late was thrown away"
+    assert store.fetched == [(0, 1)], "the late result was discarded"
     await actor.stop()
 
 
@@ -211,7 +211,7 @@ async def test_an_older_version_never_replaces_a_newer_one():
         await actor._follower.update()
     assert engine.version == (1, 3)
     assert store.fetched == [(1, 3)]
-    # nor one that was staged while a newer one was applied
+    # nor does a version that was staged while a newer one was applied
     async with actor._follower.held():
         store.version = PolicyVersion(1, 4)
         update = asyncio.create_task(actor._follower.update())
@@ -223,11 +223,11 @@ async def test_an_older_version_never_replaces_a_newer_one():
     await actor.stop()
 
 
-async def test_an_update_is_finished_even_when_the_loop_ends_in_its_middle():
-    engine, actor, update = await in_the_middle_of_an_update()
+async def test_an_update_completes_even_if_it_is_cancelled():
+    engine, actor, update = await start_update()
     update.cancel()
     await asyncio.wait({update}, timeout=0.05)
-    assert not update.done(), "it was left in the middle"
+    assert not update.done(), "the update was abandoned"
     engine.may_apply.set()
     await asyncio.wait({update}, timeout=60)
     assert update.cancelled()
@@ -236,14 +236,14 @@ async def test_an_update_is_finished_even_when_the_loop_ends_in_its_middle():
 
 
 @pytest.mark.parametrize("rounds", range(5))
-async def test_following_ends_when_it_is_cancelled_in_the_moment_in_which_a_version_is_heard_of(rounds, monkeypatch):
-    # that moment is the rule at the end of a run: the reply that says so brings the newest version as well
-    monkeypatch.setattr("actors.weights.POLL_S", 60)
+async def test_the_follower_stops_if_it_is_cancelled_while_a_new_version_arrives(rounds, monkeypatch):
+    # usual at the end of a run: the reply that ends it also reports the newest version
+    monkeypatch.setattr("leeway.actors.weights.POLL_S", 60)
     actor = make_actor(FakeBuffer(0))
     await actor.start()
     following = asyncio.create_task(actor._follower.run())
     await asyncio.sleep(0.05)
-    actor._follower.hear_of(PolicyVersion(0, 1))
+    actor._follower.observe_version(PolicyVersion(0, 1))
     for _ in range(rounds):
         await asyncio.sleep(0)
     following.cancel()

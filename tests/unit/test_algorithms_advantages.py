@@ -6,13 +6,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from algorithms.base import group_advantages
-from algorithms.off_policy_ppo import gae, rewards_per_token
+from leeway.algorithms.base import group_advantages
+from leeway.algorithms.off_policy_ppo import gae, rewards_per_token
 from tests.unit.loss_batches import interleaved, make_inputs, mates_of, tokens_of
 
 
 def per_sequence_rows(inputs, *values_T):
-    """For every sequence that has tokens: their places, and each value of them as a list."""
+    """Yield the token indices and a list of each value for every non-empty sequence."""
     for tokens in filter(None, tokens_of(inputs)):
         yield tokens, *([float(values[t]) for t in tokens] for values in values_T)
 
@@ -39,7 +39,7 @@ def test_gae_follows_its_recursion_backwards_through_every_sequence(inputs, lam)
         torch.testing.assert_close(found_T[tokens].tolist(), recursive(rewards, values), rtol=0, atol=1e-12)
 
 
-def test_lambda_of_one_is_the_return_less_the_value_and_of_zero_the_one_step_error(inputs):
+def test_gae_is_return_minus_value_at_lambda_1_and_the_one_step_error_at_lambda_0(inputs):
     rewards_T = inputs.reference_logprobs_T
     returns_less_values = gae(inputs, rewards_T, inputs.values_T, 1.0)
     one_step = gae(inputs, rewards_T, inputs.values_T, 0.0)
@@ -50,14 +50,14 @@ def test_lambda_of_one_is_the_return_less_the_value_and_of_zero_the_one_step_err
             assert float(one_step[t]) == pytest.approx(rewards[i] + following - values[i], abs=1e-12)
 
 
-def test_a_critic_that_knows_the_returns_leaves_no_advantage(inputs):
+def test_a_perfect_critic_gives_zero_advantages(inputs):
     rewards_T = rewards_per_token(inputs, inputs.rewards_B, torch.zeros_like(inputs.values_T))
     returns_T = inputs.rewards_B[inputs.sequence_T]
     for lam in (0.0, 0.6, 1.0):
         assert gae(inputs, rewards_T, returns_T, lam).abs().max() < 1e-12
 
 
-def test_no_sequence_sees_the_tokens_of_another(inputs):
+def test_gae_does_not_mix_sequences(inputs):
     whole_T = gae(inputs, inputs.reference_logprobs_T, inputs.values_T, 0.8)
     for b, tokens in enumerate(tokens_of(inputs)):
         if tokens:
@@ -66,7 +66,7 @@ def test_no_sequence_sees_the_tokens_of_another(inputs):
             assert torch.equal(own_T, whole_T[tokens]), b
 
 
-def test_a_sequences_reward_comes_with_its_last_token_and_penalties_with_each(inputs):
+def test_the_reward_is_at_the_last_token_and_penalties_at_every_token(inputs):
     found_T = rewards_per_token(inputs, inputs.rewards_B, 0.1 * inputs.values_T)
     expected = [-0.1 * value for value in inputs.values_T.tolist()]
     for b, tokens in enumerate(tokens_of(inputs)):
@@ -103,8 +103,8 @@ def test_group_baselines_follow_their_definitions(groups):
 
 @pytest.mark.parametrize("reward", [0.1, 0.9, 10.3, 1e6])
 @pytest.mark.parametrize("size", [1, 3, 7, 20])
-def test_equal_rewards_in_float32_are_exactly_no_advantage(reward, size):
-    """The mean in float32 would differ from them in the last digit, and a standard deviation make that large."""
+def test_equal_float32_rewards_give_exactly_zero_advantages(reward, size):
+    """A float32 mean would differ in the last digit, and the division by a standard deviation would amplify that."""
     rewards_B = torch.full((size,), reward, dtype=torch.float32)
     inputs = replace(make_inputs(groups=[0] * size, lengths=[1] * size), rewards_B=rewards_B)
     for baseline in ("rloo", "grpo"):

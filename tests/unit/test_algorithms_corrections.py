@@ -1,4 +1,4 @@
-"""Corrections on weights that are read off the batch, and the bounds that they promise."""
+"""Corrections applied to known weights, and their bounds."""
 
 import math
 from dataclasses import replace
@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from algorithms.corrections import (
+from leeway.algorithms.corrections import (
     CISPO,
     GSPO,
     Clip,
@@ -24,7 +24,7 @@ RHO = [2.0, 0.5, 6.0, 1.0, 1.5, 0.25]
 
 
 def stale_inputs(rho=RHO, **changes):
-    """A batch whose pi_prox / mu is given, token by token."""
+    """Return a batch with these values of pi_prox / mu, one per token."""
     inputs = make_inputs(groups=[0, 0, 1, 1], lengths=LENGTHS)
     log_rho_T = torch.tensor(rho, dtype=torch.float64).log()
     return replace(inputs, behaviour_logprobs_T=inputs.proximal_logprobs_T - log_rho_T, **changes)
@@ -49,7 +49,7 @@ def weights(*corrections):
     ],
     ids=lambda value: getattr(value, "type", ""),
 )
-def test_a_weight_is_bounded_or_masked_as_its_formula_says(correction, expected, share):
+def test_each_correction_bounds_or_masks_weights_by_its_formula(correction, expected, share):
     found, metrics = weights(correction)
     assert found == pytest.approx(expected, abs=1e-12)
     assert metrics == {f"off_policy/{correction.type}_frac": pytest.approx(share)}
@@ -71,7 +71,7 @@ def test_truncation_and_masks_compose_in_any_order():
     assert weights(*reversed(parts)) == first
 
 
-def test_a_bound_is_inside_the_interval_that_is_kept():
+def test_bounds_are_inclusive():
     exact = replace(make_inputs(groups=[0], lengths=[2]), behaviour_logprobs_T=torch.zeros(2).double())
     exact = replace(exact, proximal_logprobs_T=torch.zeros(2).double())
     for mask in (IcePop(low=1.0, high=2.0), IcePop(low=0.5, high=1.0), GeometricMask(low=1.0, high=1.5)):
@@ -88,7 +88,7 @@ def test_log_ratios_are_clamped_before_they_become_weights(dtype):
         behaviour_logprobs_T=torch.tensor([-1e4, 0.0, 0.0], dtype=dtype),
     )
     assert importance_weights(far, []).weight_T.tolist() == pytest.approx([math.exp(20), math.exp(-20), math.exp(-20)])
-    # of a sequence: 20 - 20 - 20, each token clamped first
+    # the sequence has 20 - 20 - 20, because each token is clamped first
     product = importance_weights(far, [SequenceTIS(cap=1e30)]).weight_T
     assert product.tolist() == pytest.approx([math.exp(-20)] * 3)
 
@@ -102,7 +102,7 @@ SURROGATES = {
 
 
 def surrogate(kind, advantage, u):
-    """Objective, its slope by each token, and where it was clipped, of one sequence whose tokens have ratios u."""
+    """Return the objective, its slope by each token, and the clipped tokens of one sequence with token ratios u."""
     inputs = make_inputs(groups=[0], lengths=[len(u)])
     leaf_T = (inputs.proximal_logprobs_T + torch.tensor(u, dtype=torch.float64).log()).requires_grad_()
     advantage_T = torch.full((len(u),), advantage, dtype=torch.float64)
@@ -113,7 +113,7 @@ def surrogate(kind, advantage, u):
 
 
 @pytest.mark.parametrize("advantage", [2.0, -2.0])
-def test_a_clip_holds_back_what_would_gain_and_lets_what_would_lose(advantage):
+def test_clipping_limits_gains_but_not_losses(advantage):
     u = [0.5, 1.0, 1.25, 2.0]
     objective, slope, low, high = surrogate("clip", advantage, u)
     if advantage > 0:
@@ -129,13 +129,13 @@ def test_a_clip_holds_back_what_would_gain_and_lets_what_would_lose(advantage):
 @pytest.mark.parametrize(
     ("kind", "ratio"), [("sequence_clip", 0.5 * 1.5 * 1.6), ("gspo", (0.5 * 1.5 * 1.6) ** (1 / 3))]
 )
-def test_a_sequence_has_one_ratio_which_moves_with_each_of_its_tokens(kind, ratio):
+def test_a_sequence_has_one_ratio_that_depends_on_each_of_its_tokens(kind, ratio):
     objective, slope, low, high = surrogate(kind, 2.0, [0.5, 1.5, 1.6])
     # gspo counts its objective once for each token, sequence_clip once for the sequence
     assert objective == pytest.approx([2 * ratio / (3 if kind == "sequence_clip" else 1)] * 3)
     assert slope == pytest.approx([2 * ratio] * 3)
     assert not any(low + high)
-    for u, advantage in (([0.5, 1.5, 3.0], 2.0), ([0.5, 0.5, 1.0], -2.0)):  # beyond a bound, all stop together
+    for u, advantage in (([0.5, 1.5, 3.0], 2.0), ([0.5, 0.5, 1.0], -2.0)):  # beyond a bound, all tokens are clipped
         _, slope, low, high = surrogate(kind, advantage, u)
         assert slope == [0.0] * 3
         assert all(high if advantage > 0 else low)
@@ -150,12 +150,12 @@ def test_cispo_clips_the_weight_and_keeps_the_gradient_of_every_token(advantage)
 
 
 @pytest.mark.parametrize("kind", SURROGATES)
-def test_clipping_changes_nothing_and_counts_nothing_without_an_advantage(kind):
+def test_clipping_has_no_effect_and_no_count_for_zero_advantages(kind):
     objective, slope, low, high = surrogate(kind, 0.0, [0.1, 0.1, 0.1])
     assert [*objective, *slope] == [0.0] * 6
     assert not any(low + high)
 
 
 @pytest.mark.parametrize("kind", SURROGATES)
-def test_at_the_start_of_a_draw_every_surrogate_is_the_policy_gradient(kind):
+def test_every_surrogate_is_the_policy_gradient_at_the_start_of_a_step(kind):
     assert surrogate(kind, 2.0, [1.0, 1.0, 1.0])[1] == pytest.approx([2.0] * 3)

@@ -5,15 +5,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from algorithms.distillation import DistillationConfig
-from algorithms.registry import loss_for
+from leeway.algorithms.distillation import DistillationConfig
+from leeway.algorithms.registry import loss_for
 from tests.unit.loss_batches import ANSWERS, evaluate, gradient, make_inputs, tabular_logits, tabular_logprobs
 
 NO_BOUND = [{"type": "token_tis", "cap": 1e12, "floor": 0.0}]
 
 
 def test_loss_gradient_and_metrics_follow_the_formula(monkeypatch):
-    monkeypatch.setattr("algorithms.distillation.FAR", 0.3)
+    monkeypatch.setattr("leeway.algorithms.distillation.FAR", 0.3)
     inputs = make_inputs()
     config = DistillationConfig(corrections=[])
     loss, slope_T, _, metrics = evaluate(config, inputs)
@@ -34,8 +34,8 @@ def test_loss_gradient_and_metrics_follow_the_formula(monkeypatch):
 
 
 @pytest.mark.parametrize("stale", [False, True])
-def test_on_average_it_descends_the_exact_kl_to_the_teacher_at_every_state(stale):
-    """All 27 answers of a tabular policy, each by its chance of being sampled."""
+def test_the_expected_gradient_is_that_of_the_exact_kl_to_the_teacher_at_every_state(stale):
+    """Enumerate all 27 answers of a tabular policy, weighted by their sampling probability."""
     logits = tabular_logits(0).requires_grad_()
     log_pi, teacher = tabular_logprobs(logits), tabular_logits(1).log_softmax(1)
     log_mu_states = tabular_logits(2).log_softmax(1) if stale else logits.detach().log_softmax(1)
@@ -48,23 +48,23 @@ def test_on_average_it_descends_the_exact_kl_to_the_teacher_at_every_state(stale
         reference_logprobs_T=tabular_logprobs(tabular_logits(1)).flatten(),
     )
     slope = gradient(DistillationConfig(corrections=NO_BOUND), inputs)[1].view(27, 3) * 81
-    chance = log_mu.sum(1).exp()
-    (found,) = torch.autograd.grad((chance[:, None] * slope * log_pi).sum(), logits, retain_graph=True)
-    # a state is met as often as mu comes to it
-    met = torch.ones(13, dtype=torch.float64)
+    probability = log_mu.sum(1).exp()
+    (found,) = torch.autograd.grad((probability[:, None] * slope * log_pi).sum(), logits, retain_graph=True)
+    # probability that mu reaches each state
+    reached = torch.ones(13, dtype=torch.float64)
     for prefix in range(1, 13):
         before, token = (0, prefix - 1) if prefix < 4 else (1 + (prefix - 4) // 3, (prefix - 4) % 3)
-        met[prefix] = met[before] * log_mu_states[before, token].exp()
+        reached[prefix] = reached[before] * log_mu_states[before, token].exp()
     choices = logits.log_softmax(1)
     kl = (choices.exp() * (choices - teacher)).sum(1)
-    (wanted,) = torch.autograd.grad((met * kl).sum(), logits)
-    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+    (expected,) = torch.autograd.grad((reached * kl).sum(), logits)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
-def test_at_the_teacher_it_rests_and_rewards_are_not_read():
+def test_the_gradient_is_zero_at_the_teacher_and_rewards_are_not_read():
     inputs = make_inputs()
-    there = replace(inputs, logprobs_T=inputs.reference_logprobs_T)
-    assert gradient(DistillationConfig(), there)[1].abs().max() == 0
-    paid = replace(inputs, rewards_B=inputs.rewards_B * 7 - 3)
-    assert torch.equal(gradient(DistillationConfig(), inputs)[1], gradient(DistillationConfig(), paid)[1])
-    assert loss_for(DistillationConfig())(there).metrics["distillation/kl"] == 0
+    at_teacher = replace(inputs, logprobs_T=inputs.reference_logprobs_T)
+    assert gradient(DistillationConfig(), at_teacher)[1].abs().max() == 0
+    rewarded = replace(inputs, rewards_B=inputs.rewards_B * 7 - 3)
+    assert torch.equal(gradient(DistillationConfig(), inputs)[1], gradient(DistillationConfig(), rewarded)[1])
+    assert loss_for(DistillationConfig())(at_teacher).metrics["distillation/kl"] == 0

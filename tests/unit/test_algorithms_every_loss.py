@@ -1,4 +1,4 @@
-"""What holds for every loss and every correction, in float64."""
+"""Properties of every loss and every correction, in float64."""
 
 import math
 from dataclasses import replace
@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from algorithms.base import BadInputs, check_inputs
-from algorithms.corrections import TokenTIS, WeighedSection
-from algorithms.registry import loss_for
+from leeway.algorithms.base import BadInputs, check_inputs
+from leeway.algorithms.corrections import TokenTIS, WeighedSection
+from leeway.algorithms.registry import loss_for
 from tests.unit.loss_batches import (
     CONFIGS,
     GROUP_CONFIGS,
@@ -20,7 +20,7 @@ from tests.unit.loss_batches import (
     make_inputs,
     permuted,
 )
-from tests.world.learner import NoReading
+from tests.world.learner import NoDeviceReads
 
 
 def every(configs):
@@ -28,7 +28,7 @@ def every(configs):
 
 
 def assert_same(config, one, other, where=slice(None), atol=1e-12):
-    """Both batches have the same loss, metrics and gradients; `where` are the tokens of `one` in `other`."""
+    """Check equal loss, metrics and gradients; `where` holds the index in `one` of each token of `other`."""
     loss, slope_T, value_slope_T, metrics = evaluate(config, one)
     other_loss, other_slope_T, other_value_slope_T, other_metrics = evaluate(config, other)
     assert slope_T.abs().max() > 0
@@ -39,21 +39,21 @@ def assert_same(config, one, other, where=slice(None), atol=1e-12):
 
 
 @every(CONFIGS)
-def test_the_order_of_sequences_changes_nothing(config):
+def test_a_loss_does_not_depend_on_the_order_of_sequences(config):
     inputs = make_inputs()
     shuffled, tokens = permuted(inputs, torch.randperm(9, generator=torch.Generator().manual_seed(5)))
     assert_same(config, inputs, shuffled, tokens)
 
 
 @every(CONFIGS)
-def test_the_numbering_of_groups_and_prompts_changes_nothing(config):
+def test_a_loss_does_not_depend_on_the_numbers_of_groups_and_prompts(config):
     inputs = make_inputs()
     renamed = replace(inputs, group_B=torch.tensor([2, 0, 1])[inputs.group_B], prompt_B=100 - inputs.prompt_B)
     assert_same(config, inputs, renamed)
 
 
 @every(CONFIGS)
-def test_tokens_may_stand_anywhere_in_the_batch_if_those_of_a_sequence_keep_their_order(config):
+def test_a_loss_does_not_depend_on_the_interleaving_of_sequences(config):
     inputs = make_inputs()
     mixed, tokens = interleaved(inputs)
     assert not torch.equal(mixed.sequence_T, inputs.sequence_T)
@@ -61,7 +61,7 @@ def test_tokens_may_stand_anywhere_in_the_batch_if_those_of_a_sequence_keep_thei
 
 
 @every(CONFIGS)
-def test_a_loss_is_separable_by_the_least_unit_beyond_which_no_log_probability_moves_a_gradient(config):
+def test_a_loss_declares_the_smallest_unit_by_which_its_gradient_is_separable(config):
     inputs = make_inputs()
     unit_B = {
         "sequence": torch.arange(inputs.num_sequences),
@@ -69,34 +69,34 @@ def test_a_loss_is_separable_by_the_least_unit_beyond_which_no_log_probability_m
         "prompt": inputs.prompt_B,
         None: torch.zeros(inputs.num_sequences),
     }
-    moved_by = {unit: moves(config, inputs, of_B) for unit, of_B in unit_B.items()}
+    is_coupled = {unit: couples(config, inputs, of_B) for unit, of_B in unit_B.items()}
     separable = config.needs.separable
-    assert not moved_by[separable]
-    if config.type != "off_policy_ppo":  # of which clipping may hide what it depends on
-        least = next(unit for unit, is_moved in moved_by.items() if not is_moved)
-        assert separable == least, "declare it, and it takes one pass"
+    assert not is_coupled[separable]
+    if config.type != "off_policy_ppo":  # its clipping may hide dependencies
+        smallest = next(unit for unit, coupled in is_coupled.items() if not coupled)
+        assert separable == smallest, "declare the smaller unit to train in one pass"
 
 
-def moves(config, inputs, unit_B):
-    """Does the gradient within a unit depend on log-probabilities of others?"""
-    for proximal_is_present in (False, True):
-        _, before_T = gradient(config, at_present(inputs) if proximal_is_present else inputs)
+def couples(config, inputs, unit_B):
+    """Return whether the gradient within a unit depends on log-probabilities of other units."""
+    for is_first_update in (False, True):
+        _, before_T = gradient(config, at_first_update(inputs) if is_first_update else inputs)
         for unit in unit_B.unique():
             own_T = (unit_B == unit)[inputs.sequence_T]
             others = replace(inputs, logprobs_T=torch.where(own_T, inputs.logprobs_T, inputs.logprobs_T * 1.5 - 0.2))
-            _, after_T = gradient(config, at_present(others) if proximal_is_present else others)
+            _, after_T = gradient(config, at_first_update(others) if is_first_update else others)
             if not torch.allclose(before_T[own_T], after_T[own_T], rtol=0, atol=1e-12):
                 return True
     return False
 
 
-def at_present(inputs):
-    """The batch of a draw's first update: the proximal policy is the present one."""
+def at_first_update(inputs):
+    """Return the batch of the first update of a step, whose proximal policy is the current one."""
     return replace(inputs, proximal_logprobs_T=inputs.logprobs_T)
 
 
 @every(GROUP_CONFIGS)
-def test_rewards_may_be_shifted_by_any_constant(config):
+def test_a_constant_shift_of_rewards_has_no_effect(config):
     inputs = make_inputs()
     loss, slope_T = gradient(config, inputs)
     shifted_loss, shifted_slope_T = gradient(config, replace(inputs, rewards_B=inputs.rewards_B + 17.0))
@@ -105,24 +105,24 @@ def test_rewards_may_be_shifted_by_any_constant(config):
 
 
 @every({name: config for name, config in GROUP_CONFIGS.items() if config.compare == "group"})
-def test_the_rewards_of_one_group_move_no_other(config):
+def test_the_rewards_of_one_group_do_not_affect_other_groups(config):
     inputs = make_inputs()
     moved = replace(inputs, rewards_B=inputs.rewards_B + torch.tensor([5.0, 0, 0])[inputs.group_B])
     torch.testing.assert_close(gradient(config, moved)[1], gradient(config, inputs)[1], rtol=0, atol=1e-11)
 
 
 @every(GROUP_CONFIGS)
-def test_groups_of_one_teach_nothing(config):
+def test_groups_of_one_have_no_gradient(config):
     alone = list(range(len(LENGTHS)))
     assert config.needs.groups
     inputs = make_inputs(groups=alone)
-    if config.type == "oapl":  # elsewhere it pulls towards the policy that sampled
+    if config.type == "oapl":  # otherwise it pulls towards the behaviour policy
         inputs = replace(inputs, behaviour_logprobs_T=inputs.logprobs_T)
     assert gradient(config, inputs)[1].abs().max() < 1e-14
 
 
 @every(CONFIGS)
-def test_an_input_that_a_config_does_not_declare_is_not_read(config):
+def test_undeclared_inputs_are_not_read(config):
     inputs = make_inputs()
     unknown_T = torch.full_like(inputs.logprobs_T, math.nan)
     needs = config.needs
@@ -147,7 +147,7 @@ def _without_values(config, inputs):
 
 
 @every(CONFIGS)
-def test_a_config_declares_what_it_reads(config):
+def test_declared_inputs_are_read(config):
     inputs = make_inputs()
     unknown_T = torch.full_like(inputs.logprobs_T, math.nan)
     if config.needs.proximal:
@@ -161,18 +161,18 @@ def test_a_config_declares_what_it_reads(config):
 
 @every(CONFIGS)
 @pytest.mark.parametrize("reward", [math.nan, math.inf, -math.inf])
-def test_a_reward_that_is_not_finite_is_refused_by_name(config, reward):
+def test_a_reward_that_is_not_finite_is_rejected_with_its_sequence(config, reward):
     inputs = make_inputs()
     rewards_B = inputs.rewards_B.clone()
     rewards_B[3] = reward
-    with pytest.raises(BadInputs, match=rf"sequence 3: its reward is {reward}, and must be finite") as caught:
+    with pytest.raises(BadInputs, match=rf"sequence 3: its reward is {reward}, but must be finite") as caught:
         check_inputs(replace(inputs, rewards_B=rewards_B), config.needs)
     assert caught.value.sequence == 3
 
 
 @every(CONFIGS)
 @pytest.mark.parametrize("logprob", [math.nan, -math.inf])
-def test_a_missing_behaviour_logprob_is_refused_where_it_is_read_and_allowed_where_it_is_not(config, logprob):
+def test_a_missing_behaviour_logprob_is_rejected_only_if_the_loss_reads_it(config, logprob):
     inputs = make_inputs()
     behaviour_T = inputs.behaviour_logprobs_T.clone()
     token = int(torch.nonzero(inputs.sequence_T == 4)[-1])
@@ -188,7 +188,7 @@ def test_a_missing_behaviour_logprob_is_refused_where_it_is_read_and_allowed_whe
 
 
 @every({name: config for name, config in CONFIGS.items() if isinstance(config, WeighedSection)})
-def test_weights_multiply_the_gradient_of_each_token_and_leave_the_loss(config):
+def test_weights_multiply_the_gradient_of_each_token_but_not_the_loss(config):
     inputs = make_inputs()
     loss, slope_T = gradient(config.model_copy(update={"corrections": ()}), inputs)
     weighed = config.model_copy(update={"corrections": (TokenTIS(cap=1.3, floor=0.8),)})
@@ -201,13 +201,13 @@ def test_weights_multiply_the_gradient_of_each_token_and_leave_the_loss(config):
     torch.testing.assert_close(output.weights_T, weight_T, rtol=1e-12, atol=0)
     bounded_T = (weight_T == 0.8) | (weight_T == 1.3)
     assert output.metrics["off_policy/token_tis_frac"] == pytest.approx(float(bounded_T.double().mean()))
-    # they follow the policy through the updates of a draw
+    # the weights follow the policy through the updates of a step
     moved = replace(inputs, proximal_logprobs_T=inputs.proximal_logprobs_T - 1)
     assert torch.equal(loss_for(weighed)(moved).weights_T, output.weights_T)
 
 
 @every({name: config for name, config in CONFIGS.items() if getattr(config, "compare", "group") == "prompt"})
-def test_comparing_prompts_is_comparing_groups_that_were_joined_by_hand(config):
+def test_comparing_prompts_equals_comparing_merged_groups(config):
     inputs = make_inputs()
     # groups 0 and 2 are two leases of prompt 7
     joined = replace(inputs, group_B=torch.tensor([0, 1, 0])[inputs.group_B], num_groups=2)
@@ -215,27 +215,27 @@ def test_comparing_prompts_is_comparing_groups_that_were_joined_by_hand(config):
     assert evaluate(config, inputs)[0] == evaluate(by_group, joined)[0]
     assert torch.equal(gradient(config, inputs)[1], gradient(by_group, joined)[1])
     assert not torch.equal(gradient(config, inputs)[1], gradient(by_group, inputs)[1])
-    # where a batch does not say which prompts there are, every group has its own
+    # in a batch without prompts, every group counts as its own prompt
     unknown = replace(inputs, prompt_B=None)
     assert torch.equal(gradient(config, unknown)[1], gradient(by_group, inputs)[1])
 
 
 @every({name: each for name, each in CONFIGS.items() if each.needs.separable})
-def test_the_gradient_of_a_separable_loss_reads_nothing_back_from_the_device(config):
-    """It is asked for with every micro-batch."""
+def test_the_gradient_of_a_separable_loss_reads_nothing_from_the_device(config):
+    """It is computed for every micro-batch."""
     inputs = make_inputs(prompts=GROUPS, num_prompts=3)
     leaf_T = inputs.logprobs_T.clone().requires_grad_()
     batch = replace(inputs, logprobs_T=leaf_T, values_T=None, old_values_T=None)
     loss = loss_for(config)
-    with NoReading():
+    with NoDeviceReads():
         found_T = torch.autograd.grad(loss(batch).loss, leaf_T)[0]
     assert torch.isfinite(found_T).all()
-    with pytest.raises(AssertionError, match="waits for the device"), NoReading():
+    with pytest.raises(AssertionError, match="waits for the device"), NoDeviceReads():
         check_inputs(batch, config.needs)
 
 
 @every(CONFIGS)
-def test_metrics_are_numbers_that_need_no_gradient(config):
+def test_metrics_are_numbers_without_gradients(config):
     output = loss_for(config)(make_inputs())
     assert output.metrics.keys() == output.measured.keys()
     assert {type(value) for value in output.metrics.values()} <= {float, int, type(None)}

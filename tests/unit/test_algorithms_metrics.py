@@ -1,4 +1,4 @@
-"""The diagnostics against loops, and the rule that acts on the effective sample size."""
+"""Off-policy diagnostics and the effective sample size, compared with loops."""
 
 import math
 from dataclasses import replace
@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from algorithms.corrections import (
+from leeway.algorithms.corrections import (
     SequenceTIS,
     TokenTIS,
     effective_sample_share,
@@ -23,7 +23,7 @@ def share_by_hand(weights):
     return 1 / (sum((w / mean) ** 2 for w in weights) / len(weights))
 
 
-def of(inputs, weights_T=None):
+def diagnose(inputs, weights_T=None):
     lag_T = torch.arange(inputs.logprobs_T.numel()) % 3
     return off_policy_metrics(inputs, (lag_T == 0) & (inputs.sequence_T % 2 == 0), weights_T)
 
@@ -40,7 +40,7 @@ def test_the_diagnostics_follow_their_definitions():
     by_sequence = sums(inputs, inputs.proximal_logprobs_T - inputs.behaviour_logprobs_T)
     lengths = inputs.length_B.tolist()
     applied = [total / lengths[b] for b, total in enumerate(sums(inputs, weights_T)) if lengths[b]]
-    assert of(inputs, weights_T) == pytest.approx(
+    assert diagnose(inputs, weights_T) == pytest.approx(
         {
             "mismatch/k1": -sum(log_rho) / NUM_TOKENS,
             "mismatch/k3": sum(k3) / NUM_TOKENS,
@@ -57,15 +57,15 @@ def test_the_diagnostics_follow_their_definitions():
     )
 
 
-def test_the_weight_of_a_sequence_is_the_one_that_was_applied():
+def test_the_weight_of_a_sequence_is_the_applied_one():
     inputs = make_inputs()
     totals = sums(inputs, inputs.proximal_logprobs_T - inputs.behaviour_logprobs_T)
     capped = [min(math.exp(total), 1.5) for b, total in enumerate(totals) if b != 6]
     weights_T = importance_weights(inputs, [SequenceTIS(cap=1.5)]).weight_T
-    assert of(inputs, weights_T)["off_policy/ess_sequence_truncated"] == pytest.approx(share_by_hand(capped))
+    assert diagnose(inputs, weights_T)["off_policy/ess_sequence_truncated"] == pytest.approx(share_by_hand(capped))
 
 
-def test_a_gap_at_lag_0_is_told_from_staleness():
+def test_a_mismatch_at_lag_0_is_separate_from_staleness():
     inputs = make_inputs(groups=[0, 0, 0], lengths=[2, 2, 2])
     gap_T = torch.tensor([0.01, -0.01, 0.5, 0.5, 0.3, 0.3], dtype=torch.float64)
     inputs = replace(inputs, proximal_logprobs_T=inputs.behaviour_logprobs_T + gap_T)
@@ -79,10 +79,10 @@ def test_a_gap_at_lag_0_is_told_from_staleness():
     assert none_fresh["mismatch/lag0_tokens"] == 0
 
 
-def test_where_the_policies_are_one_nothing_is_off():
+def test_equal_policies_have_no_mismatch_and_a_full_effective_sample_size():
     inputs = make_inputs()
     same = replace(inputs, behaviour_logprobs_T=inputs.proximal_logprobs_T)
-    metrics = of(same, torch.ones(NUM_TOKENS))
+    metrics = diagnose(same, torch.ones(NUM_TOKENS))
     for name in ("mismatch/k1", "mismatch/k3", "mismatch/lag0_abs", "off_policy/chi2", "off_policy/masked_frac"):
         assert metrics[name] == 0
     for name in metrics:
@@ -90,19 +90,19 @@ def test_where_the_policies_are_one_nothing_is_off():
             assert metrics[name] == 1
 
 
-@pytest.mark.parametrize("sick", [math.nan, -math.inf])
-def test_without_a_behaviour_logprob_there_is_nothing_to_compare(sick):
+@pytest.mark.parametrize("missing", [math.nan, -math.inf])
+def test_metrics_are_none_if_a_behaviour_logprob_is_missing(missing):
     inputs = make_inputs()
     behaviour_T = inputs.behaviour_logprobs_T.clone()
-    behaviour_T[5] = sick
-    metrics = of(replace(inputs, behaviour_logprobs_T=behaviour_T))
-    assert metrics.keys() == of(inputs).keys()
+    behaviour_T[5] = missing
+    metrics = diagnose(replace(inputs, behaviour_logprobs_T=behaviour_T))
+    assert metrics.keys() == diagnose(inputs).keys()
     assert {value for name, value in metrics.items() if name != "mismatch/lag0_tokens"} == {None}
     assert metrics["mismatch/lag0_tokens"] == 0
 
 
 def test_one_huge_weight_in_float32_counts_as_one_sample_of_many():
-    """Squares of e^20 sum up to more than float32 resolves beside the squares of the others."""
+    """A float32 sum of squares with e^20 would lose the squares of the other weights."""
     many = 100_000
     for weights in (torch.ones(many), torch.full((many,), math.exp(20), dtype=torch.float32)):
         assert effective_sample_share(weights) == pytest.approx(1.0, abs=1e-12)
@@ -111,13 +111,13 @@ def test_one_huge_weight_in_float32_counts_as_one_sample_of_many():
     assert effective_sample_share(one) == pytest.approx(1 / many, rel=1e-6)
     inputs = make_inputs(groups=[0], lengths=[3])
     far = replace(inputs, proximal_logprobs_T=torch.zeros(3), behaviour_logprobs_T=torch.full((3,), -50.0))
-    metrics = of(far)
+    metrics = diagnose(far)
     assert metrics["off_policy/chi2"] == pytest.approx(math.exp(40), rel=1e-5)
     assert metrics["off_policy/ess_token"] == pytest.approx(1.0)
     assert metrics["mismatch/k3"] == pytest.approx(math.exp(20) - 21, rel=1e-5)
 
 
-def test_no_weights_have_no_effective_size_and_weights_of_0_have_none_of_it():
+def test_the_effective_sample_size_is_none_without_weights_and_0_for_weights_of_0():
     assert effective_sample_share(torch.empty(0)) is None
-    assert effective_sample_share(torch.zeros(3)) == 0, "a mask that removes all leaves no sample that counts"
+    assert effective_sample_share(torch.zeros(3)) == 0, "a mask that removes all samples leaves no effective sample"
     assert effective_sample_share(torch.tensor([0.0, 0.0, 5.0])) == pytest.approx(1 / 3)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from algorithms.oapl import OAPLConfig
-from algorithms.registry import loss_for
+from leeway.algorithms.oapl import OAPLConfig
+from leeway.algorithms.registry import loss_for
 from tests.unit.loss_batches import (
     evaluate,
     gradient,
@@ -46,11 +46,11 @@ def test_loss_gradient_and_metrics_follow_the_formula(corrections):
 
 
 @pytest.mark.parametrize("weighed", [True, False])
-def test_with_weights_pi_over_mu_its_optimum_is_that_of_the_mean_of_the_others(weighed):
-    """At pi proportional to mu exp(r / beta): a uniform mu over 27 answers, and a group with each of them once."""
+def test_with_weights_pi_over_mu_the_gradient_is_zero_at_the_optimum(weighed):
+    """The optimum is pi proportional to mu exp(r / beta); mu is uniform over 27 answers, each once in the group."""
     uniform_T = torch.full((81,), -math.log(3), dtype=torch.float64)
     rewards_B = torch.rand(27, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
-    # less the mean of the others is K / (K - 1) times less the mean of all, where each answer is there once
+    # r minus the mean of the others is K / (K - 1) times r minus the mean of all, if each answer occurs once
     optimum = (rewards_B * 27 / 26 / BETA).softmax(0).view(3, 3, 3)
     levels = optimum.sum((1, 2))[None], optimum.sum(2), optimum.view(9, 3)
     logits = torch.cat(levels).log().requires_grad_()
@@ -69,11 +69,11 @@ def test_with_weights_pi_over_mu_its_optimum_is_that_of_the_mean_of_the_others(w
 
 
 @pytest.mark.parametrize("beta", [0, -0.1, math.inf, math.nan])
-def test_a_beta_that_is_no_temperature_is_refused(beta):
+def test_a_beta_that_is_not_positive_and_finite_is_rejected(beta):
     with pytest.raises(ValidationError, match="beta"):
         OAPLConfig(beta=beta)
 
 
-def test_it_needs_the_sampler_and_no_reference():
+def test_oapl_needs_behaviour_logprobs_and_no_reference():
     needs = OAPLConfig().needs
     assert (needs.groups, needs.reference, needs.behaviour, needs.separable) == (True, False, True, "sequence")

@@ -1,4 +1,4 @@
-"""Online DPO against a loop over pairs, in float64."""
+"""Online DPO compared with a loop over pairs, in float64."""
 
 import math
 from dataclasses import replace
@@ -7,15 +7,15 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from algorithms.online_dpo import OnlineDPOConfig
-from algorithms.registry import loss_for
+from leeway.algorithms.online_dpo import OnlineDPOConfig
+from leeway.algorithms.registry import loss_for
 from tests.unit.loss_batches import LENGTHS, PROMPTS, evaluate, gradient, make_inputs, sums
 
 BETA = 0.7
 
 
 def pairs_by_hand(inputs, penalty, keys):
-    """(best, worst) of every key whose rewards are not all the same."""
+    """Return (best, worst) of every key whose rewards are not all equal."""
     finished = inputs.finished_B.tolist()
     rewards = [r - penalty * (not done) for r, done in zip(inputs.rewards_B.tolist(), finished, strict=True)]
     pairs = []
@@ -29,7 +29,7 @@ def pairs_by_hand(inputs, penalty, keys):
 
 @pytest.mark.parametrize("compare", ["group", "prompt"])
 @pytest.mark.parametrize("variant", ["sigmoid", "ipo", "sigmoid_mean", "ipo_mean"])
-def test_the_best_is_compared_with_the_worst(variant, compare):
+def test_the_best_sample_is_compared_with_the_worst(variant, compare):
     config = OnlineDPOConfig(beta=BETA, variant=variant, compare=compare, missing_eos_penalty=0.3, corrections=[])
     inputs = make_inputs()
     counts = [max(1, length) if variant.endswith("_mean") else 1 for length in LENGTHS]
@@ -83,8 +83,8 @@ def test_tied_groups_are_dropped_and_counted():
     tied = replace(inputs, rewards_B=rewards_B)
     loss, slope_T, _, metrics = evaluate(OnlineDPOConfig(), tied)
     assert metrics["dpo/tied_frac"] == pytest.approx(1 / 3)
-    # the mean is over the two pairs that are left
-    rest = permitted(inputs, [0, 2])
+    # the mean is over the two remaining pairs
+    rest = only_groups(inputs, [0, 2])
     assert loss == pytest.approx(gradient(OnlineDPOConfig(), rest)[0], abs=1e-12)
     assert slope_T[inputs.group_B[inputs.sequence_T] == 1].abs().max() == 0
     all_tied = replace(inputs, rewards_B=torch.ones_like(rewards_B))
@@ -94,8 +94,8 @@ def test_tied_groups_are_dropped_and_counted():
     assert metrics == {"dpo/tied_frac": 1.0, "dpo/margin": None, "dpo/accuracy": None, "dpo/cross_frac": None}
 
 
-def permitted(inputs, groups):
-    """The batch with these groups alone."""
+def only_groups(inputs, groups):
+    """Return the batch with only these groups."""
     keep_B = torch.isin(inputs.group_B, torch.tensor(groups))
     keep_T = keep_B[inputs.sequence_T]
     new_B, new_G = keep_B.cumsum(0) - 1, {group: i for i, group in enumerate(groups)}
@@ -113,38 +113,38 @@ def permitted(inputs, groups):
     )
 
 
-def test_among_equal_rewards_the_first_sample_counts():
+def test_the_first_sample_is_chosen_among_equal_rewards():
     rewards_B = torch.tensor([0, 1, 1, 0], dtype=torch.float64)
     inputs = make_inputs(groups=[0, 0, 0, 0], lengths=[1, 1, 1, 1], rewards_B=rewards_B)
     inputs = replace(inputs, finished_B=torch.ones(4, dtype=torch.bool))
     assert gradient(OnlineDPOConfig(), inputs)[1].sign().tolist() == [1, -1, 0, 0]
 
 
-def test_an_answer_cut_off_by_length_is_penalised_before_the_comparison():
+def test_an_answer_truncated_by_length_is_penalised_before_the_comparison():
     rewards_B = torch.tensor([0.9, 0.5], dtype=torch.float64)
     inputs = make_inputs(groups=[0, 0], lengths=[2, 3], rewards_B=rewards_B)
     finished = replace(inputs, finished_B=torch.tensor([True, True]))
-    cut_off = replace(inputs, finished_B=torch.tensor([False, True]))
+    truncated = replace(inputs, finished_B=torch.tensor([False, True]))
     _, slope_T = gradient(OnlineDPOConfig(), finished)
-    assert torch.equal(gradient(OnlineDPOConfig(missing_eos_penalty=0.0), cut_off)[1], slope_T)
-    _, penalised_T = gradient(OnlineDPOConfig(missing_eos_penalty=1.0), cut_off)
+    assert torch.equal(gradient(OnlineDPOConfig(missing_eos_penalty=0.0), truncated)[1], slope_T)
+    _, penalised_T = gradient(OnlineDPOConfig(missing_eos_penalty=1.0), truncated)
     torch.testing.assert_close(penalised_T.sign(), -slope_T.sign())
     # a penalty that makes both equal leaves no preference
-    level = replace(cut_off, rewards_B=torch.tensor([1.0, 0.5], dtype=torch.float64))
+    level = replace(truncated, rewards_B=torch.tensor([1.0, 0.5], dtype=torch.float64))
     assert loss_for(OnlineDPOConfig(missing_eos_penalty=0.5))(level).metrics["dpo/tied_frac"] == 1
 
 
-def test_ipo_is_at_rest_where_the_margin_is_half_over_beta():
+def test_the_ipo_gradient_is_zero_at_a_margin_of_half_over_beta():
     rewards_B = torch.tensor([1.0, 0.0], dtype=torch.float64)
     inputs = make_inputs(groups=[0, 0], lengths=[1, 1], rewards_B=rewards_B)
     step_T = torch.tensor([1 / (2 * BETA), 0.0], dtype=torch.float64)
-    at_rest = replace(inputs, logprobs_T=inputs.reference_logprobs_T + step_T, finished_B=rewards_B >= 0)
-    loss, slope_T = gradient(OnlineDPOConfig(beta=BETA, variant="ipo"), at_rest)
+    at_optimum = replace(inputs, logprobs_T=inputs.reference_logprobs_T + step_T, finished_B=rewards_B >= 0)
+    loss, slope_T = gradient(OnlineDPOConfig(beta=BETA, variant="ipo"), at_optimum)
     assert loss == pytest.approx(0, abs=1e-24)
     assert slope_T.abs().max() < 1e-12
 
 
 @pytest.mark.parametrize("beta", [0, -0.1, math.inf, math.nan])
-def test_a_beta_that_is_no_strength_is_refused(beta):
+def test_a_beta_that_is_not_positive_and_finite_is_rejected(beta):
     with pytest.raises(ValidationError, match="beta"):
         OnlineDPOConfig(beta=beta)

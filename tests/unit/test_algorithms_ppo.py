@@ -1,4 +1,4 @@
-"""Off-policy PPO against its formulas written out token by token, in float64."""
+"""Off-policy PPO compared with its formulas written out token by token, in float64."""
 
 import itertools
 import math
@@ -8,8 +8,8 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from algorithms.off_policy_ppo import OffPolicyPPOConfig
-from algorithms.registry import loss_for
+from leeway.algorithms.off_policy_ppo import OffPolicyPPOConfig
+from leeway.algorithms.registry import loss_for
 from tests.unit import ppo_by_hand
 from tests.unit.loss_batches import (
     CONFIGS,
@@ -30,7 +30,7 @@ NUM_TOKENS = sum(LENGTHS)
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
 @pytest.mark.parametrize("config", PPO_CONFIGS.values(), ids=PPO_CONFIGS.keys())
-def test_loss_gradients_weights_and_shares_follow_the_formula(config, seed):
+def test_loss_gradients_weights_and_fractions_follow_the_formula(config, seed):
     inputs = make_inputs(seed)
     hand = ppo_by_hand.ppo(config, inputs)
     loss, slope_T, value_slope_T, metrics = evaluate(config, inputs)
@@ -38,29 +38,29 @@ def test_loss_gradients_weights_and_shares_follow_the_formula(config, seed):
     torch.testing.assert_close(slope_T, torch.tensor(hand.slope_T, dtype=torch.float64), rtol=0, atol=1e-12)
     torch.testing.assert_close(value_slope_T, torch.tensor(hand.value_slope_T, dtype=torch.float64), rtol=0, atol=1e-12)
     weights_T = loss_for(config)(inputs).weights_T
-    # pi_prox / mu is 1 there: nothing is weighed
+    # pi_prox / mu is 1, so there are no weights
     assert (weights_T is None) == (config.proximal == "behaviour")
     if weights_T is not None:
         torch.testing.assert_close(weights_T, torch.tensor(hand.weight_T, dtype=torch.float64), rtol=0, atol=1e-12)
     names = {"low": "off_policy/clip_frac_low", "high": "off_policy/clip_frac_high", "value": "ppo/value_clip_frac"}
-    for what, count in hand.counts.items():
-        assert metrics[names.get(what, f"off_policy/{what}_frac")] == pytest.approx(count / NUM_TOKENS), what
+    for kind, count in hand.counts.items():
+        assert metrics[names.get(kind, f"off_policy/{kind}_frac")] == pytest.approx(count / NUM_TOKENS), kind
 
 
 def test_the_batches_of_the_formula_test_reach_every_branch():
-    """Else the test above would pass with clipping, truncation or masks taken out."""
+    """Otherwise the test above would pass without clipping, truncation or masks."""
     for name, config in PPO_CONFIGS.items():
         totals = {}
         for seed in range(3):
-            for what, count in ppo_by_hand.ppo(config, make_inputs(seed)).counts.items():
-                totals[what] = totals.get(what, 0) + count
-        unreached = {what for what, count in totals.items() if count == 0}
+            for kind, count in ppo_by_hand.ppo(config, make_inputs(seed)).counts.items():
+                totals[kind] = totals.get(kind, 0) + count
+        unreached = {kind for kind, count in totals.items() if count == 0}
         assert not unreached, name
         assert all(count < 3 * NUM_TOKENS for count in totals.values()), name
 
 
 @pytest.mark.parametrize("baseline", ["rloo", "dr_grpo"])
-def test_without_staleness_it_is_the_plain_policy_gradient(baseline):
+def test_fresh_data_give_the_plain_policy_gradient(baseline):
     inputs = make_inputs()
     fresh = replace(inputs, proximal_logprobs_T=inputs.logprobs_T, behaviour_logprobs_T=inputs.logprobs_T)
     expected_B = []
@@ -75,15 +75,15 @@ def test_without_staleness_it_is_the_plain_policy_gradient(baseline):
     assert metrics["off_policy/clip_frac_low"] == metrics["off_policy/clip_frac_high"] == 0
 
 
-def test_where_a_draw_is_one_update_nothing_is_ever_clipped():
-    """u = pi / pi_prox is 1: only further updates of a draw can meet the clip."""
+def test_a_step_of_one_update_is_never_clipped():
+    """u = pi / pi_prox is 1 in the first update; only later updates of a step can reach the clip."""
     inputs = make_inputs()
     first = replace(inputs, proximal_logprobs_T=inputs.logprobs_T)
     for config in PPO_CONFIGS.values():
         if config.proximal == "draw_start":
             metrics = loss_for(config)(first).metrics
             assert metrics["off_policy/clip_frac_low"] == metrics["off_policy/clip_frac_high"] == 0
-    # with the sampling policy as the centre, stale data eat the trust region at once
+    # with the behaviour policy as the centre, stale data leave the trust region at once
     metrics = loss_for(OffPolicyPPOConfig(proximal="behaviour"))(first).metrics
     assert metrics["off_policy/clip_frac_low"] + metrics["off_policy/clip_frac_high"] > 0.2
 
@@ -97,7 +97,7 @@ def test_stale_data_do_not_move_the_trust_region():
     torch.testing.assert_close(gradient(config, older)[1], math.exp(0.7) * gradient(config, inputs)[1])
 
 
-def test_what_a_mask_removes_still_counts_in_the_denominator():
+def test_masked_tokens_still_count_in_the_denominator():
     inputs = make_inputs(behaviour_logprobs_T=make_inputs().proximal_logprobs_T)
     far_T = inputs.behaviour_logprobs_T - 3.0 * (inputs.sequence_T == 2)
     stale = replace(inputs, behaviour_logprobs_T=far_T)
@@ -118,7 +118,7 @@ def test_a_masked_token_is_not_counted_as_clipped():
 
 
 @pytest.mark.parametrize(("kl_in", "per_token"), [("reward", False), ("reward", True), ("loss", False)])
-def test_kl_to_the_reference_is_logged_and_pulls_towards_it(kl_in, per_token):
+def test_the_kl_to_the_reference_is_logged_and_pulls_towards_the_reference(kl_in, per_token):
     inputs = make_inputs(rewards_B=torch.ones(9, dtype=torch.float64), values_T=torch.zeros(22).double())
     inputs = replace(inputs, old_values_T=inputs.values_T, finished_B=torch.ones(9, dtype=torch.bool))
     fresh = replace(inputs, proximal_logprobs_T=inputs.logprobs_T, behaviour_logprobs_T=inputs.logprobs_T)
@@ -130,10 +130,10 @@ def test_kl_to_the_reference_is_logged_and_pulls_towards_it(kl_in, per_token):
     assert metrics["ppo/kl_reference"] == pytest.approx(expected, abs=1e-12)
     if kl_in == "loss":
         expected_T = 0.4 * log_ratio_T / NUM_TOKENS
-    elif per_token:  # each token answers for its own ratio; the reward of 1 comes with the last
+    elif per_token:  # each token is penalised for its own ratio; the reward of 1 is at the last token
         last_T = torch.tensor([t in {tokens[-1] for tokens in tokens_by_sequence(fresh)} for t in range(22)])
         expected_T = (0.4 * log_ratio_T - last_T.double()) / NUM_TOKENS
-    else:  # the sequence answers for its sum, against the mean of the others
+    else:  # the sequence is penalised for its sum, relative to the mean of the others
         shaped = [1 - 0.4 * kl for kl in sums(fresh, log_ratio_T)]
         advantages = ppo_by_hand.group_advantages(fresh, shaped, config)
         expected_T = -torch.tensor(advantages, dtype=torch.float64)[fresh.sequence_T] / NUM_TOKENS
@@ -145,7 +145,7 @@ def tokens_by_sequence(inputs):
 
 
 def kl_slopes(kl_in, log_mu_V, log_pi_V, log_ref_V, logits_V):
-    """Expected gradient of the KL term by the logits: one-token answers sampled by mu, all of them enumerated."""
+    """Return the expected gradient of the KL term by the logits over all one-token answers, weighted by mu."""
     size = log_pi_V.numel()
     answers = make_inputs(
         groups=[0] * size,
@@ -154,7 +154,7 @@ def kl_slopes(kl_in, log_mu_V, log_pi_V, log_ref_V, logits_V):
         proximal_logprobs_T=log_pi_V.detach(),
         behaviour_logprobs_T=log_mu_V,
         reference_logprobs_T=log_ref_V,
-        rewards_B=torch.ones(size, dtype=torch.float64),  # no advantage: the KL is all there is
+        rewards_B=torch.ones(size, dtype=torch.float64),  # no advantage: only the KL term is left
         finished_B=torch.ones(size, dtype=torch.bool),
     )
     config = OffPolicyPPOConfig(kl_beta=1.0, kl_in=kl_in, corrections=[])
@@ -169,12 +169,12 @@ def test_the_entropy_bonus_has_the_gradient_of_the_exact_entropy(stale):
     log_pi_V = logits_V.log_softmax(0)
     log_mu_V = torch.randn(5, generator=random, dtype=torch.float64).log_softmax(0) if stale else log_pi_V.detach()
     entropy = -(log_pi_V.exp() * log_pi_V).sum()
-    (wanted_V,) = torch.autograd.grad(-entropy, logits_V, retain_graph=True)
+    (expected_V,) = torch.autograd.grad(-entropy, logits_V, retain_graph=True)
     config = OffPolicyPPOConfig(entropy_coef=1.0, corrections=[])
     answers = every_answer(log_mu_V, log_pi_V.detach())
     slope_T = gradient(config, answers)[1] * 5  # the loss is a mean over tokens
     (found_V,) = torch.autograd.grad((log_mu_V.exp() * slope_T * log_pi_V).sum(), logits_V, retain_graph=True)
-    torch.testing.assert_close(found_V, wanted_V, rtol=0, atol=1e-12)
+    torch.testing.assert_close(found_V, expected_V, rtol=0, atol=1e-12)
     if not stale:
         share = torch.distributions.Categorical(logits=log_mu_V)
         many = every_answer(log_mu_V, log_pi_V.detach(), share.sample((20_000,)))
@@ -182,7 +182,7 @@ def test_the_entropy_bonus_has_the_gradient_of_the_exact_entropy(stale):
 
 
 def every_answer(log_mu_V, log_pi_V, tokens=None):
-    """One-token answers without an advantage: each of the vocabulary once, or those that are given."""
+    """Return one-token answers without an advantage: each token of the vocabulary once, or these tokens."""
     tokens = torch.arange(log_pi_V.numel()) if tokens is None else tokens
     size = tokens.numel()
     return make_inputs(
@@ -196,8 +196,8 @@ def every_answer(log_mu_V, log_pi_V, tokens=None):
     )
 
 
-def test_against_the_batch_a_sample_is_compared_with_all_others_of_the_update():
-    inputs = make_inputs(groups=list(range(9)))  # of one each: no group has anything to compare
+def test_the_batch_baseline_compares_a_sample_with_all_others_of_the_update():
+    inputs = make_inputs(groups=list(range(9)))  # each group has one sample
     fresh = replace(inputs, proximal_logprobs_T=inputs.logprobs_T, behaviour_logprobs_T=inputs.logprobs_T)
     rewards = inputs.rewards_B.tolist()
     advantages = [r - (sum(rewards) - r) / 8 for r in rewards]
@@ -207,7 +207,7 @@ def test_against_the_batch_a_sample_is_compared_with_all_others_of_the_update():
     assert not OffPolicyPPOConfig(baseline="batch").needs.groups
 
 
-def test_the_interpolated_proximal_policy_is_pi_on_fresh_tokens_and_mu_on_those_of_one_update():
+def test_the_interpolated_proximal_policy_is_pi_at_lag_0_and_mu_at_lag_1():
     inputs = make_inputs()
     config = OffPolicyPPOConfig(proximal="interpolated", corrections=[])
     fresh = replace(inputs, lag_T=torch.zeros_like(inputs.lag_T))
@@ -221,7 +221,7 @@ def test_the_interpolated_proximal_policy_is_pi_on_fresh_tokens_and_mu_on_those_
     assert not config.needs.proximal
 
 
-def test_means_over_sequences_and_sums_of_them_weigh_what_they_say():
+def test_mean_over_sets_the_weights_of_tokens():
     inputs = make_inputs(lengths=[3, 1, 4, 2, 5, 2, 1, 3, 2])
     fresh = replace(inputs, proximal_logprobs_T=inputs.logprobs_T, behaviour_logprobs_T=inputs.logprobs_T)
     per_token_T = gradient(OffPolicyPPOConfig(), fresh)[1] * inputs.logprobs_T.numel()
@@ -233,7 +233,7 @@ def test_means_over_sequences_and_sums_of_them_weigh_what_they_say():
 
 
 @pytest.mark.parametrize("stale", [False, True])
-def test_k2_has_the_gradient_of_the_exact_kl_and_k3_that_of_the_reverse(stale):
+def test_k2_has_the_gradient_of_the_exact_kl_and_k3_that_of_the_reverse_kl(stale):
     random = torch.Generator().manual_seed(4)
     logits_V = torch.randn(5, generator=random, dtype=torch.float64, requires_grad=True)
     log_ref_V, other_V = torch.randn(2, 5, generator=random, dtype=torch.float64).log_softmax(-1)
@@ -249,14 +249,14 @@ def test_k2_has_the_gradient_of_the_exact_kl_and_k3_that_of_the_reverse(stale):
     assert (k3_V - forward_V).abs().max() > 0.01
 
 
-def test_k3_does_not_push_a_token_away_that_lies_far_below_the_reference():
+def test_k3_does_not_lower_a_token_that_is_far_below_the_reference():
     inputs = make_inputs()
     far = replace(inputs, reference_logprobs_T=inputs.logprobs_T.detach() + 25, rewards_B=0 * inputs.rewards_B)
     config = OffPolicyPPOConfig(kl_beta=0.1, kl_in="loss_k3", proximal="behaviour")
     assert (gradient(config, far)[1] <= 0).all()
 
 
-def test_proximal_rloo_is_the_formula_of_its_paper():
+def test_proximal_rloo_follows_the_formula_of_its_paper():
     """Asynchronous RLHF: min(w A, clip(w, 0.8, 1.2) A), w = pi(y) / mu(y), A from r - beta log(mu / ref)(y), RLOO."""
     config, inputs = OffPolicyPPOConfig(**PROXIMAL_RLOO), make_inputs(seed=2)
     kl = sums(inputs, inputs.behaviour_logprobs_T - inputs.reference_logprobs_T)
@@ -272,18 +272,18 @@ def test_proximal_rloo_is_the_formula_of_its_paper():
         if LENGTHS[b]:  # an empty completion has no token to carry its constant
             loss -= min(free, clipped)
     assert 0 < num_clipped < 9
-    # ours is divided by the tokens, the paper's by the sequences
+    # this loss is divided by the tokens, the loss of the paper by the sequences
     output_loss, slope_T = gradient(config, inputs)
     assert output_loss * NUM_TOKENS == pytest.approx(loss, abs=1e-12)
     expected_T = torch.tensor(slope_B, dtype=torch.float64)[inputs.sequence_T] / NUM_TOKENS
     torch.testing.assert_close(slope_T, expected_T, rtol=0, atol=1e-12)
-    papers_loss, slope_T = gradient(OffPolicyPPOConfig(**PROXIMAL_RLOO, mean_over="sequences"), inputs)
-    assert papers_loss * 9 == pytest.approx(loss, abs=1e-12)
+    paper_loss, slope_T = gradient(OffPolicyPPOConfig(**PROXIMAL_RLOO, mean_over="sequences"), inputs)
+    assert paper_loss * 9 == pytest.approx(loss, abs=1e-12)
     torch.testing.assert_close(slope_T, expected_T * NUM_TOKENS / 9, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("mean_over", ["tokens", "sequences"])
-def test_a_sequence_that_is_one_action_weighs_as_much_as_any_other_whatever_its_length(mean_over):
+def test_sequences_as_single_actions_have_equal_weight_at_any_length(mean_over):
     inputs = make_inputs(groups=[0, 0], lengths=[1, 10], rewards_B=torch.tensor([1.0, 0.0]))
     fresh = replace(inputs, logprobs_T=inputs.behaviour_logprobs_T)
     config = OffPolicyPPOConfig(proximal="behaviour", corrections=["sequence_clip"], mean_over=mean_over)
@@ -292,8 +292,8 @@ def test_a_sequence_that_is_one_action_weighs_as_much_as_any_other_whatever_its_
     torch.testing.assert_close(slope_T[0].expand(10), -slope_T[1:], rtol=0, atol=1e-12)
 
 
-def test_a_value_that_was_not_clipped_is_not_counted_as_clipped():
-    """old + (V - old) is not V to the last digit, which must not pass for clipping."""
+def test_an_unclipped_value_is_not_counted_as_clipped():
+    """old + (V - old) differs from V in the last digit, which must not count as clipping."""
     inputs = make_inputs(groups=[0] * 40, lengths=[5] * 40)
     near = replace(inputs, values_T=inputs.values_T * 0.1, old_values_T=inputs.old_values_T * 0.19)
     moved_T = near.old_values_T + (near.values_T - near.old_values_T)
@@ -310,25 +310,25 @@ def test_explained_variance_compares_the_old_values_with_the_returns():
     for name, old_T in {"all": returns_T + 3, "none": 0 * returns_T, "half": returns_T / 2}.items():
         explained[name] = evaluate(config, replace(inputs, old_values_T=old_T))[3]["ppo/explained_variance"]
     assert explained == pytest.approx({"all": 1.0, "none": 0.0, "half": 0.75})
-    for dtype in (torch.float32, torch.float64):  # equal returns differ by rounding, which nothing can explain
+    for dtype in (torch.float32, torch.float64):  # equal returns differ only by rounding
         level = replace(inputs, rewards_B=torch.full((9,), 0.3, dtype=dtype), old_values_T=inputs.values_T.to(dtype))
         names = ("logprobs_T", "proximal_logprobs_T", "behaviour_logprobs_T", "reference_logprobs_T", "values_T")
         level = replace(level, **{name: getattr(level, name).to(dtype) for name in names})
         assert evaluate(config, level)[3]["ppo/explained_variance"] is None
 
 
-def test_the_advantage_that_is_logged_is_the_mean_over_tokens():
+def test_the_logged_advantage_is_the_mean_over_tokens():
     inputs = make_inputs()
     hand = ppo_by_hand.advantages(inputs, inputs.proximal_logprobs_T, OffPolicyPPOConfig())
     metric = loss_for(OffPolicyPPOConfig())(inputs).metrics["ppo/advantage_abs"]
     assert metric == pytest.approx(sum(map(abs, hand)) / NUM_TOKENS)
 
 
-def test_what_a_runs_folder_keeps_reads_back_as_the_same_config():
-    around_the_sampler = OffPolicyPPOConfig(proximal="behaviour")
-    assert around_the_sampler.corrections == (), "pi_prox / mu is 1 there"
+def test_a_saved_config_reads_back_as_the_same_config():
+    around_behaviour = OffPolicyPPOConfig(proximal="behaviour")
+    assert around_behaviour.corrections == (), "pi_prox / mu is 1"
     recipes = [OffPolicyPPOConfig(**PROXIMAL_RLOO), OffPolicyPPOConfig(baseline="dr_grpo", mean_over=8.0)]
-    for config in (around_the_sampler, *recipes):
+    for config in (around_behaviour, *recipes):
         assert OffPolicyPPOConfig.model_validate(config.model_dump(mode="json")) == config
 
 
@@ -337,17 +337,17 @@ def test_what_a_runs_folder_keeps_reads_back_as_the_same_config():
     [
         ({"corrections": ["token_tis", "sequence_tis"]}, "'token_tis' and 'sequence_tis' both replace the importance"),
         ({"corrections": ["gspo", "cispo"]}, "'gspo' and 'cispo' both replace the clipped ratio"),
-        ({"corrections": ["icepop", {"type": "icepop", "high": 3.0}]}, "names 'icepop' twice"),
+        ({"corrections": ["icepop", {"type": "icepop", "high": 3.0}]}, "contains 'icepop' twice"),
         ({"corrections": ["token_tis"], "proximal": "behaviour"}, "'token_tis' acts on pi_prox / mu, which is 1"),
-        ({"corrections": ["gspo"], "clip_low": 0.1}, "clip_low is not read with the correction 'gspo'"),
-        ({"kl_in": "loss"}, "kl_in is read with kl_beta above 0 alone: remove it"),
-        ({"gae_lambda": 0.9}, "gae_lambda is read with baseline = 'value_head' or 'critic' alone"),
+        ({"corrections": ["gspo"], "clip_low": 0.1}, "clip_low has no effect with the correction 'gspo'"),
+        ({"kl_in": "loss"}, "kl_in has no effect without kl_beta above 0: remove it"),
+        ({"gae_lambda": 0.9}, "gae_lambda has no effect without baseline = 'value_head' or 'critic'"),
         ({"mean_over": 0.0}, "mean_over"),
         ({"mean_over": "sequence"}, "mean_over"),
-        ({"baseline": "batch", "compare": "prompt"}, "and baseline = 'batch' is none"),
-        ({"baseline": "no/such/file.py:mine"}, "there is no file .*no/such/file.py"),
-        ({**PROXIMAL_RLOO, "clip_high": 0.1}, "clip_high is not read with the correction 'sequence_clip'"),
-        ({"corrections": [{"type": "icepop", "low": 5.0, "high": 0.5}]}, "icepop: low = 5.0 is not below high = 0.5"),
+        ({"baseline": "batch", "compare": "prompt"}, "but baseline = 'batch'"),
+        ({"baseline": "no/such/file.py:mine"}, "no file .*no/such/file.py"),
+        ({**PROXIMAL_RLOO, "clip_high": 0.1}, "clip_high has no effect with the correction 'sequence_clip'"),
+        ({"corrections": [{"type": "icepop", "low": 5.0, "high": 0.5}]}, "icepop: low = 5.0 must be less than high"),
         ({"corrections": ["token_tsi"]}, "'token_tis', 'sequence_tis', 'icepop', 'geometric_mask', 'sequence_clip'"),
         ({"corrections": [{"type": "token_tis", "cap": math.inf}]}, "cap"),
         ({"kl_beta": -0.1}, "kl_beta"),
@@ -355,12 +355,12 @@ def test_what_a_runs_folder_keeps_reads_back_as_the_same_config():
         ({"gae_lambda": 1.1, "baseline": "value_head"}, "gae_lambda"),
     ],
 )
-def test_keys_that_contradict_each_other_are_refused_by_name(keys, message):
+def test_contradictory_keys_are_rejected_by_name(keys, message):
     with pytest.raises(ValidationError, match=message):
         OffPolicyPPOConfig(**keys)
 
 
-def test_the_needs_follow_from_the_keys():
+def test_the_needs_of_a_config_follow_from_its_keys():
     needs = OffPolicyPPOConfig(baseline="critic", kl_beta=0.1).needs
     assert (needs.groups, needs.reference, needs.behaviour, needs.critic) == (False, True, True, "model")
     needs = OffPolicyPPOConfig().needs
@@ -368,13 +368,13 @@ def test_the_needs_follow_from_the_keys():
 
 
 def tabular_policy(seed):
-    """log pi(token | prefix) of every answer, and the logits that it comes from."""
+    """Return log pi(token | prefix) of every answer, and its logits."""
     logits = tabular_logits(seed).requires_grad_()
     return tabular_logprobs(logits), logits
 
 
 def expected_slope(corrections, log_pi, logits, log_mu, rewards):
-    """E under mu x mu of the gradient of a group of two answers, over all 729 of them in one batch."""
+    """Return the expected gradient of a group of two answers under mu x mu, over all 729 groups in one batch."""
     pairs = torch.tensor(list(itertools.product(range(27), repeat=2)))
     both = pairs.flatten()
     inputs = make_inputs(
@@ -386,22 +386,22 @@ def expected_slope(corrections, log_pi, logits, log_mu, rewards):
         rewards_B=rewards[both],
         finished_B=torch.ones(1458, dtype=torch.bool),
     )
-    # all groups have six tokens, so the loss of a batch is the mean of theirs
+    # all groups have six tokens, so the loss of a batch is the mean over groups
     slopes = gradient(OffPolicyPPOConfig(corrections=corrections), inputs)[1].view(1458, 3) * 729
     probability = log_mu[pairs].sum((1, 2)).exp().repeat_interleave(2)
     total = torch.zeros(27, 3, dtype=torch.float64).index_add(0, both, probability[:, None] * slopes)
     return torch.autograd.grad((total * log_pi).sum(), logits, retain_graph=True)[0]
 
 
-def test_sequence_weights_repair_the_expectation_exactly_and_token_weights_alone_do_not():
+def test_sequence_weights_make_the_expectation_exact_and_token_weights_do_not():
     log_pi, logits = tabular_policy(0)
     log_mu = tabular_policy(1)[0].detach()
     rewards = torch.randn(27, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     (ascent,) = torch.autograd.grad((log_pi.sum(1).exp() * rewards).sum(), logits, retain_graph=True)
-    wanted = -ascent / 3  # of one token: the loss is a mean over tokens, and an answer has three
+    expected = -ascent / 3  # per token: the loss is a mean over tokens, and an answer has three
     on_policy = expected_slope([], log_pi, logits, log_pi.detach(), rewards)
-    torch.testing.assert_close(on_policy, wanted, rtol=0, atol=1e-12)
+    torch.testing.assert_close(on_policy, expected, rtol=0, atol=1e-12)
     raw = [{"type": "sequence_tis", "cap": 1e12}]
-    torch.testing.assert_close(expected_slope(raw, log_pi, logits, log_mu, rewards), wanted, rtol=0, atol=1e-12)
+    torch.testing.assert_close(expected_slope(raw, log_pi, logits, log_mu, rewards), expected, rtol=0, atol=1e-12)
     by_token = expected_slope([], log_pi, logits, log_mu, rewards)
-    assert (by_token - wanted).abs().max() > 0.01
+    assert (by_token - expected).abs().max() > 0.01

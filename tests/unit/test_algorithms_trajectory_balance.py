@@ -1,4 +1,4 @@
-"""Trajectory balance against its identities, in float64."""
+"""Identities of trajectory balance, in float64."""
 
 import itertools
 import math
@@ -8,8 +8,8 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from algorithms.registry import loss_for
-from algorithms.trajectory_balance import TrajectoryBalanceConfig
+from leeway.algorithms.registry import loss_for
+from leeway.algorithms.trajectory_balance import TrajectoryBalanceConfig
 from tests.unit.loss_batches import (
     ANSWERS,
     gradient,
@@ -22,7 +22,7 @@ from tests.unit.loss_batches import (
 
 BETA = 0.3
 CONFIG = TrajectoryBalanceConfig(beta=BETA, corrections=[])
-"""The paper's: no weights, no anchor."""
+"""The loss of the paper: no weights, no anchor."""
 WEIGHTS = {
     "none": [],
     "truncated by token": [{"type": "token_tis", "cap": 1.5}],
@@ -30,7 +30,7 @@ WEIGHTS = {
     "raw by token": [{"type": "token_tis", "cap": 1e9}],
     "truncated by sequence": [{"type": "sequence_tis", "cap": 1.5}],
 }
-"""All of them positive."""
+"""Corrections whose weights are all positive."""
 
 
 def test_the_loss_is_zero_at_the_optimal_policy():
@@ -48,7 +48,7 @@ def test_the_loss_is_zero_at_the_optimal_policy():
         assert gradient(weighed, at_optimum)[1].abs().max() < 1e-12
     metrics = loss_for(CONFIG)(at_optimum).metrics
     assert metrics["tb/delta_abs"] == pytest.approx(0, abs=1e-12)
-    assert metrics["tb/log_z"] == pytest.approx(float(log_z_G.mean()))  # the three groups are of one size
+    assert metrics["tb/log_z"] == pytest.approx(float(log_z_G.mean()))  # the three groups have equal sizes
 
 
 def test_loss_and_metrics_follow_the_formula():
@@ -89,7 +89,7 @@ def test_the_gradient_is_reinforce_with_a_group_baseline(groups):
     torch.testing.assert_close(gradient(CONFIG, inputs)[1], expected_T, rtol=0, atol=1e-12)
 
 
-def test_on_policy_its_expected_gradient_is_that_of_the_kl_to_the_optimal_policy():
+def test_the_on_policy_expected_gradient_is_that_of_the_kl_to_the_optimal_policy():
     """E grad L = 2 (K - 1) / K * grad KL(pi || pi*), by enumeration of all groups of K = 2 out of 4 answers."""
     random = torch.Generator().manual_seed(1)
     logits_V = torch.randn(4, generator=random, dtype=torch.float64, requires_grad=True)
@@ -116,7 +116,7 @@ def test_on_policy_its_expected_gradient_is_that_of_the_kl_to_the_optimal_policy
 
 
 def expected_slope(config, logits, log_mu, log_ref, rewards):
-    """E of the gradient by the logits, over a prompt's group of two answers of mu."""
+    """Return the expected gradient by the logits over groups of two answers sampled from mu."""
     log_pi = tabular_logprobs(logits.requires_grad_())
     num_answers = len(ANSWERS)
     pairs = torch.tensor(list(itertools.product(range(num_answers), repeat=2)))
@@ -136,7 +136,7 @@ def expected_slope(config, logits, log_mu, log_ref, rewards):
 
 
 def descend(config, log_mu, log_ref, rewards, num_updates=500):
-    """The policy at which the expected gradient vanishes, found by Adam from another start, and what is left of it."""
+    """Run Adam from another start; return the log-probabilities found and the largest remaining expected gradient."""
     logits = tabular_logits(3)
     adam = torch.optim.Adam([logits], betas=(0.9, 0.99))
     for number in range(num_updates):
@@ -148,7 +148,7 @@ def descend(config, log_mu, log_ref, rewards, num_updates=500):
 
 
 @pytest.mark.parametrize("corrections", WEIGHTS.values(), ids=WEIGHTS.keys())
-def test_with_positive_weights_the_optimum_stays_the_only_place_of_rest_on_data_of_any_policy(corrections):
+def test_positive_weights_keep_the_optimum_as_the_only_stationary_point(corrections):
     log_mu, log_ref = tabular_logprobs(tabular_logits(1)), tabular_logprobs(tabular_logits(2))
     rewards = torch.rand(27, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
     config = TrajectoryBalanceConfig(beta=0.5, corrections=corrections)
@@ -158,8 +158,8 @@ def test_with_positive_weights_the_optimum_stays_the_only_place_of_rest_on_data_
     torch.testing.assert_close(found, optimum, rtol=0, atol=1e-7)
 
 
-def test_a_mask_has_other_places_of_rest():
-    """A weight of 0 hides an answer: nothing is left that holds its probability where it should be."""
+def test_a_mask_has_other_stationary_points():
+    """A weight of 0 hides an answer, so that no term of the loss determines its probability."""
     log_mu, log_ref = tabular_logprobs(tabular_logits(1)), tabular_logprobs(tabular_logits(2))
     rewards = torch.rand(27, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
     config = TrajectoryBalanceConfig(beta=0.5, corrections=[{"type": "icepop", "low": 0.7, "high": 1.3}])
@@ -169,7 +169,7 @@ def test_a_mask_has_other_places_of_rest():
 
 
 @pytest.mark.parametrize(("progress", "beta"), [(0.0, 1.0), (0.25, 0.875), (1.0, 0.5)])
-def test_beta_moves_linearly_over_the_run(progress, beta):
+def test_beta_changes_linearly_over_the_run(progress, beta):
     config = TrajectoryBalanceConfig(beta=1.0, beta_final=0.5)
     inputs = make_inputs(progress=progress)
     assert gradient(config, inputs)[0] == gradient(TrajectoryBalanceConfig(beta=beta), inputs)[0]
@@ -177,7 +177,7 @@ def test_beta_moves_linearly_over_the_run(progress, beta):
 
 
 @pytest.mark.parametrize("beta", [0, -0.1, math.inf, math.nan])
-def test_a_beta_that_is_no_temperature_is_refused(beta):
+def test_a_beta_that_is_not_positive_and_finite_is_rejected(beta):
     for key in ({"beta": beta}, {"beta_final": beta}):
         with pytest.raises(ValidationError, match=next(iter(key))):
             TrajectoryBalanceConfig(**key)

@@ -1,12 +1,12 @@
-"""Inputs that an algorithm did not declare: a loss that reads one hears of it at once."""
+"""Undeclared inputs: a loss that reads one raises an error at once."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 
-from algorithms.base import Algorithm, AlgorithmSection, LossOutput, Needs
-from algorithms.registry import ALGORITHMS, UndeclaredInput, loss_for, only_declared
+from leeway.algorithms.base import Algorithm, AlgorithmSection, LossOutput, Needs
+from leeway.algorithms.registry import ALGORITHMS, UndeclaredInput, loss_for, only_declared
 from tests.unit.loss_batches import make_inputs
 
 FIELDS = {"reference": "reference_logprobs_T", "behaviour": "behaviour_logprobs_T", "proximal": "proximal_logprobs_T"}
@@ -18,12 +18,12 @@ READS = {
     "index": lambda inputs, field: getattr(inputs, field)[0],
     "function": lambda inputs, field: torch.where(inputs.finished_B[inputs.sequence_T], getattr(inputs, field), 0.0),
     "sum": lambda inputs, field: inputs.sum_per_sequence(getattr(inputs, field)),
-    "of the batch by prompt": lambda inputs, field: inputs.by_prompt().logprobs_T + getattr(inputs.by_prompt(), field),
+    "batch by prompt": lambda inputs, field: inputs.by_prompt().logprobs_T + getattr(inputs.by_prompt(), field),
 }
 
 
 class Careless(AlgorithmSection):
-    """A section that declares what a test says."""
+    """Section that declares the needs given by a test."""
 
     type: str = "careless"
     declared: tuple[str, ...] = ()
@@ -35,19 +35,19 @@ class Careless(AlgorithmSection):
 
 @pytest.mark.parametrize("need", FIELDS)
 @pytest.mark.parametrize("read", READS)
-def test_a_loss_that_reads_what_it_did_not_declare_hears_the_field_of_its_needs(monkeypatch, need, read):
+def test_reading_an_undeclared_input_raises_an_error_that_names_the_missing_need(monkeypatch, need, read):
     def loss(config, inputs):
         READS[read](inputs, FIELDS[need])
         return LossOutput(inputs.logprobs_T.sum())
 
     monkeypatch.setitem(ALGORITHMS, "careless", Algorithm(Careless, loss))
     inputs = make_inputs()
-    with pytest.raises(UndeclaredInput, match=rf"reads inputs\.{FIELDS[need]}, .* Return Needs\({need}=True"):
+    with pytest.raises(UndeclaredInput, match=rf"reads inputs\.{FIELDS[need]}, .* return Needs\({need}=True"):
         loss_for(Careless())(inputs)
     loss_for(Careless(declared=(need,)))(inputs)
 
 
-def test_an_undeclared_input_can_be_handed_on_and_shown():
+def test_an_undeclared_input_can_be_copied_and_printed():
     inputs = make_inputs()
     given = only_declared(inputs, Needs(behaviour=True))
     assert given.behaviour_logprobs_T is inputs.behaviour_logprobs_T

@@ -1,4 +1,4 @@
-"""benchmarks/gpu: what it counts without a GPU, how its steps are bounded, and the page made of their lines."""
+"""benchmarks/gpu: operations counted without a GPU, time limits of steps, and the page written from their lines."""
 
 import importlib
 import inspect
@@ -13,10 +13,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from torch import nn
-from torch.nn import functional as F
-from transformers import Qwen2ForCausalLM
-
 from benchmarks.gpu import (
     card,
     counting,
@@ -32,11 +28,15 @@ from benchmarks.gpu import (
     whole,
 )
 from benchmarks.gpu.__main__ import main
-from buffer.schema import VersionSpan
-from common.staleness import PolicyVersion
-from launch.config import load_config
-from launch.resources import Gpu, check_gpus
-from learner.packing import PackingRule, pack
+from torch import nn
+from torch.nn import functional as F
+from transformers import Qwen2ForCausalLM
+
+from leeway.buffer.schema import VersionSpan
+from leeway.common.staleness import PolicyVersion
+from leeway.launch.config import load_config
+from leeway.launch.resources import Gpu, check_gpus
+from leeway.learner.packing import PackingRule, pack
 
 
 def test_model_flops_are_six_per_weight_and_token_plus_attention():
@@ -50,7 +50,7 @@ def test_model_flops_are_six_per_weight_and_token_plus_attention():
     assert shapes.model_flops(shape, rows) == 6 * weights * sum(lengths) + head + attention
 
 
-def test_another_seed_makes_a_batch_of_other_lengths_and_tokens():
+def test_another_seed_gives_other_lengths_and_tokens():
     one, two = (shapes.fresh_rows(8, 512, seed=seed) for seed in (1, 2))
     assert [len(row.token_ids) for row in one] != [len(row.token_ids) for row in two]
     assert all(row.num_completion_tokens / len(row.token_ids) == pytest.approx(0.8, abs=0.01) for row in one)
@@ -59,12 +59,12 @@ def test_another_seed_makes_a_batch_of_other_lengths_and_tokens():
 # --- counting -------------------------------------------------------------------------------------
 
 
-def test_a_product_under_autocast_is_counted_with_the_casts_of_what_it_reads():
+def test_a_matrix_product_under_autocast_is_counted_with_the_casts_of_its_inputs():
     with pretended.pretended_gpu():
         layer = nn.Linear(64, 32, bias=False, device="cuda")
         states = torch.empty(100, 64, device="cuda")
         counter = counting.Counting()
-        counter.know(layer.parameters())
+        counter.register_weights(layer.parameters())
         with counter, torch.autocast("cuda", torch.bfloat16):
             for _ in range(2):
                 out = layer(states)
@@ -73,12 +73,12 @@ def test_a_product_under_autocast_is_counted_with_the_casts_of_what_it_reads():
     assert figures["forward.gemm.kernels"] == 2
     assert figures["forward.gemm.flops"] == 2 * 2 * 100 * 64 * 32
     assert figures["forward.gemm.bytes"] == 2 * 2 * (100 * 64 + 64 * 32 + 100 * 32)
-    # the states twice; the weight once, for autocast keeps what it has made of it
+    # the states are cast twice, the weight once, because autocast caches it
     assert figures["casts"] == 1
     assert figures["forward.other.bytes"] == 6 * (2 * 100 * 64 + 64 * 32)
 
 
-def test_views_move_nothing_and_a_backward_pass_is_counted_apart():
+def test_views_move_no_bytes_and_the_backward_pass_is_counted_separately():
     with pretended.pretended_gpu(), counting.Counting() as counter:
         states = torch.empty(10, 4, device="cuda", requires_grad=True)
         out = F.silu(states.view(4, 10).transpose(0, 1))
@@ -89,7 +89,7 @@ def test_views_move_nothing_and_a_backward_pass_is_counted_apart():
     assert counter.by_operation["backward.silu_backward"] == 3 * 40 * 4
 
 
-def test_who_sets_or_picks_a_few_numbers_of_many_moves_those_alone():
+def test_scatter_and_gather_move_only_the_selected_elements():
     with pretended.pretended_gpu(), counting.Counting() as counter:
         table, one_each = torch.empty(10, 1000, device="cuda"), torch.zeros(10, 1, dtype=torch.int64, device="cuda")
         table.scatter_(1, one_each, 0)
@@ -98,7 +98,7 @@ def test_who_sets_or_picks_a_few_numbers_of_many_moves_those_alone():
     assert counter.by_operation["forward.gather"] == 10 * (8 + 2 * 4)
 
 
-def test_gradients_are_added_to_those_of_the_micro_batch_before():
+def test_gradients_accumulate_over_micro_batches():
     packed = pack([np.arange(30)], [6], PackingRule(64))
     with pretended.pretended_gpu():
         stage = pretended.fake_stage("tiny", (1, 1), last=False)
@@ -107,12 +107,12 @@ def test_gradients_are_added_to_those_of_the_micro_batch_before():
     assert added == 12 * sum(parameter.numel() for parameter in {*stage.parameters()} - of_matrices)
 
 
-def test_what_a_forward_pass_keeps_is_told_from_copies_of_weights():
+def test_kept_activations_are_counted_separately_from_weight_copies():
     with pretended.pretended_gpu():
         layer = nn.Linear(64, 32, bias=False, device="cuda")
         states = torch.empty(100, 64, device="cuda", requires_grad=True)
         counter = counting.Counting()
-        counter.know(layer.parameters())
+        counter.register_weights(layer.parameters())
         with counter, torch.autocast("cuda", torch.bfloat16):
             out = layer(states)
             copies, kept = counter.kept()
@@ -121,7 +121,7 @@ def test_what_a_forward_pass_keeps_is_told_from_copies_of_weights():
         assert out.requires_grad
 
 
-def test_a_stage_on_a_gpu_that_is_not_there_packs_attention_into_one_call_and_casts_no_weight():
+def test_a_stage_on_a_pretended_gpu_makes_one_attention_call_and_casts_no_weight():
     packed = pack([np.arange(30), np.arange(9)], [6, 2], PackingRule(64))
     with pretended.pretended_gpu():
         one, two = (
@@ -136,7 +136,7 @@ def test_a_stage_on_a_gpu_that_is_not_there_packs_attention_into_one_call_and_ca
     assert two["casts"] == 0
 
 
-def test_what_fused_kernels_compute_is_one_operation_each():
+def test_each_fused_kernel_is_counted_as_one_operation():
     packed = pack([np.arange(30)], [6], PackingRule(64))
     with pretended.pretended_kernels(), pretended.pretended_gpu():
         moved, of_last = (
@@ -156,7 +156,7 @@ def test_what_fused_kernels_compute_is_one_operation_each():
     assert not {"forward.silu", "forward.rsqrt", "forward.exp_"} & of_last.keys()
 
 
-def test_the_page_on_paper_has_the_kernels_of_a_layer_and_what_each_stage_holds():
+def test_the_paper_page_has_the_kernels_of_a_layer_and_the_memory_of_each_stage():
     counted = counting.count_shape("small")
     layer = counted["training"]["layer"]
     text = "\n\n".join(paper.page_of({"1.5B": {"now": counted}}, "", "abc"))
@@ -169,19 +169,19 @@ def test_the_page_on_paper_has_the_kernels_of_a_layer_and_what_each_stage_holds(
     )
     assert alone * 2**30 == pytest.approx(trained + kept)
     first, last = paper.memory_gib(counted, 2)
-    assert first + last > alone, "the table twice, and two micro-batches in flight on the first"
+    assert first + last > alone, "two embedding tables, and two micro-batches in flight on the first stage"
 
 
 # --- steps and page -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("part", steps.PARTS)
-def test_the_limits_of_steps_fit_into_that_of_their_part(part):
+def test_the_limits_of_steps_fit_into_the_limit_of_their_part(part):
     assert 0 < sum(step.limit_s for step in steps.STEPS if step.part == part) <= steps.PARTS[part]
 
 
 @pytest.mark.parametrize("step", steps.STEPS, ids=lambda step: step.name)
-def test_every_step_names_a_function_that_takes_its_options(step):
+def test_every_step_names_a_function_that_accepts_its_options(step):
     module, _, name = step.function.partition(":")
     function = getattr(importlib.import_module(f"benchmarks.gpu.{module}"), name)
     inspect.signature(function).bind(None, **step.options)
@@ -191,20 +191,20 @@ def test_every_step_names_a_function_that_takes_its_options(step):
 def test_steps_are_chosen_by_part_and_by_name():
     assert {step.part for step in steps.chosen(["right"], [])} == {"right"}
     assert [step.name for step in steps.chosen([], ["head", "facts"])] == ["facts", "head"]
-    with pytest.raises(ValueError, match="no step hed; there are facts"):
+    with pytest.raises(ValueError, match="no step hed: choose from facts"):
         steps.chosen([], ["hed"])
 
 
 @pytest.mark.process
-def test_a_step_that_hangs_or_dies_is_told_and_ends(tmp_path):
-    told = []
-    rest = {"on_cpu": True, "beside": tmp_path, "write": told.append}
+def test_a_step_that_hangs_or_dies_is_reported_and_ended(tmp_path):
+    lines = []
+    rest = {"on_cpu": True, "output_folder": tmp_path, "write": lines.append}
     (facts,) = steps.chosen([], ["facts"])
     assert not steps.run_step(facts, tmp_path, limit_s=0.2, **rest)
-    assert not steps.run_step(replace(facts, name="unheard of"), tmp_path, limit_s=30.0, **rest)
-    hung, died = told
-    assert (hung["step"], hung["failed"]) == ("facts", "took longer than 0.2 s")
-    assert died["failed"].startswith("its process ended with status 1: ValueError")
+    assert not steps.run_step(replace(facts, name="unknown"), tmp_path, limit_s=30.0, **rest)
+    hung, died = lines
+    assert (hung["step"], hung["failed"]) == ("facts", "timed out after 0.2 s")
+    assert died["failed"].startswith("the process exited with status 1: ValueError")
 
 
 LINES = [
@@ -219,7 +219,7 @@ LINES = [
 ]  # fmt: skip
 
 
-def test_the_page_has_the_newest_figures_their_bars_and_what_failed():
+def test_the_page_has_the_newest_figures_their_bars_and_the_failures():
     text = "\n\n".join(page.page_of([{**line, "cpu": False} for line in LINES]))
     assert "commit abc, on one NVIDIA H100 (79 GiB" in text
     assert "| gradients against the CPU, float64 | at most 1e-10 | 3e-12 | yes |" in text
@@ -227,7 +227,7 @@ def test_the_page_has_the_newest_figures_their_bars_and_what_failed():
     assert "**Failed**: `sweep`: took longer than 160 s." in text
 
 
-def test_lines_from_a_cpu_make_no_page(tmp_path, monkeypatch, capsys):
+def test_the_page_refuses_lines_from_a_cpu(tmp_path, monkeypatch, capsys):
     out = tmp_path / "gpu.jsonl"
     out.write_text(json.dumps({**LINES[0], "cpu": True}) + "\n")
     monkeypatch.setattr("sys.argv", ["gpu", "--write", "--out", str(out)])
@@ -256,10 +256,10 @@ def test_the_page_compares_the_two_engines_and_the_two_runs():
     origin = {"cpu": False, "commit": "abc", "card": "NVIDIA H200", "versions": "torch 2.11.0, vllm 0.32.0"}
     text = "\n\n".join(page.page_of([{**line, **origin} for line in COMPARED]))
     assert "commit abc, on one NVIDIA H200, torch 2.11.0, vllm 0.32.0" in text
-    assert "| tokens/s of the engine over vLLM's own | - | 0.75 | - |" in text
+    assert "| tokens/s, the engine relative to vLLM's defaults | - | 0.75 | - |" in text
     assert "| mismatch at lag 0, head in bfloat16, mean nats | - | 0.004 | - |" in text
     assert "| pause of a weight update, median of 1, ms | - | 250 | - |" in text
-    assert "| samples/s, asynchronous over synchronous | - | 1.50 | - |" in text
+    assert "| samples/s, asynchronous relative to synchronous | - | 1.50 | - |" in text
     for part in ("engine", "demo", "pair", "gaps"):
         assert f"## {page.HEADS[part]}" in text
     assert page.HEADS["right"] not in text
@@ -273,49 +273,52 @@ H100 = Gpu(0, "GPU-1", "NVIDIA H100", "580.159", 80 * 2**30, 2**30, 9.0)
 
 @pytest.fixture
 def machine(monkeypatch):
-    """A machine with a card on which every step could run, and `main` in place of a command."""
+    """`machine(...)` simulates a machine that can run every step, and sets the arguments of `main`."""
 
     def prepare(*arguments, gpus=(H100,), cuda=True, packages=("vllm", "ray"), packed=False):
-        monkeypatch.setattr(card, "gpus_here", lambda: list(gpus))
+        monkeypatch.setattr(card, "list_gpus", lambda: list(gpus))
         monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
         monkeypatch.setattr(card.importlib.util, "find_spec", lambda name: name if name in packages else None)
         monkeypatch.delenv("LEEWAY_SITE", raising=False)
         if packed:
             monkeypatch.setenv("LEEWAY_SITE", "/tmp/site")
         monkeypatch.setattr("sys.argv", ["gpu", *arguments])
-        monkeypatch.setattr("benchmarks.gpu.__main__.run_step", lambda *_, **__: pytest.fail("a step has started"))
+        monkeypatch.setattr("benchmarks.gpu.__main__.run_step", lambda *_, **__: pytest.fail("a step started"))
 
     return prepare
 
 
 @pytest.mark.parametrize(
-    ("machine_is", "sentence"),
+    ("options", "message"),
     [
         ({"gpus": ()}, "nvidia-smi lists no GPU: run on a machine with an NVIDIA card, or pass --cpu"),
-        ({"cuda": False}, f"torch {torch.__version__} sees no CUDA device, though nvidia-smi lists GPU 0"),
+        ({"cuda": False}, f"torch {torch.__version__} finds no CUDA device, but nvidia-smi lists GPU 0"),
         (
             {"gpus": [H100._replace(driver="535.104")]},
             "the NVIDIA driver 535.104 of GPU 0 (NVIDIA H100, 80 GiB) is too old for CUDA 13",
         ),
         (
             {"gpus": [H100._replace(total_bytes=24 * 2**30)]},
-            "has 23 GiB free, and the step baseline with the shape 1.5B needs 46 GiB: end what uses the card",
+            "has 23 GiB free, but the step baseline with the shape 1.5B needs 46 GiB: stop other processes",
         ),
         ({"packages": ("ray",)}, "the part engine needs vllm, which cannot be imported: source benchmarks/gpu/unpack"),
-        ({"gpus": [H100._replace(capability=8.0)], "packed": True}, "has compute capability 8, and the vLLM that pack"),
+        (
+            {"gpus": [H100._replace(capability=8.0)], "packed": True},
+            "has compute capability 8, but the vLLM packed by pack",
+        ),
     ],
 )
-def test_a_machine_that_does_not_fit_is_refused_in_one_sentence_before_a_step_starts(machine, machine_is, sentence):
-    machine(**machine_is)
+def test_an_unsuitable_machine_is_refused_in_one_line_before_a_step_starts(machine, options, message):
+    machine(**options)
     with pytest.raises(SystemExit) as refused:
         main()
     assert refused.value.code.startswith("benchmarks.gpu: ")
-    assert sentence in refused.value.code
+    assert message in refused.value.code
     assert "\n" not in refused.value.code
 
 
 @pytest.mark.parametrize("text", ["enforce_eager", "[1]"])
-def test_arguments_of_engines_that_are_no_object_are_refused(machine, capsys, text):
+def test_engine_arguments_that_are_not_an_object_are_refused(machine, capsys, text):
     machine("--engine-args", text)
     with pytest.raises(SystemExit):
         main()
@@ -325,14 +328,14 @@ def test_arguments_of_engines_that_are_no_object_are_refused(machine, capsys, te
     )
 
 
-def test_steps_without_a_large_shape_or_an_engine_ask_for_neither(machine):
+def test_steps_without_a_large_shape_or_an_engine_need_neither(machine):
     machine(gpus=[H100._replace(total_bytes=8 * 2**30)], packages=())
     card.check(steps.chosen(["right"], []), on_cpu=False)
     machine(gpus=(), cuda=False)
     card.check(steps.chosen([], []), on_cpu=True)
 
 
-def test_every_line_names_commit_card_and_versions(machine, monkeypatch, tmp_path):
+def test_every_line_has_commit_card_and_versions(machine, monkeypatch, tmp_path):
     out = tmp_path / "gpu.jsonl"
     machine("--steps", "facts", "--out", str(out))
 
@@ -353,15 +356,15 @@ def test_every_line_names_commit_card_and_versions(machine, monkeypatch, tmp_pat
 
 
 def _generation(*spans):
-    """One request, by version, start and end of its spans."""
-    of_versions = tuple(VersionSpan(PolicyVersion(0, version), start, end) for version, start, end in spans)
-    return SimpleNamespace(token_ids=[0] * 8, spans=of_versions)
+    """Return a request with spans of (version, start, end)."""
+    version_spans = tuple(VersionSpan(PolicyVersion(0, version), start, end) for version, start, end in spans)
+    return SimpleNamespace(token_ids=[0] * 8, spans=version_spans)
 
 
-def test_an_update_counts_the_requests_that_have_tokens_of_both_sides():
+def test_an_update_counts_requests_with_tokens_before_and_after_it():
     found = [_generation((0, 0, 3), (1, 3, 8)), _generation((0, 0, 2), (1, 2, 4), (2, 4, 8)), _generation((2, 0, 8))]
     assert engine.check_spans(found, [1, 2]) == 1
-    with pytest.raises(RuntimeError, match="no request has tokens of both sides of update 3"):
+    with pytest.raises(RuntimeError, match="no request has tokens from before and after update 3"):
         engine.check_spans(found, [1, 2, 3])
 
 
@@ -372,7 +375,7 @@ def test_spans_with_a_gap_or_out_of_order_fail_the_step(spans):
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])
-def test_the_runs_of_demo_and_pair_are_configs_of_today(tmp_path, on_gpu):
+def test_the_configs_of_demo_and_pair_are_valid(tmp_path, on_gpu):
     (tmp_path / "pair.toml").write_text(whole.pair_config(tmp_path, tmp_path))
     demo, pair = whole.ROOT / "examples" / "demo.toml", tmp_path / "pair.toml"
     for path, keys in ((demo, whole.DEMO_ON_GPU), (pair, whole.PAIR_ON_GPU)):
@@ -381,7 +384,7 @@ def test_the_runs_of_demo_and_pair_are_configs_of_today(tmp_path, on_gpu):
         check_gpus(config)
 
 
-def test_arguments_of_engines_reach_the_config_of_a_run_also_as_tables():
+def test_engine_arguments_reach_the_config_of_a_run_including_tables():
     arguments = {"enforce_eager": True, "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}
     overrides = whole.overrides_of({"actors.engine_args": arguments})
     assert load_config(whole.ROOT / "examples" / "demo.toml", overrides).actors.engine_args == arguments
@@ -394,7 +397,7 @@ def test_the_tokenizer_of_the_pair_has_a_word_for_every_token(tmp_path):
     assert tokenizer.decode([3, 10, shapes.EOS], skip_special_tokens=True) == "310"
 
 
-def test_a_run_that_was_cut_off_still_has_the_figures_of_its_steps(tmp_path):
+def test_an_interrupted_run_has_the_figures_of_its_steps(tmp_path):
     keys = ("batch/trajectories", "batch/completion_tokens", "lag/token_max")
     rows = [
         {"step": number, "loss": 0.0, "skipped": False, "started_s": 9.0 + number, "finished_s": 10.0 + number}
@@ -406,14 +409,14 @@ def test_a_run_that_was_cut_off_still_has_the_figures_of_its_steps(tmp_path):
     assert (found["steps"], found["counted"], found["samples_per_s"], found["first_batch_s"]) == (8, 4, 8.0, 6.0)
 
 
-def test_kernels_that_overlap_count_once_and_gaps_are_sorted_by_length():
+def test_overlapping_kernels_count_once_and_gaps_are_grouped_by_length():
     found = gaps.idle([(0.0, 10.0), (5.0, 8.0), (13.0, 20.0), (220.0, 230.0)])
     assert found["busy_s"] == pytest.approx(27e-6)
     assert found["idle_s"] == pytest.approx(203e-6)
     assert (found["idle_ms"]["0 to 5 us"], found["idle_ms"]["100 to 1000 us"]) == (0.0, 0.2)
 
 
-# --- what is carried to a machine without network -------------------------------------------------
+# --- packages for a machine without network -------------------------------------------------------
 
 
 def _image(kind, arch, content):
@@ -422,7 +425,7 @@ def _image(kind, arch, content):
 
 
 def _library(*containers):
-    """An ELF file with a section of containers, and one of names."""
+    """Return an ELF file with a section of containers and a section of names."""
     body = b"".join(
         struct.pack("<IHHQ", prune.MAGIC, 1, 16, sum(map(len, images))) + b"".join(images) for images in containers
     )
@@ -437,7 +440,7 @@ def _library(*containers):
     return bytearray(bytes(elf) + body + names + heads)
 
 
-def test_pruning_keeps_device_code_of_hopper_and_the_offsets_of_everything():
+def test_pruning_keeps_hopper_device_code_and_all_offsets():
     hopper, ampere = _image(2, 90, b".text.attention\0".ljust(64, b"h")), _image(2, 80, b"a" * 32)
     ptx, dropped = _image(1, 90, b"p" * 32), _image(2, 90, b".text.attention_fp8\0".ljust(64, b"d"))
     data = _library([ampere, hopper], [ampere, ptx], [dropped])
@@ -445,11 +448,11 @@ def test_pruning_keeps_device_code_of_hopper_and_the_offsets_of_everything():
     found = prune.prune(data, prune.re.compile(rb"fp8"))
     kept = [[image.content for image in each.images] for each in prune.containers(data)]
     assert (len(data), found.num_containers) == (size, 3)
-    assert kept == [[hopper], [ampere], [ampere]], "an empty container has the smallest image"
+    assert kept == [[hopper], [ampere], [ampere]], "an otherwise empty container keeps its smallest image"
     assert found.kept_bytes == len(hopper) + 2 * len(ampere)
 
 
-def test_a_folder_of_packages_is_filled_and_registers_leeway(tmp_path):
+def test_a_site_folder_is_unpacked_and_registers_leeway(tmp_path):
     (tmp_path / "site" / "package").mkdir(parents=True)
     (tmp_path / "site" / "package" / "__init__.py").write_text("here = True")
     with tarfile.open(tmp_path / "a.tar.xz", "w:xz") as archive:
@@ -462,10 +465,10 @@ def test_a_folder_of_packages_is_filled_and_registers_leeway(tmp_path):
     assert leeway.version == project["version"]
     assert "lmdb>=3.0" in leeway.requires
     (point,) = leeway.entry_points
-    assert (point.group, point.value) == ("vllm.general_plugins", "weight_sync.vllm_engine:register")
+    assert (point.group, point.value) == ("vllm.general_plugins", "leeway.weight_sync.vllm_engine:register")
 
 
-def test_a_package_that_was_left_out_has_every_name():
+def test_an_absent_package_has_every_name():
     absent = importlib.import_module("benchmarks.gpu.absent")
     assert absent.Anything.solve(1) == []
     with pytest.raises(AttributeError):

@@ -1,22 +1,22 @@
-"""benchmarks/learner.py: what its sides have in common, what it calls theory, and how its processes end."""
+"""benchmarks/learner.py: equal losses on all sides, the theoretical bubble, and failures of its processes."""
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import _ComputationType
-from torch.testing._internal.distributed.fake_pg import FakeStore
-
 from benchmarks.learner_parts import computed, sides
 from benchmarks.learner_parts.sleeping import bubble
 from benchmarks.learner_parts.spot import run_measurement
 from benchmarks.lib import learner as learner_step
 from benchmarks.lib.processes import MeasurementFailed
-from learner.attention import IMPLEMENTATION
-from learner.mesh import Mesh, MeshPlace
-from learner.model import DeviceBatch
-from learner.pipeline import build_schedule
+from torch import nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import _ComputationType
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from leeway.learner.attention import IMPLEMENTATION
+from leeway.learner.mesh import Mesh, MeshPlace
+from leeway.learner.model import DeviceBatch
+from leeway.learner.pipeline import build_schedule
 
 MICRO_BATCHES = 8
 UNITS = {
@@ -41,7 +41,7 @@ def fake_mesh(request):
     dist.destroy_process_group()
 
 
-def test_the_learner_and_both_plain_loops_train_one_loss(tmp_path, group):
+def test_the_learner_and_both_plain_loops_have_equal_gradient_norms(tmp_path, group):
     path = sides.small_llama(tmp_path / "model", hidden_size=64, num_layers=2, vocab_size=50)
     rows = sides.trajectories(sides.long_tailed(24, seed=1, median=20, longest=64), 50, seed=2)
     mesh = Mesh.build(MeshPlace(0))
@@ -57,7 +57,7 @@ def test_the_learner_and_both_plain_loops_train_one_loss(tmp_path, group):
     assert learner.step(batch, one_pass=False) == pytest.approx(norm, rel=1e-5)
 
 
-def test_the_learner_and_the_plain_loop_train_one_trajectory_balance(tmp_path, group):
+def test_the_learner_and_the_plain_loop_agree_on_trajectory_balance(tmp_path, group):
     path = sides.small_llama(tmp_path / "model", hidden_size=64, num_layers=2, vocab_size=50)
     rows = sides.trajectories(sides.long_tailed(24, seed=1, median=20, longest=40), 50, seed=2)
     mesh = Mesh.build(MeshPlace(0))
@@ -75,7 +75,7 @@ def test_the_learner_and_the_plain_loop_train_one_trajectory_balance(tmp_path, g
 
 
 @pytest.mark.parametrize(("schedule", "num_chunks"), [("interleaved_1f1b", 2), ("zero_bubble", 1), ("zero_bubble", 2)])
-def test_the_bubble_in_theory_is_that_of_the_schedule_s_own_table(fake_mesh, schedule, num_chunks):
+def test_the_theoretical_bubble_equals_that_of_the_schedule_table(fake_mesh, schedule, num_chunks):
     num_stages = fake_mesh.place.num_stages
     total = num_stages * num_chunks
     stages = [empty_stage(index, total, fake_mesh) for index in range(0, total, num_stages)]
@@ -91,7 +91,7 @@ def empty_stage(index, total, mesh):
 
 
 def makespan(order, num_stages):
-    """Units of time until the last action is over, if each begins as soon as its rank and its inputs allow."""
+    """Return the time units until the last action ends, if each starts as soon as its rank and inputs are ready."""
     queues = {rank: [action for action in actions if action is not None] for rank, actions in order.items()}
     clock = dict.fromkeys(queues, 0)
     ends = {}
@@ -104,7 +104,7 @@ def makespan(order, num_stages):
                     _ComputationType.BACKWARD_INPUT,
                     _ComputationType.BACKWARD_WEIGHT,
                 ):
-                    units = {"B": 0, "W": 2}[letter]  # torch does both halves together where nobody waits for one
+                    units = {"B": 0, "W": 2}[letter]  # torch runs both halves together if no rank waits for one
                 needed = {"F": [("F", stage - 1)], "B": [("F", stage), ("B", stage + 1)], "W": [("B", stage)]}[letter]
                 keys = [(kind, at, number) for kind, at in needed if 0 <= at < num_stages]
                 if not all(key in ends for key in keys):
@@ -117,12 +117,12 @@ def makespan(order, num_stages):
 
 @pytest.mark.full
 @pytest.mark.process
-def test_a_measurement_that_fails_says_which_process():
+def test_a_failed_measurement_names_the_process():
     with pytest.raises(MeasurementFailed, match=r"process \d of measurements:packing ended with status 1"):
         run_measurement("measurements:packing", {"no_such_option": 1}, worlds=(1, 1))
 
 
 @pytest.mark.process
-def test_a_measurement_that_takes_too_long_is_over():
+def test_a_measurement_times_out():
     with pytest.raises(MeasurementFailed, match=r"measurements:packing took longer than 0\.1 s"):
         run_measurement("measurements:packing", {"quick": True}, limit_s=0.1)

@@ -1,4 +1,4 @@
-"""benchmarks/lib: its processes answer, fail by name and leave nobody behind; and what its cells and sentences say."""
+"""benchmarks/lib: calls in processes, their failures and cleanup, stored results, bars and texts of pages."""
 
 import subprocess
 import sys
@@ -6,26 +6,26 @@ import time
 
 import psutil
 import pytest
-from transformers import AutoTokenizer
-
-from actors.tasks import load_reward, load_task
 from benchmarks.lib import small_tasks
 from benchmarks.lib.page import judged, origin
 from benchmarks.lib.processes import MeasurementFailed, call_in_processes, environment
 from benchmarks.lib.rounds import means, median_ratio, spread
 from benchmarks.lib.runs import KeptResults
-from launch.config import load_config
+from transformers import AutoTokenizer
+
+from leeway.actors.tasks import load_reward, load_task
+from leeway.launch.config import load_config
 
 SLEEPING = {"args": ["sleep", "60"]}
 
 
 @pytest.mark.process
-def test_functions_called_in_processes_answer_in_the_order_of_the_calls():
+def test_calls_in_processes_return_results_in_order():
     assert call_in_processes("means", "statistics:fmean", [{"data": [1, 2]}, {"data": [4]}], limit_s=60) == [1.5, 4]
 
 
 @pytest.mark.process
-def test_a_call_that_raises_names_its_process_and_the_error_and_ends_the_others():
+def test_a_failed_call_names_its_process_and_error_and_ends_the_others():
     calls = [SLEEPING, {"args": ["no-such-program"]}]
     with pytest.raises(
         MeasurementFailed, match=r"process 1 of programs ended with status 1: FileNotFoundError: .*no-such"
@@ -35,26 +35,26 @@ def test_a_call_that_raises_names_its_process_and_the_error_and_ends_the_others(
 
 
 @pytest.mark.process
-def test_calls_that_take_too_long_are_over_with_all_that_they_started():
+def test_calls_that_time_out_end_with_all_their_processes():
     with pytest.raises(MeasurementFailed, match=r"sleep took longer than 1 s"):
         call_in_processes("sleep", "subprocess:run", [SLEEPING], limit_s=1)
     assert not sleepers_of(psutil.Process())
 
 
 @pytest.mark.process
-def test_a_call_ends_with_a_parent_that_is_killed():
+def test_a_call_ends_when_its_parent_is_killed():
     code = "from benchmarks.lib.processes import call_in_processes as call; "
     code += f"call('sleep', 'subprocess:run', [{SLEEPING}], limit_s=60)"
     parent = subprocess.Popen([sys.executable, "-c", code], env=environment())
     deadline = time.monotonic() + 60
-    while not (family := sleepers_of(psutil.Process(parent.pid))):
+    while not (sleepers := sleepers_of(psutil.Process(parent.pid))):
         assert time.monotonic() < deadline
         time.sleep(0.05)
     (call,) = psutil.Process(parent.pid).children()
     parent.kill()
     parent.wait(60)
     call.wait(60)
-    for sleeper in family:
+    for sleeper in sleepers:
         sleeper.kill()
 
 
@@ -62,20 +62,20 @@ def sleepers_of(process):
     return [child for child in process.children(recursive=True) if child.name() == "sleep"]
 
 
-def test_kept_results_are_made_once_and_only_for_the_same_facts(tmp_path):
+def test_results_are_computed_once_and_reused_only_for_the_same_facts(tmp_path):
     def make(folder):
         folder.mkdir(parents=True)
         return {"accuracy": 0.5}
 
     kept = KeptResults(tmp_path, "facts.json", ["--a", "1"])
     assert kept.result("first", make) == {"accuracy": 0.5}
-    assert kept.result("first", lambda _: pytest.fail("it is kept")) == {"accuracy": 0.5}
+    assert kept.result("first", lambda _: pytest.fail("the result is stored")) == {"accuracy": 0.5}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["facts.json", "first.json", "runs"]
-    with pytest.raises(SystemExit, match=r"holds runs of \['--a', '1'\], not of \['--a', '2'\]; choose another folder"):
+    with pytest.raises(SystemExit, match=r"holds runs of \['--a', '1'\], not of \['--a', '2'\]: choose another folder"):
         KeptResults(tmp_path, "facts.json", ["--a", "2"])
 
 
-def test_a_run_that_fails_is_not_kept(tmp_path):
+def test_a_failed_run_is_not_stored(tmp_path):
     def fail(folder):
         raise MeasurementFailed("no figures")
 
@@ -101,14 +101,14 @@ def test_a_bar_is_judged_only_at_full_size():
     }
 
 
-def test_a_page_says_how_it_was_made_and_at_which_commit_where_that_is_named():
+def test_a_page_names_its_command_machine_and_commit():
     machine = {"cores": 2, "processor": "x86_64", "python": "3.11.7", "load_before": 0.25, "commit": "abc"}
     rest = "on 2 cores (x86_64), no GPU, Python 3.11.7; load average of the machine before it began: 0.2."
     assert origin("make bench", machine) == f"Written by `make bench` {rest}"
     assert origin("make bench", machine, "abc") == f"Written by `make bench`, commit abc, {rest}"
 
 
-def test_means_leave_out_what_was_not_measured_and_a_spread_is_shown_where_there_is_one():
+def test_means_skip_missing_values_and_a_spread_is_shown_if_values_differ():
     assert means([{"a": 1.0, "b": None}, {"a": 2.0, "b": 3.0}]) == {"a": 1.5, "b": 3.0}
     assert means([{"a": None}]) == {"a": None}
     assert spread([0.5, 0.5], "{:.1f}") == "0.5"
@@ -117,7 +117,7 @@ def test_means_leave_out_what_was_not_measured_and_a_spread_is_shown_where_there
 
 
 @pytest.mark.parametrize("name", small_tasks.TASKS)
-def test_a_small_task_has_a_config_that_loads_and_rewards_the_right_answer_alone(tmp_path, monkeypatch, name):
+def test_a_small_task_has_a_valid_config_and_rewards_only_the_right_answer(tmp_path, monkeypatch, name):
     monkeypatch.setattr(small_tasks, "half_teach", lambda *args: None)
     config = load_config(small_tasks.make(name, tmp_path), [])
     problem, codec = load_task(config.task).heldout[0], AutoTokenizer.from_pretrained(config.model.path)

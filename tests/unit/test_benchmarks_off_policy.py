@@ -1,4 +1,4 @@
-"""The enumerable world of benchmarks/off_policy.py: what is called exact there is."""
+"""The enumerable world of benchmarks/off_policy.py: its exact quantities are exact."""
 
 import copy
 import itertools
@@ -8,10 +8,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch.nn import functional as F
-
 from benchmarks import off_policy
 from benchmarks.off_policy_world import page, training, world
+from torch.nn import functional as F
 
 ROWS = {row.name: row for row in training.ROWS}
 GROUP_SIZE = training.GROUP_SIZE
@@ -27,14 +26,14 @@ def draw_from(behaviour_PC, small_world):
     with torch.no_grad():
         reference_PC, values_PN = small_world.reference()
     rewards_PS = small_world.rewards_PS
-    return training.Draw(rewards_PS, prompts_G, sequences_GK, behaviour_PC, 2 * reference_PC, reference_PC, values_PN)
+    return training.Batch(rewards_PS, prompts_G, sequences_GK, behaviour_PC, 2 * reference_PC, reference_PC, values_PN)
 
 
 def uniform():
     return torch.full((world.NUM_PROMPTS, world.NUM_CHOICES), -math.log(world.NUM_TOKENS))
 
 
-def test_every_completion_is_a_path_of_its_own_prefixes():
+def test_every_completion_is_a_path_of_its_prefixes():
     completions = list(itertools.product(range(world.NUM_TOKENS), repeat=world.LENGTH))
     prefixes = [prefix for t in range(world.LENGTH) for prefix in itertools.product(range(world.NUM_TOKENS), repeat=t)]
     assert world.TOKENS_SL.tolist() == [list(completion) for completion in completions]
@@ -59,8 +58,8 @@ def test_the_policy_is_a_causal_transformer_over_prompt_and_completion(small_wor
         for block in policy.blocks:
             query, key, value = block.query_key_value(block.attention_norm(hidden)).chunk(3, dim=-1)
             heads = [each.view(1, world.LENGTH, 2, 16).transpose(1, 2) for each in (query, key, value)]
-            seen = F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(2)
-            hidden = hidden + block.mix(seen)
+            attended = F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(2)
+            hidden = hidden + block.mix(attended)
             hidden = hidden + block.narrow(F.gelu(block.widen(block.feed_norm(hidden))))
         hidden = policy.norm(hidden)[0]
         logprobs_L = torch.log_softmax(policy.head(hidden), -1)[torch.arange(world.LENGTH), tokens_L]
@@ -68,13 +67,13 @@ def test_the_policy_is_a_causal_transformer_over_prompt_and_completion(small_wor
         torch.testing.assert_close(values_PN[prompt, world.NODES_SL[number]], policy.value_head(hidden)[:, 0])
 
 
-def test_the_probabilities_of_all_completions_add_up_to_one(small_world):
+def test_the_probabilities_of_all_completions_sum_to_one(small_world):
     for logprobs_PS in (world.sequence_logprobs(small_world.reference), small_world.optimum_logprobs_PS):
         assert logprobs_PS.shape == (world.NUM_PROMPTS, world.NUM_SEQUENCES)
         torch.testing.assert_close(logprobs_PS.exp().sum(1), torch.ones(world.NUM_PROMPTS, dtype=torch.float64))
 
 
-def test_beta_times_the_kl_is_what_a_policy_falls_short_of_the_optimum(small_world):
+def test_beta_times_the_kl_equals_the_gap_to_the_optimal_objective(small_world):
     reference_PS = world.sequence_logprobs(small_world.reference)
     rewards_PS = small_world.rewards_PS.double()
 
@@ -88,7 +87,7 @@ def test_beta_times_the_kl_is_what_a_policy_falls_short_of_the_optimum(small_wor
         assert world.BETA * small_world.kl(logprobs_PS) == pytest.approx(best - regularised(logprobs_PS), rel=1e-6)
 
 
-def test_the_same_seed_is_the_same_world_and_leaves_torchs_generator_alone(small_world):
+def test_a_seed_reproduces_the_world_without_the_global_generator_of_torch(small_world):
     before = torch.random.get_rng_state()
     again = world.World.made_from(seed=7)
     assert torch.equal(torch.random.get_rng_state(), before)
@@ -97,7 +96,7 @@ def test_the_same_seed_is_the_same_world_and_leaves_torchs_generator_alone(small
     assert not torch.equal(world.World.made_from(seed=8).rewards_PS, small_world.rewards_PS)
 
 
-def test_the_choices_of_the_optimum_multiply_to_its_completions(small_world):
+def test_token_probabilities_of_the_optimum_multiply_to_those_of_completions(small_world):
     choices_PC = small_world.optimum_PC()
     each_PN = choices_PC.exp().unflatten(1, (world.NUM_NODES, world.NUM_TOKENS)).sum(-1)
     torch.testing.assert_close(each_PN, torch.ones_like(each_PN))
@@ -107,22 +106,22 @@ def test_the_choices_of_the_optimum_multiply_to_its_completions(small_world):
 @pytest.mark.parametrize(
     ("lag", "began", "expected"), [("0", 40, 2), ("4", 40, 6), ("16", 8, 10), ("first", 40, 42), ("uniform", 40, 43)]
 )
-def test_samples_are_as_old_as_their_policy_at_the_draw_and_the_updates_since(lag, began, expected):
+def test_the_age_of_a_sample_is_its_lag_at_the_draw_plus_later_updates(lag, began, expected):
     assert training.age(lag, began, began + 2) == expected
 
 
 @pytest.mark.parametrize(("lag", "version"), [("0", 20), ("1", 19), ("4", 16), ("16", 4)])
-def test_the_behaviour_policy_is_that_of_so_many_updates_ago(lag, version):
+def test_the_behaviour_policy_is_lag_updates_old(lag, version):
     past = deque((torch.tensor(float(number)) for number in range(20)), maxlen=training.MAX_LAG)
     assert float(training.behaviour(lag, torch.tensor(20.0), past)) == version
 
 
-def test_before_there_is_a_policy_so_old_the_first_one_samples():
+def test_the_first_policy_samples_until_an_old_enough_policy_exists():
     assert float(training.behaviour("16", torch.tensor(2.0), deque([torch.tensor(0.0), torch.tensor(1.0)]))) == 0
     assert float(training.behaviour("16", torch.tensor(0.0), deque())) == 0
 
 
-def test_uniform_behaviour_never_looks_at_a_policy():
+def test_uniform_behaviour_ignores_the_policy():
     torch.testing.assert_close(
         training.behaviour("uniform", torch.randn(2, 8), deque()).exp(), torch.full((2, 8), 0.25)
     )
@@ -144,7 +143,7 @@ def test_samples_come_from_the_behaviour_policy(small_world):
     assert bool(((statistic_P - freedom).abs() < 5 * math.sqrt(2 * freedom)).all())
 
 
-def test_a_loss_reads_the_tokens_of_its_samples(small_world):
+def test_loss_inputs_have_the_tokens_of_their_samples(small_world):
     draw = draw_from(uniform(), small_world)
     choices_PC, values_PN = small_world.reference()
     groups = torch.tensor([90, 3])
@@ -168,7 +167,7 @@ def test_a_loss_reads_the_tokens_of_its_samples(small_world):
 
 
 @pytest.mark.parametrize("name", list(ROWS))
-def test_every_row_takes_steps_on_data_of_every_kind(name, small_world):
+def test_every_row_trains_on_every_kind_of_data(name, small_world):
     reference_PS = world.sequence_logprobs(small_world.reference)
     for lag in ("0", "first", "uniform"):
         outcome = training.train(small_world, ROWS[name], lag, seed=0, num_draws=2)
@@ -177,7 +176,7 @@ def test_every_row_takes_steps_on_data_of_every_kind(name, small_world):
         assert math.isfinite(outcome.reward)
 
 
-def test_trajectory_balance_comes_near_the_optimum_from_uniform_data_and_naive_ppo_does_not(small_world):
+def test_trajectory_balance_converges_on_uniform_data_and_naive_ppo_does_not(small_world):
     start = small_world.kl(world.sequence_logprobs(small_world.reference))
     balanced = training.train(small_world, ROWS["trajectory_balance"], "uniform", seed=0, num_draws=20)
     naive = training.train(small_world, ROWS["off_policy_ppo+naive"], "uniform", seed=0, num_draws=20)
@@ -187,22 +186,22 @@ def test_trajectory_balance_comes_near_the_optimum_from_uniform_data_and_naive_p
 
 def test_a_run_that_becomes_non_finite_has_no_figures(small_world):
     row = replace(ROWS["trajectory_balance"], learning_rate=1e30)
-    seen = training.train(small_world, row, "0", seed=0, num_draws=2)
-    assert seen == training.Outcome(None, None)
-    assert page.means([training.Outcome(0.5, 1.0), seen]) == {"kl": None, "reward": None}
+    outcome = training.train(small_world, row, "0", seed=0, num_draws=2)
+    assert outcome == training.Outcome(None, None)
+    assert page.means([training.Outcome(0.5, 1.0), outcome]) == {"kl": None, "reward": None}
     assert page.means([training.Outcome(0.5, 1.0), training.Outcome(0.7, 2.0)]) == {"kl": 0.6, "reward": 1.5}
 
 
-def test_rows_of_later_calls_stand_beside_those_that_are_kept(tmp_path, monkeypatch):
+def test_rows_of_later_calls_are_merged_with_stored_rows(tmp_path, monkeypatch):
     monkeypatch.setattr(off_policy, "KEPT", tmp_path / "off_policy.json")
     monkeypatch.setattr(off_policy, "RESULTS", tmp_path)
-    seen = {lag: [training.Outcome(0.5, 1.0)] * len(off_policy.SEEDS) for lag in training.LAGS}
+    outcomes = {lag: [training.Outcome(0.5, 1.0)] * len(off_policy.SEEDS) for lag in training.LAGS}
     *most, last = ROWS
-    off_policy.Kept.read().add(dict.fromkeys(most, seen), 600.0)
+    off_policy.Kept.read().add(dict.fromkeys(most, outcomes), 600.0)
     off_policy.Kept.read().write_page()
     assert not (tmp_path / "off_policy.md").exists(), "a row is missing"
     better = {lag: [training.Outcome(None, None)] * len(off_policy.SEEDS) for lag in training.LAGS}
-    off_policy.Kept.read().add({last: seen, most[0]: better}, 60.0)
+    off_policy.Kept.read().add({last: outcomes, most[0]: better}, 60.0)
     kept = off_policy.Kept.read()
     assert list(kept.outcomes) == list(ROWS)
     assert kept.outcomes[most[0]] == better

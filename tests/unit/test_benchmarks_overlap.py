@@ -1,4 +1,4 @@
-"""benchmarks/overlap.py: that its figures follow from what runs leave behind, and what its model says."""
+"""benchmarks/overlap.py: figures computed from run folders, and the model of its long-tailed task."""
 
 import json
 import os
@@ -7,11 +7,11 @@ import numpy as np
 import psutil
 import pytest
 import torch
-
 from benchmarks import overlap
 from benchmarks.lib.processes import MeasurementFailed
 from benchmarks.lib.runs import FinishedRun, Samples
 from benchmarks.overlap_parts import long_tail, reward
+
 from tests.unit.made_up_run import write_generation
 
 
@@ -25,7 +25,7 @@ def side(**changes):
     return {**dict.fromkeys(names, 1.0), **changes}
 
 
-def test_u_is_the_longest_over_the_mean_of_each_counted_step():
+def test_u_averages_longest_over_mean_length_of_the_counted_steps():
     made = samples((1, 90, 0, 9), (2, 10, 0, 1), (2, 30, 0.5, 4), (3, 10, 5, 6), (3, 10, 5, 7))
     found = overlap.batches(made, [2, 3])
     assert found.longest_over_mean == pytest.approx((1.5 + 1.0) / 2)
@@ -37,7 +37,7 @@ def test_a_sample_is_in_flight_from_its_start_to_its_end():
     assert overlap.running(made, (2.0, 6.0)) == pytest.approx((2 + 3) / 4)
 
 
-def test_the_ratio_is_that_of_the_rounds_and_r_that_of_the_synchronous_runs():
+def test_the_ratio_comes_from_the_rounds_and_r_from_the_synchronous_runs():
     rounds = [
         (side(samples_per_s=10, step_s=2.0, generation_s=1.0, U=3.0), side(samples_per_s=18, learner_idle_frac=0.1)),
         (side(samples_per_s=20, step_s=2.0, generation_s=3.0, U=3.0), side(samples_per_s=30, learner_idle_frac=0.3)),
@@ -51,13 +51,13 @@ def test_the_ratio_is_that_of_the_rounds_and_r_that_of_the_synchronous_runs():
     assert found["learner_idle_frac"] == pytest.approx(0.2)
 
 
-def test_a_core_each_can_at_most_double_the_rate_where_both_take_equal_time():
+def test_separate_cores_at_most_double_the_rate_if_both_sides_take_equal_time():
     assert overlap.ceiling(3.0, 1.0) == pytest.approx(2.0)
     assert overlap.ceiling(3.0, 0.5) == pytest.approx(3.0)
     assert overlap.ceiling(3.0, 0.1) == pytest.approx(3.3)
 
 
-def test_a_bar_is_judged_only_at_full_size_and_where_r_is_about_1():
+def test_a_bar_is_judged_only_at_full_size_and_if_r_is_about_1():
     def met(**changes):
         result = {"quick": False, "r": 1.0, "async_over_sync": 1.7, **changes}
         return overlap.judged(result)["async_over_sync"]["met"]
@@ -69,7 +69,7 @@ def test_a_bar_is_judged_only_at_full_size_and_where_r_is_about_1():
 
 
 def write_run(folder, step_s, waits_s, busy):
-    """A run whose steps end every `step_s` + wait from time 100 on."""
+    """Write a run from time 100 on, in which each step takes its wait plus `step_s`."""
     folder.mkdir()
     rows, now = [], 100.0
     for number, wait_s in enumerate(waits_s, 1):
@@ -93,7 +93,7 @@ def no_store(monkeypatch):
 
 
 @pytest.mark.usefixtures("no_store")
-def test_the_warm_up_counts_for_nothing(tmp_path):
+def test_warm_up_steps_do_not_count(tmp_path):
     run = write_run(tmp_path / "run", 1.0, [50.0, 9.0, 1.0, 1.0, 2.0], [(100.0, 161.0), (161.0, 163.0)])
     found = overlap.figures_of(run, num_warmup=2)
     assert found["seconds"] == pytest.approx(7.0)
@@ -104,30 +104,30 @@ def test_the_warm_up_counts_for_nothing(tmp_path):
 
 
 @pytest.mark.usefixtures("no_store")
-def test_a_run_that_is_all_warm_up_is_refused(tmp_path):
+def test_a_run_of_warm_up_steps_only_is_refused(tmp_path):
     run = write_run(tmp_path / "run", 1.0, [1.0, 1.0, 1.0], [(100.0, 101.0)])
-    with pytest.raises(MeasurementFailed, match="has 3 steps, of which 2 warm up"):
+    with pytest.raises(MeasurementFailed, match="has 3 steps including 2 of warm-up"):
         overlap.figures_of(run, num_warmup=2)
 
 
-def test_the_model_ends_a_completion_as_often_as_the_class_of_its_prompt_says():
+def test_the_model_ends_a_completion_at_the_rate_of_its_prompt_class():
     model = long_tail.make_model()
     for number in (0, long_tail.NUM_CLASSES - 1):
         word = long_tail.words(number)[-1]
         with torch.no_grad():
             ids = torch.tensor([[long_tail.VOCABULARY.index("7"), long_tail.words(number)[0], word]])
-            chances = model(ids).logits[0, -1].softmax(-1)
-        assert float(chances[long_tail.EOS]) == pytest.approx(1 / long_tail.mean_length(number), rel=0.01)
-        assert float(chances[long_tail.words(number)].sum()) == pytest.approx(1 - float(chances[long_tail.EOS]))
+            probs_V = model(ids).logits[0, -1].softmax(-1)
+        assert float(probs_V[long_tail.EOS]) == pytest.approx(1 / long_tail.mean_length(number), rel=0.01)
+        assert float(probs_V[long_tail.words(number)].sum()) == pytest.approx(1 - float(probs_V[long_tail.EOS]))
 
 
-def test_the_lengths_of_the_classes_are_spread_as_a_log_normal():
+def test_the_lengths_of_the_classes_are_log_normal():
     lengths = [long_tail.mean_length(number) for number in range(long_tail.NUM_CLASSES)]
     assert np.median(lengths) == pytest.approx(long_tail.MEDIAN_LENGTH, rel=0.01)
     assert lengths[-1] / lengths[0] > 5
 
 
-def test_every_prompt_is_another_one_and_ends_with_its_class(tmp_path):
+def test_prompts_are_distinct_and_end_with_their_class(tmp_path):
     config = long_tail.write_setting(tmp_path / "setting", long_tail.Setting(10, 2, 16))
     lines = (tmp_path / "setting" / "prompts.jsonl").read_text().splitlines()
     questions = [json.loads(line)["question"] for line in lines]
@@ -137,31 +137,31 @@ def test_every_prompt_is_another_one_and_ends_with_its_class(tmp_path):
     assert "max_running_samples = 64" in config.read_text()
 
 
-def test_the_written_config_is_one_that_leeway_takes(tmp_path):
-    from launch.config import load_config
+def test_the_written_config_is_valid(tmp_path):
+    from leeway.launch.config import load_config
 
     config = load_config(long_tail.write_setting(tmp_path / "setting", long_tail.Setting(10, 2, 16)))
     assert config.learner.groups_per_step * config.actors.group_size == config.actors.max_running_samples
     assert config.learner.token_budget >= long_tail.PROMPT_TOKENS + long_tail.MAX_NEW_TOKENS
 
 
-def test_an_even_number_of_words_pays():
+def test_an_even_number_of_words_is_rewarded():
     assert reward.even(["ab", "a", ""]) == [1.0, 0.0, 1.0]
 
 
-def test_an_actor_that_was_not_seen_cannot_have_been_moved(tmp_path):
-    two = overlap.Cores(0, 1)
-    two.look(tmp_path)  # a run that has written no status.json yet
-    with pytest.raises(MeasurementFailed, match="0 processes of the actor were seen"):
-        two.check()
+def test_the_check_of_cores_fails_if_no_actor_process_was_found(tmp_path):
+    cores = overlap.Cores(0, 1)
+    cores.look(tmp_path)  # the run has not written status.json yet
+    with pytest.raises(MeasurementFailed, match="0 processes of the actor were found"):
+        cores.check()
 
 
-def test_all_threads_of_a_process_are_moved():
-    mine = sorted(os.sched_getaffinity(0))
+def test_all_threads_of_a_process_are_pinned():
+    cpus = sorted(os.sched_getaffinity(0))
     with psutil.Popen(["sleep", "30"]) as process:
         try:
-            assert overlap._move_threads(process.pid, mine[-1])
-            assert process.cpu_affinity() == [mine[-1]]
+            assert overlap._move_threads(process.pid, cpus[-1])
+            assert process.cpu_affinity() == [cpus[-1]]
         finally:
             process.kill()
-    assert not overlap._move_threads(process.pid, mine[-1])
+    assert not overlap._move_threads(process.pid, cpus[-1])

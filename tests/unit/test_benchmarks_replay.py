@@ -1,12 +1,12 @@
-"""benchmarks/replay.py: that its figures follow from runs, and that its runs are as its page says."""
+"""benchmarks/replay.py: figures computed from runs, and the configs of its runs."""
 
 from pathlib import Path
 
 import pytest
-
 from benchmarks import replay
 from benchmarks.replay import FRESH, PARTS, REPLAY, Setting
-from launch.config import load_config
+
+from leeway.launch.config import load_config
 
 SUMS = Path(__file__).resolve().parents[2] / replay.CONFIG
 BASE = {"sampled": 0.5, "trained": 1000.0, "uses": 1.0, "lag": 2.0, "ess": 0.5, "ledger_gap": 0, "seconds": 60.0}
@@ -17,30 +17,30 @@ def runs(tokens, *accuracies):
 
 
 def results(**replayed):
-    """A curve without replay of 0.8, 0.84 and 0.88 at 100, 200 and 400 tokens, and settings beside it."""
+    """Return runs without replay with 0.8, 0.84 and 0.88 at 100, 200 and 400 tokens, and runs with replay."""
     found = {("oapl", setting): runs(400 * setting.share, 0.78 + 0.04 * n, 0.82 + 0.04 * n) for n, setting in
              zip((2, 1, 0), FRESH, strict=True)}  # fmt: skip
     return found | {("oapl", Setting(max_uses=int(name[1:]))): each for name, each in replayed.items()}
 
 
-def test_tokens_are_saved_against_what_the_curve_without_replay_needs_for_the_same_accuracy():
+def test_tokens_saved_are_relative_to_runs_without_replay_of_equal_accuracy():
     found = results(u2=runs(100, 0.85, 0.85), u4=runs(50, 0.79, 0.79), u8=runs(200, 0.9, 0.9))
     saved = [replay.tokens_saved(found, "oapl", Setting(max_uses=uses), "greedy") for uses in (2, 4, 8)]
     # a quarter of the way from 0.84 to 0.88, in the logarithm of 200 and 400
     assert saved[0] == pytest.approx(200 * 2**0.25 / 100)
-    assert saved[1] is None, "no run without replay is as bad"
-    assert saved[2] == pytest.approx(400 / 200), "better than the longest: held against that, and no farther"
+    assert saved[1] is None, "every run without replay is more accurate"
+    assert saved[2] == pytest.approx(400 / 200), "more accurate than the longest run: not extrapolated"
     line = replay.summarised(found)
     assert line["oapl"]["greedy"]["tokens_saved"] == pytest.approx(2 * 2**0.25, abs=1e-3)
     assert line["oapl"]["greedy"]["setting"] == Setting(max_uses=2).name
     assert line["tokens_saved_at_equal_accuracy_greedy"] == line["oapl"]["greedy"]["tokens_saved"]
-    # all of them sample 0.5 right, so the fewest tokens are the best
+    # all have a sampled accuracy of 0.5, so the fewest tokens are the best
     assert line["tokens_saved_at_equal_accuracy"] == 8
 
 
-def test_equal_is_within_the_standard_error_over_seeds():
+def test_accuracies_within_the_standard_error_over_seeds_count_as_equal():
     found = results(u2=runs(100, 0.85, 0.89), u4=runs(100, 0.861, 0.861))
-    # the longest is 0.86 and 0.90; of the difference 0.028 and 0.02
+    # the longest has 0.86 and 0.90; the standard errors of the difference are 0.028 and 0.02
     assert replay.standard_error(
         "greedy", found["oapl", Setting(max_uses=2)], found["oapl", FRESH[0]]
     ) == pytest.approx(0.0283, abs=1e-4)
@@ -50,7 +50,7 @@ def test_equal_is_within_the_standard_error_over_seeds():
     assert replay.tokens_saved(found, "oapl", Setting(max_uses=2), "greedy") < 4
 
 
-def test_a_page_has_a_row_for_every_setting_and_says_what_was_missed(tmp_path):
+def test_a_page_has_a_row_for_every_setting_and_marks_missed_bars(tmp_path):
     found = results(u2=runs(390, 0.88, 0.88))
     parts = replay.page(found, replay.summarised(found), "Written by a test.", "replay")
     rows = [line for part in parts for line in part.splitlines() if line.startswith("| oapl | no replay")]
@@ -61,7 +61,7 @@ def test_a_page_has_a_row_for_every_setting_and_says_what_was_missed(tmp_path):
 
 
 @pytest.mark.parametrize("setting", sorted({*FRESH, *(each for part in PARTS.values() for each in part)}, key=str))
-def test_every_setting_is_a_config_that_the_example_takes(setting):
+def test_every_setting_is_a_valid_override_of_the_example(setting):
     for algorithm in replay.ALGORITHMS:
         config = load_config(SUMS, ["--algorithm.type", algorithm, *setting.overrides(replay.STEPS)])
         assert (config.buffer.max_uses, config.buffer.sampler) == (setting.max_uses, setting.law)

@@ -1,8 +1,7 @@
-"""The synchronous loop of the stability benchmark: its samples, their age, and what counts as stable."""
+"""The synchronous loop of the stability benchmark: its samples, their age, and the criterion of stability."""
 
 import pytest
 import torch
-
 from benchmarks import stability
 from benchmarks.stability_parts.loop import PARTS, DelayedRun, Sampler, completion_logprobs
 from examples.demo_model.make_checkpoint import EOS, PAD, make_model, make_tokenizer
@@ -24,7 +23,7 @@ def folder(model, tmp_path_factory):
     return folder
 
 
-def test_a_sample_has_the_probability_that_the_model_gives_it_and_ends_once(model):
+def test_samples_have_the_log_probabilities_of_the_model_and_end_once(model):
     prompts = [[3, 4, 13, 5, 15], [9, 13, 8, 15], [3, 3, 3, 13, 4, 4, 4, 15]]
     samples = Sampler(model, PAD, EOS, max_new_tokens=6).sample(prompts, 50, torch.Generator().manual_seed(0))
     assert samples.prompts == [prompt for prompt in prompts for _ in range(50)]
@@ -37,7 +36,7 @@ def test_a_sample_has_the_probability_that_the_model_gives_it_and_ends_once(mode
         assert is_finished or len(completion) == 6
 
 
-def test_greedy_is_the_likeliest_token_every_time(model):
+def test_greedy_sampling_picks_the_most_likely_token(model):
     prompts = [[3, 4, 13, 5, 15], [9, 13, 8, 15]]
     samples = Sampler(model, PAD, EOS, max_new_tokens=4).sample(prompts, 1)
     for prompt, completion in zip(prompts, samples.completions, strict=True):
@@ -46,10 +45,10 @@ def test_greedy_is_the_likeliest_token_every_time(model):
 
 
 @pytest.mark.parametrize("lag", [0, 1, 3])
-def test_samples_come_from_the_policy_of_so_many_updates_ago(folder, lag):
+def test_samples_come_from_the_policy_lag_updates_ago(folder, lag):
     lagged = ["--learner.learning_rate", "1e-2", "--weight_sync.max_lag", str(lag), "--weight_sync.lag_control", "off"]
     run = DelayedRun(["--model.path", str(folder), *SMALL, *lagged], seed=0)
-    run._scorer = lambda problems, texts: [float(len(text)) for text in texts]  # some differ
+    run._scorer = lambda problems, texts: [float(len(text)) for text in texts]  # not all equal
     seen, versions = [], []
     run._load, load = lambda values: (seen.append(values[0].clone()), load(values)), run._load
     run._update, update = lambda *args: (update(*args), versions.append(run._past[-1][0].clone())), run._update
@@ -61,7 +60,7 @@ def test_samples_come_from_the_policy_of_so_many_updates_ago(folder, lag):
     assert not torch.equal(versions[0], versions[1])
 
 
-def test_a_task_of_a_file_is_scored_by_its_own_rewards(folder, tmp_path):
+def test_a_file_task_is_scored_by_its_own_rewards(folder, tmp_path):
     (tmp_path / "rows.jsonl").write_text("".join(f'{{"question": "{n}+1=", "answer": "{n + 1}"}}\n' for n in range(80)))
     (tmp_path / "reward.py").write_text(
         "def even(completions, answer, **columns):\n    return [float(int(each) % 2 == 0) for each in answer]\n"
@@ -80,12 +79,12 @@ def test_a_task_of_a_file_is_scored_by_its_own_rewards(folder, tmp_path):
     ("accuracies", "stable"),
     [([0.3, 0.4, 0.5, 0.49], True), ([0.3, 0.5, 0.4, 0.41], False), ([0.3, 0.28, 0.2, 0.2], False), ([0.3, 0.3], True)],
 )
-def test_stable_is_what_has_not_fallen(accuracies, stable):
+def test_a_run_is_stable_if_its_accuracy_has_not_fallen(accuracies, stable):
     assert stability.is_stable(accuracies) is stable
 
 
 @pytest.mark.parametrize("limit", [2e-5, 1e-4, 3e-4, 1.0, 1e-9])
-def test_the_search_finds_the_greatest_rate_that_is_stable(monkeypatch, limit):
+def test_the_search_finds_the_greatest_stable_rate(monkeypatch, limit):
     def tried(row, lag, rate, results):
         results[rate] = [0.3, 0.4] if rate <= limit else [0.3, 0.1]
         return stability.is_stable(results[rate])
@@ -95,7 +94,7 @@ def test_the_search_finds_the_greatest_rate_that_is_stable(monkeypatch, limit):
     assert found["rate"] == max((rate for rate in stability.RATES if rate <= limit), default=None)
 
 
-def test_the_page_and_the_line_have_what_was_found():
+def test_the_page_and_the_line_have_the_results():
     results = {
         task.key: {"greedy": 0.81, "sampled": 0.62, "ess_lowest": 0.4}
         if task.as_shipped

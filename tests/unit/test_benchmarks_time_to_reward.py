@@ -1,35 +1,34 @@
-"""benchmarks/time_to_reward.py: that its ratios follow from the evaluations of the sides."""
+"""benchmarks/time_to_reward.py: ratios computed from the evaluations of the sides."""
 
 import pytest
-
 from benchmarks import time_to_reward
 from benchmarks.time_to_reward import compared, reached_s
 
 SLOW = [(10.0, 0.5), (20.0, 0.7), (30.0, 0.8), (40.0, 0.8), (50.0, 0.8)]
-"""Ends at 0.8, so the target is 0.72, which it comes to at 22 s."""
+"""Ends at 0.8, so the target is 0.72, which is reached at 22 s."""
 FAST = [(s / 2, a) for s, a in SLOW]
 NEVER = [(10.0, 0.6), (20.0, 0.7), (30.0, 0.71)]
 
 
-def test_a_target_is_reached_between_two_evaluations_at_the_first_or_never():
+def test_the_time_to_a_target_is_interpolated_or_unset_if_it_is_never_reached():
     assert reached_s(SLOW, 0.72) == pytest.approx(22)
     assert reached_s(SLOW, 0.4) == 10
     assert reached_s(NEVER, 0.72) is None
 
 
-def test_ratios_are_medians_of_seeds_and_a_side_that_missed_the_target_once_has_none():
+def test_ratios_are_medians_of_seeds_and_unset_if_a_seed_missed_the_target():
     found = compared({"synchronous": [SLOW, SLOW], "default": [FAST, FAST], "trl": [SLOW, NEVER]})
     assert found["target"] == pytest.approx(0.72)
     assert found["ratios"] == {"synchronous": pytest.approx(0.5), "trl": None}
     assert found["seconds"]["trl"] == [pytest.approx(22), None]
 
 
-def test_the_page_shows_every_seed_and_which_bar_is_met(tmp_path):
+def test_the_page_shows_every_seed_and_the_met_bars(tmp_path):
     lines = {"adding": {"synchronous": [SLOW, SLOW], "default": [FAST, FAST], "trl": [SLOW, NEVER]}}
     result = {"trl": "trl==1.16.0", "cases": {"adding": compared(lines["adding"])}, "adding_over_synchronous": 0.5}
-    wanted = time_to_reward.judged(result, time_to_reward.BARS, "at most", at_full_size=True)
+    bars = time_to_reward.judged(result, time_to_reward.BARS, "at most", at_full_size=True)
     machine = {"cores": 2, "processor": "x", "python": "3.11", "load_before": 0.1, "commit": "abc"}
-    text = "\n".join(time_to_reward.page({**result, "wanted": wanted, "machine": machine}, "--on adding", "x.svg"))
+    text = "\n".join(time_to_reward.page({**result, "wanted": bars, "machine": machine}, "--on adding", "x.svg"))
     assert "| adding | trl | 0.735 | 22, - |" in text
     assert "| `adding_over_synchronous` | 0.65 | 0.500 | yes |" in text
     assert "| `adding_over_trl` | 0.6 | - | - |" in text

@@ -1,11 +1,11 @@
-"""benchmarks/trl.py: that its figures follow from what both sides took, and that both are told the same."""
+"""benchmarks/trl.py: figures computed from both sides, and equal settings of both sides."""
 
 import pytest
-
-from actors.tasks import load_task
 from benchmarks import trl
 from benchmarks.trl_parts import trainer
-from launch.config import load_config
+
+from leeway.actors.tasks import load_task
+from leeway.launch.config import load_config
 
 
 def side(samples_per_s, target_s=None, accuracy=None):
@@ -19,7 +19,7 @@ ROUNDS = [
 ]
 
 
-def test_ratios_are_medians_of_rounds_and_a_target_that_was_missed_once_has_no_time():
+def test_ratios_are_medians_of_rounds_and_a_target_missed_once_has_no_time():
     found = trl.compared(ROUNDS)
     assert found["short_over_trl"] == pytest.approx(0.6)
     assert found["cases"]["short"]["trl"] == {
@@ -30,26 +30,26 @@ def test_ratios_are_medians_of_rounds_and_a_target_that_was_missed_once_has_no_t
     assert found["cases"]["short"]["leeway"]["target_s"] is None
 
 
-def test_the_page_shows_both_sides_and_which_bars_are_missed():
+def test_the_page_shows_both_sides_and_the_missed_bars():
     result = {**trl.compared(ROUNDS), "trl": "trl==1.16.0", "long_over_trl": 2.5, "smollm2_over_trl": 1.6}
     machine = {"cores": 2, "processor": "x", "python": "3.11", "load_before": 0.1, "commit": "abc"}
-    wanted = trl.judged(result, trl.BARS, "at least", at_full_size=True)
-    text = "\n".join(trl.page({**result, "machine": machine, "wanted": wanted}, 3))
+    bars = trl.judged(result, trl.BARS, "at least", at_full_size=True)
+    text = "\n".join(trl.page({**result, "machine": machine, "wanted": bars}, 3))
     assert "| `long_over_trl` | 3 | 2.500 | **no** |" in text
     assert "| short | leeway | 576.67 | 0.980 | - |" in text
     result["cases"]["long"] = {"leeway": side(50, 37, 1.0), "trl": side(20)}
-    text = "\n".join(trl.page({**result, "machine": machine, "wanted": wanted}, 3))
-    assert "| long | leeway | 50.00 | - | - |" in text, "nothing to compare with"
+    text = "\n".join(trl.page({**result, "machine": machine, "wanted": bars}, 3))
+    assert "| long | leeway | 50.00 | - | - |" in text, "the other side has no accuracy"
 
 
 @pytest.mark.parametrize("name", trl.CASES)
 def test_both_sides_train_the_same_samples_with_the_same_optimizer(name, tmp_path):
     case = trl.CASES[name](tmp_path, quick=False)
     config = load_config(case.config, case.arguments)
-    theirs = trainer._arguments(config)
-    assert theirs["max_steps"] == config.learner.num_steps == case.num_steps > case.num_warmup
-    assert theirs["per_device_train_batch_size"] == config.learner.groups_per_step * config.actors.group_size
-    assert theirs["learning_rate"] == config.learner.learning_rate
+    trl_arguments = trainer._arguments(config)
+    assert trl_arguments["max_steps"] == config.learner.num_steps == case.num_steps > case.num_warmup
+    assert trl_arguments["per_device_train_batch_size"] == config.learner.groups_per_step * config.actors.group_size
+    assert trl_arguments["learning_rate"] == config.learner.learning_rate
     task = load_task(config.task)
     rewards = trainer._rewards(
         [lambda problems, texts: [1.0, None], lambda problems, texts: [0.5, 0.25]], task.train[:2], "ab"

@@ -1,15 +1,15 @@
-"""benchmarks/tuning.py: that its figures follow from what runs leave behind, and that its runs are as its page says."""
+"""benchmarks/tuning.py: figures computed from run folders, and the configs of its runs."""
 
 import json
 import sys
 from pathlib import Path
 
 import pytest
-
 from benchmarks import tuning
 from benchmarks.lib.processes import MeasurementFailed
 from benchmarks.lib.runs import FinishedRun, KeptResults, train
-from launch.config import load_config
+
+from leeway.launch.config import load_config
 from tests.unit.made_up_run import write_generation
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo.toml"
@@ -26,14 +26,14 @@ def row(number, reward, finished_s, **changes):
     }  # fmt: skip
 
 
-def test_the_default_is_run_once_though_every_sweep_has_it():
+def test_the_default_runs_once_although_every_sweep_contains_it():
     runs = tuning.runs_of(tuning.SWEEPS)
     assert runs.count(()) == 1
     assert len(runs) == len(set(runs)) == 1 + sum(len(sweep.values) - 1 for sweep in tuning.SWEEPS)
 
 
 @pytest.mark.parametrize("sweep", tuning.SWEEPS, ids=lambda sweep: sweep.name)
-def test_a_knob_is_turned_alone_and_its_default_is_the_demos(sweep):
+def test_each_sweep_changes_one_key_whose_default_is_that_of_the_demo(sweep):
     demo = load_config(DEMO)
     section, _, key = sweep.key.partition(".")
     assert getattr(getattr(demo, section), key) == sweep.default
@@ -42,10 +42,10 @@ def test_a_knob_is_turned_alone_and_its_default_is_the_demos(sweep):
         assert getattr(getattr(config, section), key) == value
         assert config.learner.groups_per_step * config.actors.group_size == tuning.SAMPLES_PER_STEP
         reserved = config.actors.num_actors * config.actors.cpus + config.learner.num_stages * config.learner.cpus
-        assert reserved <= 2, "two cores have room for it"
+        assert reserved <= 2, "it fits on two cores"
 
 
-def test_the_gain_of_reward_is_between_the_ends_of_the_run():
+def test_the_reward_gain_compares_the_start_and_the_end_of_the_run():
     rows = [row(number, reward=0.1 * number, finished_s=30.0 * number) for number in range(1, 11)]
     assert tuning.reward_per_min(rows) == pytest.approx(0.2)
 
@@ -59,7 +59,7 @@ def write_run(folder, rows, spans):
     return FinishedRun(folder)
 
 
-def test_rates_count_from_the_first_step_to_the_last(tmp_path):
+def test_rates_are_measured_from_the_first_step_to_the_last(tmp_path):
     rows = [row(number, 0.5, 100.0 + 2 * number, **{"lag/token_mean": float(number)}) for number in range(6)]
     rows.insert(3, {**row(99, 0.0, 105.0), "skipped": True})
     spans = [
@@ -77,13 +77,13 @@ def test_rates_count_from_the_first_step_to_the_last(tmp_path):
     assert found["dropped_stale"] == pytest.approx(0.05)
 
 
-def test_a_run_of_a_few_steps_has_no_figures(tmp_path):
+def test_a_run_of_few_steps_has_no_figures(tmp_path):
     run = write_run(tmp_path / "run", [row(number, 0.5, float(number)) for number in range(4)], [])
     with pytest.raises(MeasurementFailed, match="has 4 steps"):
         tuning.figures_of(run)
 
 
-def test_of_the_greatest_lag_the_greatest_of_the_seeds_counts():
+def test_the_greatest_lag_is_the_maximum_over_seeds():
     found = tuning.over_seeds([
         {"lag_max": 2.0, "samples_per_s": 10.0, "actor_idle_frac": None},
         {"lag_max": 4.0, "samples_per_s": 20.0, "actor_idle_frac": 0.5},
@@ -104,14 +104,14 @@ def test_the_page_has_a_table_and_a_chart_for_every_sweep(tmp_path):
         assert sweep.key in chart.read_text()
 
 
-def test_a_chart_leaves_out_what_was_not_measured_and_is_the_same_each_time(tmp_path):
+def test_a_chart_skips_missing_values_and_is_deterministic(tmp_path):
     found = {1: FIGURES, 2: {**FIGURES, "actor_idle_frac": None}}
     for name in ("a.svg", "b.svg"):
         tuning.draw(tuning.SWEEPS[1], found, tmp_path / name)
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
 
 
-def test_a_run_that_was_made_before_is_not_made_again(tmp_path, monkeypatch):
+def test_a_stored_run_is_not_repeated(tmp_path, monkeypatch):
     made = []
 
     def train(config, folder, overrides, log):
@@ -131,7 +131,7 @@ def test_a_run_that_was_made_before_is_not_made_again(tmp_path, monkeypatch):
         KeptResults(tmp_path, "runs.json", {"num_steps": 120})
 
 
-def test_the_page_is_written_only_where_it_is_asked_for(tmp_path, monkeypatch, capsys):
+def test_the_page_is_written_only_on_request(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(tuning, "measure", lambda *_: {})
     monkeypatch.setattr(tuning, "write_results", lambda path, *_: path.touch())
     monkeypatch.setattr(tuning, "PAGE", tmp_path / "tuning.md")
@@ -142,15 +142,15 @@ def test_the_page_is_written_only_where_it_is_asked_for(tmp_path, monkeypatch, c
     monkeypatch.setattr(sys, "argv", ["tuning.py", "--page", "--quick"])
     with pytest.raises(SystemExit, match="2"):
         tuning.main()
-    assert "a page shows all sweeps" in capsys.readouterr().err
+    assert "--page needs all sweeps" in capsys.readouterr().err
 
 
 @pytest.mark.process
-def test_a_run_that_fails_says_what_it_printed_last(tmp_path):
+def test_a_failed_run_reports_its_last_output(tmp_path):
     prints = ["sh", "-c", "seq 30; exit 3"]
-    with pytest.raises(MeasurementFailed, match=r"^run ended with status 3; it said last:\n    11\n") as failed:
+    with pytest.raises(MeasurementFailed, match=r"^run ended with status 3; last output:\n    11\n") as failed:
         train(DEMO, tmp_path / "run", [], log=tmp_path / "log", prefix=prints)
     assert str(failed.value).endswith("\n    30")
     hangs = ["sh", "-c", "echo at step 7; sleep 60"]
-    with pytest.raises(MeasurementFailed, match=r"took longer than 0.1 s; it said last:\n    at step 7$"):
+    with pytest.raises(MeasurementFailed, match=r"took longer than 0.1 s; last output:\n    at step 7$"):
         train(DEMO, tmp_path / "run", [], log=tmp_path / "log", prefix=hangs, limit_s=0.1)

@@ -1,8 +1,7 @@
-"""benchmarks/weights.py: that its figures follow from the raw numbers, and that its processes end."""
+"""benchmarks/weights.py: figures computed from raw measurements, and the end of its processes."""
 
 import psutil
 import pytest
-
 from benchmarks.lib.processes import MeasurementFailed
 from benchmarks.weights_parts import page, training
 from benchmarks.weights_parts.peers import Peer
@@ -13,7 +12,7 @@ def update(pause, step, bare, **changes):
     return {"pause": pause, "step": step, "bare": bare, **others, **changes}
 
 
-def test_a_pause_is_divided_by_the_step_and_the_bare_reload_of_its_own_round():
+def test_a_pause_is_divided_by_the_step_and_the_bare_reload_of_its_round():
     engines = [[update(1.0, 0.5, 0.5), update(6.0, 1.0, 3.0)], [update(6.0, 0.5, 1.5)]]
     found = page.pause_figures(engines)
     assert found["pause_over_step"] == pytest.approx(1.5)
@@ -21,20 +20,20 @@ def test_a_pause_is_divided_by_the_step_and_the_bare_reload_of_its_own_round():
     assert found["num_updates"] == 3
 
 
-def test_steps_while_a_version_is_staged_are_compared_with_those_without():
+def test_steps_during_staging_are_compared_with_other_steps():
     rounds = [update(1.0, 0.5, 0.5, staging_steps=[1.0, 1.0]), update(1.0, 0.5, 0.5, staging_steps=[2.0])]
     assert page.pause_figures([rounds])["staging_step_over_step"] == pytest.approx(2.0)
     assert page.pause_figures([[update(1.0, 0.5, 0.5)]])["staging_step_over_step"] is None
 
 
-def test_the_stall_is_the_call_to_publish_over_the_step_without_it():
+def test_the_stall_is_the_publish_call_over_the_step_without_it():
     steps = [{"step": 2.0, "publish": 0.1, "committed": 0.5}, {"step": 4.0, "publish": 0.4}]
     found = page.learner_figures(steps)
     assert found["publish_stall_frac"] == pytest.approx(0.075)
     assert found["publish_stall_frac_worst"] == pytest.approx(0.1)
 
 
-def test_deltas_are_judged_by_bytes_and_speeds_by_the_bytes_of_weights():
+def test_deltas_are_compared_in_bytes_and_speeds_use_the_bytes_of_weights():
     def step(delta):
         return {"delta_bytes": delta, "full_bytes": 1e6, "unchanged": 0.9, "encode_s": 0.01, "decode_s": 0.001}
 
@@ -50,7 +49,7 @@ def synced(**changes):
     return {"num_bytes": 2e9, "rounds": rounds, **changes}
 
 
-def test_a_sync_is_divided_by_save_and_load_of_its_own_round():
+def test_a_sync_is_divided_by_save_and_load_of_its_round():
     network = {"num_bytes": 2e9, "rounds": [{"sync": 2.0, "fetch": 1.0, "sent_bytes": 2e8}]}
     found = page.sync_figures({"bfloat16_disk": synced()}, {"delta": network})
     assert found["sync"]["bfloat16_disk"]["over_torch"] == pytest.approx(0.5)
@@ -67,7 +66,7 @@ def test_the_reload_is_added_to_both_sides_of_a_sync():
     assert page.summed_up({}) == {}
 
 
-def test_host_reads_count_what_was_sent_and_verifications_what_all_pullers_read():
+def test_host_reads_count_sent_bytes_and_verifications_count_verified_bytes():
     pullers = {"network": [{"sync": 1.0, "verified_bytes": 10}, {"sync": 3.0, "verified_bytes": 0}]}
     found = page.hosts_figures(10, 1.5, pullers)
     assert found["host_reads"] == pytest.approx(1.5)
@@ -81,14 +80,14 @@ def test_fairness_is_the_slowest_over_the_median_of_its_round():
     assert found["fairness_worst"] == pytest.approx(2.0)
 
 
-def test_a_completion_is_rewarded_by_how_close_its_first_number_is():
+def test_the_reward_is_the_closeness_of_the_first_number():
     assert training.closeness(" 30. And 5", 30) == 1.0
     assert training.closeness(" 25", 30) == pytest.approx(0.25)
     assert training.closeness("none", 30) == 0.0
 
 
 @pytest.mark.process
-def test_a_call_that_raises_names_role_and_reason():
+def test_a_failed_call_names_role_and_reason():
     with (
         Peer("copying") as peer,
         pytest.raises(MeasurementFailed, match=r"copying, 'rates': TypeError: .*no_such"),
@@ -97,7 +96,7 @@ def test_a_call_that_raises_names_role_and_reason():
 
 
 @pytest.mark.process
-def test_a_call_that_takes_too_long_is_over_and_its_process_too():
+def test_a_call_that_times_out_ends_its_process():
     with (
         pytest.raises(MeasurementFailed, match=r"took longer than 0\.01 s for 'rates'"),
         Peer("copying") as peer,
@@ -107,10 +106,10 @@ def test_a_call_that_takes_too_long_is_over_and_its_process_too():
 
 
 @pytest.mark.process
-def test_a_peer_ends_when_nobody_holds_its_pipe_any_more():
+def test_a_peer_ends_when_its_pipe_is_closed():
     peer = Peer("copying")
     process = psutil.Process(peer.pid)
     peer.call("rates", num_rounds=1)
-    peer.hang_up()
+    peer.disconnect()
     process.wait(60)
     peer.end()

@@ -1,4 +1,4 @@
-"""Numbers that no client of ours sends: each is refused or set aside before it can do harm."""
+"""Out-of-range numbers in messages: each is refused or quarantined before it has an effect."""
 
 import math
 from dataclasses import replace
@@ -6,23 +6,23 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from buffer import protocol as p
-from buffer.config import BufferConfig
-from buffer.errors import BufferRefused
-from buffer.steps import MAX_BEHIND
+from leeway.buffer import protocol as p
+from leeway.buffer.config import BufferConfig
+from leeway.buffer.errors import BufferRefused
+from leeway.buffer.steps import MAX_BEHIND
 from tests.world.buffer import Actor, generate
 
 LARGEST = 2**53
 
 
 def as_sent(message):
-    """What arrives of it."""
+    """Return the message after encoding and decoding."""
     return p.decode(p.encode(1, message)).message
 
 
 @pytest.mark.parametrize("reward", [1.7e308, -1.1e100])
 @pytest.mark.parametrize("sampler", ["fifo", "reward_softmax", "prioritised"])
-def test_rewards_whose_mean_would_overflow_are_set_aside(make, sampler, reward):
+def test_rewards_whose_mean_would_overflow_are_quarantined(make, sampler, reward):
     buffer = make(BufferConfig(sampler=sampler))
     actor = Actor(buffer)
     buffer.begin()
@@ -39,7 +39,7 @@ def test_the_largest_rewards_can_be_averaged_and_drawn(make, sampler):
     assert buffer.draw(1, 0)[0].ready
 
 
-def test_reward_parts_beyond_any_sum_are_set_aside(make):
+def test_reward_parts_whose_sum_would_overflow_are_quarantined(make):
     buffer = make()
     actor = Actor(buffer)
     buffer.begin()
@@ -69,7 +69,7 @@ def test_reward_parts_beyond_any_sum_are_set_aside(make):
         p.DrawRequest(1, 0, 0, 2, math.inf),
     ],
 )
-def test_a_header_with_a_number_out_of_range_is_no_message(message):
+def test_a_header_with_a_number_out_of_range_is_rejected(message):
     with pytest.raises(msgspec.DecodeError):
         as_sent(message)
 
@@ -83,11 +83,11 @@ def test_a_header_with_a_number_out_of_range_is_no_message(message):
         p.Renew("a", 0, [0, LARGEST]),
     ],
 )
-def test_a_header_with_numbers_at_the_ends_of_their_range_is_read(message):
+def test_a_header_with_numbers_at_the_ends_of_their_range_is_accepted(message):
     assert as_sent(message) == message
 
 
-def test_the_largest_numbers_leave_a_store_that_works(make):
+def test_a_store_works_with_the_largest_numbers(make):
     buffer = make()
     actor = Actor(buffer)
     buffer.begin(LARGEST, LARGEST)
@@ -99,7 +99,7 @@ def test_the_largest_numbers_leave_a_store_that_works(make):
     assert buffer.status().ledger["gap"] == 0
 
 
-def test_versions_that_the_learner_cannot_be_at_are_refused_and_drop_nothing(make):
+def test_impossible_versions_of_the_learner_are_refused_and_drop_nothing(make):
     buffer = make()
     actor = Actor(buffer)
     buffer.begin()
@@ -113,7 +113,7 @@ def test_versions_that_the_learner_cannot_be_at_are_refused_and_drop_nothing(mak
     assert (status.num_ready_groups, status.version, status.newest) == (4, 0, (0, 0))
 
 
-def test_news_of_a_publication_may_be_early_by_some_steps_but_not_by_any_number(make):
+def test_a_publication_may_be_ahead_of_the_learner_by_a_bounded_number_of_versions(make):
     buffer = make()
     buffer.begin()
     buffer.publish(MAX_BEHIND)
@@ -122,7 +122,7 @@ def test_news_of_a_publication_may_be_early_by_some_steps_but_not_by_any_number(
     assert buffer.status().newest == (0, MAX_BEHIND)
 
 
-def test_before_a_learner_has_begun_nothing_is_published(make):
+def test_no_version_is_published_before_a_learner_begins(make):
     buffer = make()
     buffer.ask(p.Published(-1, 3), p.Done)
     assert buffer.status().newest == (0, 0)

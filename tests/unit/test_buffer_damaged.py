@@ -1,22 +1,22 @@
-"""What was damaged after it was stored: no request of anyone ends the service, and no step waits for it for ever."""
+"""Data damaged after it is stored: no request ends the service, and no step waits for the data forever."""
 
 import numpy as np
 import pytest
 
-from buffer import protocol as p
-from buffer import schema
-from buffer.config import BufferConfig
-from buffer.errors import BufferRefused, StoreError
-from buffer.rows import records_in
-from buffer.service import BufferService
-from buffer.store import Store
-from buffer.tables import Visit
-from buffer.transaction import _pack
+from leeway.buffer import protocol as p
+from leeway.buffer import schema
+from leeway.buffer.config import BufferConfig
+from leeway.buffer.errors import BufferRefused, StoreError
+from leeway.buffer.rows import records_in
+from leeway.buffer.service import BufferService
+from leeway.buffer.store import Store
+from leeway.buffer.tables import PromptPosterior
+from leeway.buffer.transaction import _pack
 from tests.world.buffer import Actor, generate, key_of_block, train
 
 
 def flip(buffer, table, key, at=20):
-    """Flip a bit of a stored value; what it was."""
+    """Flip a bit of a stored value and return the original value."""
 
     def change(tx):
         where, place = getattr(tx, table), key_of_block(tx, key) if table == "records" else key
@@ -40,7 +40,7 @@ def scored(buffer, reply, value=-1.5):
     return buffer.ask(p.WriteScores(), p.Done, schema.encode_scores(reply.record_ids, scores))
 
 
-def test_a_recorded_draw_that_is_damaged_since_is_drawn_anew_by_the_next_learner(make):
+def test_a_damaged_recorded_draw_is_replaced_for_the_next_learner(make):
     buffer = make(groups_per_step=1)
     actor = Actor(buffer)
     buffer.begin()
@@ -53,14 +53,14 @@ def test_a_recorded_draw_that_is_damaged_since_is_drawn_anew_by_the_next_learner
         buffer.draw(1, 0)
     buffer.begin(session="restarted")
     again, _ = buffer.draw(1, 0, incarnation=1)
-    assert again.group_ids == [good], "what was recorded for later steps is ready again"
+    assert again.group_ids == [good], "groups recorded for later steps are ready again"
     assert buffer.draw(1, 0, incarnation=1)[0] == again
     assert buffer.draw(2, 1, incarnation=1)[0].group_ids == [next_one]
     assert buffer.status().ledger["evicted_unused"] == 2
     put_back(buffer, kept)
 
 
-def test_a_trained_step_that_is_damaged_since_is_redone_with_other_groups(make):
+def test_a_damaged_trained_step_is_redone_with_other_groups(make):
     buffer = make(groups_per_step=1)
     actor = Actor(buffer)
     buffer.begin()
@@ -76,13 +76,13 @@ def test_a_trained_step_that_is_damaged_since_is_redone_with_other_groups(make):
 
 
 @pytest.mark.parametrize("table", ["groups", "window", "returned_prompts", "draws", "actors"])
-def test_a_store_with_a_damaged_row_that_requests_need_is_refused_by_the_service(make, table):
+def test_the_service_rejects_a_store_with_a_damaged_row_that_requests_need(make, table):
     buffer = make(BufferConfig(prompt_law="posterior"), groups_per_step=1, num_prompts=40)
     actor = Actor(buffer)
     buffer.begin()
     generate(buffer, actor, 1)
     assert buffer.draw(1, 0)[0].ready
-    actor.work(actor.lease(1)[0], reward=None)  # whose prompt comes back
+    actor.work(actor.lease(1)[0], reward=None)  # its prompt is returned
     key = actor.name
     if table != "actors":
         ((key,), *_) = buffer.store.read(lambda tx: list(getattr(tx, table).all_keys()))
@@ -95,23 +95,23 @@ def test_a_store_with_a_damaged_row_that_requests_need_is_refused_by_the_service
 
 
 @pytest.mark.parametrize("table", ["tries", "lengths"])
-def test_what_was_learned_of_a_prompt_is_forgotten_where_it_is_damaged(make, caplog, table):
+def test_damaged_statistics_of_a_prompt_are_deleted(make, caplog, table):
     buffer = make(BufferConfig(prompt_law="posterior"), groups_per_step=1)
     actor = Actor(buffer)
     buffer.begin()
     generate(buffer, actor, 2)
     (damaged, good) = buffer.store.read(lambda tx: [prompt for (prompt,) in tx.tries.all_keys()])
-    buffer.store.write(lambda tx: [tx.lengths.put(Visit(1.0, 1.0, 0), prompt) for prompt in (damaged, good)])
+    buffer.store.write(lambda tx: [tx.lengths.put(PromptPosterior(1.0, 1.0, 0), prompt) for prompt in (damaged, good)])
     flip(buffer, table, damaged, at=10)
     buffer.store.close()
     BufferService(buffer.config, buffer.facts, buffer.folder).close()
-    assert f"what was learned of prompt {damaged} is forgotten: the store's table '{table}'" in caplog.text
+    assert f"deleted the statistics of prompt {damaged}: the store's table '{table}'" in caplog.text
     buffer.restart()
     assert buffer.status().num_ready_groups == 2
     assert buffer.store.read(lambda tx: list(getattr(tx, table).all_keys())) == [(good,)]
 
 
-def test_damaged_scores_are_deleted_and_written_anew(make):
+def test_damaged_scores_are_deleted_and_written_again(make):
     buffer = make(BufferConfig(sampler="uniform", max_uses=2), groups_per_step=1, max_lag="unbounded")
     actor = Actor(buffer)
     buffer.begin()
@@ -141,7 +141,7 @@ def test_damaged_scores_of_a_recorded_draw_do_not_change_its_records(make):
     assert [row.reference_logprobs is None for row in rows] == [False, True]
 
 
-def test_scores_of_a_record_that_is_damaged_are_skipped_and_the_others_stored(make):
+def test_scores_of_a_damaged_record_are_skipped_and_the_others_are_stored(make):
     buffer = make(groups_per_step=1)
     actor = Actor(buffer)
     buffer.begin()
@@ -153,12 +153,12 @@ def test_scores_of_a_record_that_is_damaged_are_skipped_and_the_others_stored(ma
     put_back(buffer, kept)
 
 
-def test_damaged_tokens_of_a_sample_that_was_handed_on_are_removed_and_it_begins_anew(make):
+def test_damaged_tokens_of_a_requeued_sample_are_removed_and_the_sample_restarts(make):
     buffer = make()
     Actor(buffer)
     buffer.begin()
     [lease] = buffer.lease("actor-0", 1)
-    buffer.hand_on(lease, [0, 1], [0, 1])
+    buffer.requeue(lease, [0, 1], [0, 1])
     flip(buffer, "partials", (lease.group_id, 1), at=40)
     [again], [row] = buffer.grant("actor-0", 1)
     assert (again.sample_indices, again.prefixes, row.sample_index) == ([0, 1], [0], 0)

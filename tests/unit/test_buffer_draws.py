@@ -3,14 +3,14 @@
 import numpy as np
 import pytest
 
-from buffer import protocol as p
-from buffer import schema
-from buffer.errors import BufferRefused
-from common.staleness import PolicyVersion
+from leeway.buffer import protocol as p
+from leeway.buffer import schema
+from leeway.buffer.errors import BufferRefused
+from leeway.common.staleness import PolicyVersion
 from tests.world.buffer import Actor, run_steps
 
 
-def test_a_draw_asked_again_returns_the_same_records_also_after_a_restart(make):
+def test_a_repeated_draw_returns_the_same_records_even_after_a_restart(make):
     buffer = make(max_lag=1, max_actor_lag=0)
     actor = Actor(buffer)
     buffer.begin()
@@ -30,7 +30,7 @@ def test_a_draw_asked_again_returns_the_same_records_also_after_a_restart(make):
     assert buffer.status().ledger["uses"] == 4
 
 
-def test_a_draw_that_waits_says_what_is_missing_and_who_owes_it(make):
+def test_a_waiting_draw_reports_missing_samples_and_their_actors(make):
     buffer = make()
     actor = Actor(buffer)
     buffer.begin()
@@ -42,7 +42,7 @@ def test_a_draw_that_waits_says_what_is_missing_and_who_owes_it(make):
     assert f"samples [0] from actor-0 (lease {lease.lease_id})" in reply.waiting_for
 
 
-def test_with_max_lag_0_exactly_one_steps_groups_are_admitted_per_version(make):
+def test_max_lag_0_admits_exactly_the_groups_of_one_step_per_version(make):
     buffer = make(max_lag=0, group_size=2, groups_per_step=2)
     actor = Actor(buffer)
     buffer.begin()
@@ -62,7 +62,7 @@ def test_with_max_lag_0_exactly_one_steps_groups_are_admitted_per_version(make):
         buffer.publish(version + 1)
 
 
-def test_admission_counts_how_far_publication_is_behind(make):
+def test_admission_counts_the_lag_of_publication(make):
     buffer = make(max_lag=2, max_actor_lag=0)
     actor = Actor(buffer)
     buffer.begin()
@@ -134,7 +134,7 @@ def test_on_stale_wait_holds_the_step_that_would_leave_a_group_behind(make):
     buffer.finish(2, 2)
     buffer.publish(2)
     assert actor.lease(1)[0].min_version == 2
-    assert buffer.draw(3, 2)[0].group_ids == [newer.group_id], "a group that is in flight but young holds nothing"
+    assert buffer.draw(3, 2)[0].group_ids == [newer.group_id], "a young group in flight does not hold the step"
 
 
 def test_on_stale_wait_looks_ahead_when_several_groups_fall_due_together(make):
@@ -149,7 +149,7 @@ def test_on_stale_wait_looks_ahead_when_several_groups_fall_due_together(make):
         assert buffer.draw(step, step - 1)[0].ready
         buffer.finish(step, step)
         buffer.publish(step)
-    # Both slow groups must be used by version 3; a newer one at version 2 would leave no room for one of them.
+    # Both slow groups must be used by version 3; a newer group at version 2 would push one of them past the bound.
     actor.work(actor.lease(1)[0])
     assert not buffer.draw(3, 2)[0].ready
     for step, lease in zip((3, 4), slow, strict=True):
@@ -194,7 +194,7 @@ def test_a_redone_step_past_the_bound_gets_fresh_groups(make):
     assert set(fresh.record_ids).isdisjoint(drawn[3])
 
 
-def test_a_recorded_step_past_the_bound_is_drawn_anew_and_so_are_those_after_it(make):
+def test_a_recorded_step_past_the_bound_and_all_later_steps_are_drawn_again(make):
     buffer = make(max_lag=2, max_actor_lag=0, groups_per_step=1)
     actor = Actor(buffer)
     buffer.begin()
@@ -230,7 +230,7 @@ def test_a_recorded_step_past_the_bound_is_drawn_anew_and_so_are_those_after_it(
     assert buffer.status().ledger["redone_uses"] == 0, "step 4 was skipped the first time, so this was its first use"
 
 
-def test_ready_groups_of_abandoned_versions_count_as_old_as_the_checkpoint(make):
+def test_ready_groups_of_abandoned_versions_have_the_age_of_the_checkpoint(make):
     buffer = make(max_lag=1, max_actor_lag=0, groups_per_step=1)
     actor = Actor(buffer)
     buffer.begin()
@@ -243,11 +243,11 @@ def test_ready_groups_of_abandoned_versions_count_as_old_as_the_checkpoint(make)
         assert buffer.draw(step, step - 1, incarnation=1)[0].ready
         buffer.finish(step, step, incarnation=1)
         buffer.publish(step, 1)
-    assert not buffer.draw(4, 3, incarnation=1)[0].ready, "sampled at version 3, but of the abandoned line: 1 now"
+    assert not buffer.draw(4, 3, incarnation=1)[0].ready, "the abandoned version 3 counts as 1 now"
     assert buffer.status().ledger["dropped_stale"] >= 2 * len(abandoned)
 
 
-def test_a_step_in_the_checkpoint_is_trained_though_its_report_was_lost(make):
+def test_a_step_in_the_checkpoint_counts_as_trained_even_if_its_report_is_lost(make):
     buffer = make()
     actor = Actor(buffer)
     buffer.begin()

@@ -1,9 +1,9 @@
-"""Eviction by capacity and by sampler, and the listing of what is there."""
+"""Eviction by capacity and by sampler, and the listing of stored groups."""
 
-from buffer import protocol as p
-from buffer.config import BufferConfig
-from buffer.offline.inspect import Inspection
-from common.staleness import PolicyVersion
+from leeway.buffer import protocol as p
+from leeway.buffer.config import BufferConfig
+from leeway.buffer.offline.inspect import Inspection
+from leeway.common.staleness import PolicyVersion
 from tests.world.buffer import Actor, generate, train
 
 UNBOUNDED = {"max_lag": "unbounded", "vocab_size": 8192, "max_tokens": 8192, "num_prompts": 100}
@@ -27,7 +27,7 @@ def found(buffer):
 # --- eviction ---------------------------------------------------------------------------------------
 
 
-def test_closed_groups_go_first_and_then_the_oldest_of_replay(make):
+def test_closed_groups_are_evicted_first_and_then_the_oldest_of_replay(make):
     settings = BufferConfig(sampler="on_policy_share", on_policy_share=1.0, max_uses=2, capacity_trajectories=20)
     buffer, actor = started(make, settings, groups_per_step=1)
     old = generate(buffer, actor, 4)
@@ -43,7 +43,7 @@ def test_closed_groups_go_first_and_then_the_oldest_of_replay(make):
     assert (ledger["trained"], ledger["evicted_unused"], buffer.status().num_records) == (2, 4, 20)
 
 
-def test_what_a_recorded_draw_needs_stays_until_a_durable_checkpoint(make):
+def test_records_of_a_recorded_draw_stay_until_a_durable_checkpoint(make):
     settings = BufferConfig(sampler="uniform", max_uses=2, capacity_trajectories=20)
     buffer, actor = started(make, settings, groups_per_step=1)
     generate(buffer, actor, 10)
@@ -58,8 +58,8 @@ def test_what_a_recorded_draw_needs_stays_until_a_durable_checkpoint(make):
     assert buffer.status().num_records <= 20
 
 
-def test_eviction_leaves_the_learner_what_admission_counts_on(make):
-    """Held records can exceed the capacity; evicting what is left would leave nothing to draw."""
+def test_eviction_keeps_the_groups_that_admission_counts_on(make):
+    """Held records can exceed the capacity; evicting all other groups would leave nothing to draw."""
     settings = BufferConfig(sampler="uniform", max_uses=2, capacity_trajectories=20)
     buffer, actor = started(make, settings, groups_per_step=1)
     for step in range(1, 40):
@@ -69,7 +69,7 @@ def test_eviction_leaves_the_learner_what_admission_counts_on(make):
     assert buffer.status().num_records > 20
 
 
-def test_eviction_takes_every_trace_of_a_group(make):
+def test_eviction_removes_every_trace_of_a_group(make):
     settings = BufferConfig(sampler="fifo", max_uses=2, capacity_trajectories=20)
     buffer, actor = started(make, settings, groups_per_step=1)
     generate(buffer, actor, 30)
@@ -83,7 +83,7 @@ def test_eviction_takes_every_trace_of_a_group(make):
 # --- listing ----------------------------------------------------------------------------------------
 
 
-def test_after_a_restart_of_the_learner_groups_have_the_version_that_they_count_with(make):
+def test_the_listing_shows_effective_versions_after_a_learner_restart(make):
     buffer, actor = started(make, BufferConfig(sampler="prioritised", max_uses=9), groups_per_step=1)
     groups = []
     for number in range(5):

@@ -1,4 +1,4 @@
-"""Parquet: what is written is what was stored, and never half."""
+"""Parquet exports contain all stored samples and are never partial."""
 
 import re
 from pathlib import Path
@@ -9,14 +9,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from buffer import protocol as p
-from buffer import schema
-from buffer.errors import StoreError
-from buffer.offline import inspect as inspecting
-from buffer.offline.inspect import STATE, Inspection, export, version_bounds
-from buffer.rows import SPAN
-from buffer.store import Store
-from buffer.tables import Tries
+from leeway.buffer import protocol as p
+from leeway.buffer import schema
+from leeway.buffer.errors import StoreError
+from leeway.buffer.offline import inspect as inspecting
+from leeway.buffer.offline.inspect import STATE, Inspection, export, version_bounds
+from leeway.buffer.rows import SPAN
+from leeway.buffer.store import Store
+from leeway.buffer.tables import Tries
 from tests.world.buffer import Actor, InProcessBuffer, facts
 
 PAGE = Path(__file__).parents[2] / "docs" / "buffer.md"
@@ -24,7 +24,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "buffer.md"
 
 @pytest.fixture
 def run(tmp_path):
-    """A store that is over: two steps of two groups, all sampled at version 0, and what was left over."""
+    """Create a finished store with two steps of two groups, all sampled at version 0, and four unused groups."""
     buffer = InProcessBuffer(tmp_path / "run" / "buffer", facts())
     buffer.begin()
     actor = Actor(buffer)
@@ -55,7 +55,7 @@ def damage(folder, number, table="records"):
             txn.put(key, bytes(value), db=rows)
 
 
-def test_every_stored_trajectory_is_exported_with_what_became_of_it(run, tmp_path):
+def test_every_stored_trajectory_is_exported_with_its_state(run, tmp_path):
     out = tmp_path / "out.parquet"
     done = exported(run, out)
     table = pq.read_table(out)
@@ -75,7 +75,7 @@ def test_every_stored_trajectory_is_exported_with_what_became_of_it(run, tmp_pat
     assert table.schema.metadata[b"run_id"] == b"r"
 
 
-def test_when_a_sample_was_trained_is_known_after_a_durable_checkpoint(run, tmp_path):
+def test_the_training_step_of_a_sample_is_known_after_a_durable_checkpoint(run, tmp_path):
     exported(run, tmp_path / "before.parquet")
     buffer = InProcessBuffer(run / "buffer", facts())
     buffer.ask(p.CheckpointDurable(2, 0), p.Done)
@@ -88,20 +88,20 @@ def test_when_a_sample_was_trained_is_known_after_a_durable_checkpoint(run, tmp_
     assert after["lag"].null_count == 8
 
 
-def test_reading_one_group_per_transaction_and_writing_small_row_groups_changes_nothing(run, tmp_path, monkeypatch):
+def test_small_transactions_and_small_row_groups_do_not_change_the_export(run, tmp_path, monkeypatch):
     exported(run, tmp_path / "whole.parquet")
     monkeypatch.setattr(inspecting, "READ_S", 0.0)
     transactions = []
     read = Store.read
     monkeypatch.setattr(Store, "read", lambda store, look: transactions.append(look) or read(store, look))
-    monkeypatch.setattr("buffer.offline.inspect.ROW_GROUP_ROWS", 3)
+    monkeypatch.setattr("leeway.buffer.offline.inspect.ROW_GROUP_ROWS", 3)
     exported(run, tmp_path / "pieces.parquet")
     assert len(transactions) > 8
     assert pq.ParquetFile(tmp_path / "pieces.parquet").metadata.num_row_groups == 4
     assert pq.read_table(tmp_path / "pieces.parquet").equals(pq.read_table(tmp_path / "whole.parquet"))
 
 
-def test_a_damaged_block_is_left_out_and_its_records_named(run, tmp_path):
+def test_a_damaged_block_is_omitted_and_its_records_are_reported(run, tmp_path):
     damage(run / "buffer", 3)
     done = exported(run, tmp_path / "out.parquet")
     assert done.num_rows == 14
@@ -109,7 +109,7 @@ def test_a_damaged_block_is_left_out_and_its_records_named(run, tmp_path):
     assert 3 not in pq.read_table(tmp_path / "out.parquet")["record_id"].to_pylist()
 
 
-def test_samples_whose_scores_or_whose_prompts_success_are_damaged_are_exported_without_them(run, tmp_path):
+def test_samples_with_damaged_scores_or_success_counts_are_exported_without_them(run, tmp_path):
     store = Store(run / "buffer", facts())
     prompt = store.read(lambda tx: tx.groups.require(1).prompt_id)
     store.write(lambda tx: tx.tries.put(Tries(1.0, 1.0, 0), prompt))
@@ -119,7 +119,7 @@ def test_samples_whose_scores_or_whose_prompts_success_are_damaged_are_exported_
     done = exported(run, tmp_path / "out.parquet")
     assert done.num_rows == 16
     named = [
-        f"the success of prompt {prompt}: the store's table",
+        f"the success counts of prompt {prompt}: the store's table",
         "the scores of record 3 of group 2: the store's table",
     ]
     assert [each.partition(" 'tries'")[0].partition(" 'scores'")[0] for each in done.damaged] == named
@@ -127,21 +127,21 @@ def test_samples_whose_scores_or_whose_prompts_success_are_damaged_are_exported_
     assert scores[:5] == [[-0.25] * 2, [-0.25] * 2, None, [-0.25] * 3, None]
 
 
-def test_an_export_that_fails_leaves_neither_half_a_file_nor_the_old_one_changed(run, tmp_path, monkeypatch):
+def test_a_failed_export_leaves_no_partial_file_and_keeps_the_old_one(run, tmp_path, monkeypatch):
     out = tmp_path / "out.parquet"
     out.write_bytes(b"an older export")
 
     def fail(*_):
         raise OSError("No space left on device")
 
-    monkeypatch.setattr("buffer.offline.inspect.pq.ParquetWriter.write_table", fail)
+    monkeypatch.setattr("leeway.buffer.offline.inspect.pq.ParquetWriter.write_table", fail)
     with pytest.raises(StoreError, match=r"out.parquet cannot be written \(No space left"):
         exported(run, out)
     assert out.read_bytes() == b"an older export"
     assert [path.name for path in tmp_path.glob("out*")] == ["out.parquet"]
 
 
-def test_an_export_spares_the_half_written_file_of_another_process(run, tmp_path):
+def test_an_export_keeps_the_partial_files_of_other_processes(run, tmp_path):
     out, theirs = tmp_path / "out.parquet", tmp_path / "out.parquet.1.partial"
     for other in (theirs, tmp_path / "out.parquet.partial"):
         other.write_bytes(b"half of it")
@@ -150,7 +150,7 @@ def test_an_export_spares_the_half_written_file_of_another_process(run, tmp_path
     assert len(list(tmp_path.glob("out*"))) == 3
 
 
-def test_a_tokens_version_counts_with_the_restarts_known_when_it_trained():
+def test_the_version_of_a_token_counts_with_the_restarts_known_at_its_training():
     first = {"incarnation": 0, "version": 5, "start": 0, "end": 2}
     last = {"incarnation": 1, "version": 4, "start": 2, "end": 3}
     spans = pa.array([[first, last]], pa.list_(SPAN))
@@ -175,16 +175,16 @@ def test_other_libraries_read_the_export(run, tmp_path, library):
 
 @pytest.mark.parametrize("number", [0, 1])
 @pytest.mark.filterwarnings("default")
-def test_the_examples_of_the_page_run_as_they_stand_or_say_what_to_install(run, tmp_path, monkeypatch, capsys, number):
+def test_the_examples_of_the_docs_page_run_unchanged_or_name_their_package(run, tmp_path, monkeypatch, capsys, number):
     about = PAGE.read_text().partition("## How to read an export")[2]
     example = re.findall(r"```python\n(.*?)```", about, re.DOTALL)[number]
     monkeypatch.chdir(tmp_path)
     exported(run, Path("samples.parquet"))
-    for package, wanted in re.findall(r"^import (\w+)[^#\n]*(?:# pip install (\w+))?$", example, re.MULTILINE):
-        if wanted:
-            assert wanted == package
+    for package, required in re.findall(r"^import (\w+)[^#\n]*(?:# pip install (\w+))?$", example, re.MULTILINE):
+        if required:
+            assert required == package
             pytest.importorskip(package)
     exec(compile(example, str(PAGE), "exec"), {})
-    said = capsys.readouterr().out
-    assert "mean" in said
-    assert "0.125" in said, "the mean reward of the first two groups, all of lag 0"
+    output = capsys.readouterr().out
+    assert "mean" in output
+    assert "0.125" in output, "the mean reward of the first two groups, all of lag 0"

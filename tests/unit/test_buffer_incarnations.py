@@ -1,14 +1,14 @@
-"""What a new incarnation of the learner changes for leases, versions and draining."""
+"""Effects of a new learner incarnation on leases, versions and draining."""
 
-from buffer import protocol as p
-from buffer.ingest import known_versions
-from common.staleness import PolicyVersion
+from leeway.buffer import protocol as p
+from leeway.buffer.ingest import known_versions
+from leeway.common.staleness import PolicyVersion
 from tests.world.buffer import Actor, generate, run_steps, train
 
 ONE_BY_ONE = {"max_lag": 2, "max_actor_lag": 0, "groups_per_step": 1, "num_prompts": 50}
 
 
-def test_on_stale_wait_waits_for_a_group_that_an_abandoned_version_has_in_flight(make):
+def test_on_stale_wait_waits_for_a_group_in_flight_of_an_abandoned_version(make):
     buffer = make(**ONE_BY_ONE, on_stale="wait")
     slow, quick = Actor(buffer, "slow"), Actor(buffer, "quick")
     buffer.begin()
@@ -21,7 +21,7 @@ def test_on_stale_wait_waits_for_a_group_that_an_abandoned_version_has_in_flight
     for step in range(6, 8):
         generate(buffer, quick, 1, version=PolicyVersion(*buffer.status().newest))
         train(buffer, step, incarnation=1)
-    # Tokens of version 6 count as of version 5 now, so step 8 is the group's last.
+    # Tokens of version 6 count as version 5 now, so step 8 is the last one for the group.
     generate(buffer, quick, 1, version=PolicyVersion(1, 7))
     reply, _ = buffer.draw(8, 7, incarnation=1)
     assert not reply.ready
@@ -32,7 +32,7 @@ def test_on_stale_wait_waits_for_a_group_that_an_abandoned_version_has_in_flight
     assert buffer.faults() == []
 
 
-def test_a_lease_of_an_older_version_than_the_checkpoint_keeps_its_age(make):
+def test_a_lease_older_than_the_checkpoint_keeps_its_age(make):
     buffer = make(**ONE_BY_ONE)
     actor = Actor(buffer)
     buffer.begin()
@@ -42,21 +42,21 @@ def test_a_lease_of_an_older_version_than_the_checkpoint_keeps_its_age(make):
     assert buffer.store.read(lambda tx: tx.groups.require(lease.group_id).min_version) == 0
 
 
-def test_a_new_learner_ends_the_draining_that_was_for_the_last_one(make):
+def test_a_new_learner_ends_the_draining_of_the_previous_one(make):
     buffer = make()
     actor = Actor(buffer)
     buffer.begin()
     buffer.ask(p.Drain(), p.Done)
     buffer.restart()
     buffer.begin()
-    assert actor.lease() == [], "the same learner again, which asks twice"
+    assert actor.lease() == [], "the same learner repeats its request"
     assert buffer.status().draining
     buffer.begin(0, 0, session="resumed run")
     assert not buffer.status().draining
     assert actor.lease()
 
 
-def test_a_version_that_an_earlier_incarnation_never_published_is_refused(make):
+def test_a_version_that_an_earlier_incarnation_never_published_is_quarantined(make):
     buffer = make(max_lag=4)
     actor = Actor(buffer)
     buffer.begin()
@@ -71,7 +71,7 @@ def test_a_version_that_an_earlier_incarnation_never_published_is_refused(make):
     assert buffer.status().quarantined_by_reason == {"version that was never published": 3}
 
 
-def test_weights_of_steps_that_a_learner_had_batches_for_may_exist_though_it_was_replaced(make):
+def test_versions_of_drawn_steps_are_accepted_even_if_the_learner_was_replaced(make):
     buffer = make()
     actor = Actor(buffer)
     buffer.begin()
@@ -84,7 +84,7 @@ def test_weights_of_steps_that_a_learner_had_batches_for_may_exist_though_it_was
     assert actor.work(last, version=PolicyVersion(0, 2)) == ["committed", "committed"]
 
 
-def test_the_known_versions_are_those_that_each_incarnation_can_have_published(make):
+def test_the_known_versions_are_those_that_each_incarnation_may_have_published(make):
     buffer = make()
     buffer.begin()
     buffer.publish(2)

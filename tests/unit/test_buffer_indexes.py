@@ -1,15 +1,15 @@
-"""What `verify` sees beyond the ledger, and what requests cost where many leases are out."""
+"""Faults that `verify` finds beyond the ledger, and the cost of requests with many open leases."""
 
 import pytest
 
-from buffer import protocol as p
-from buffer.transaction import Table
+from leeway.buffer import protocol as p
+from leeway.buffer.transaction import Table
 from tests.world.buffer import Actor, InProcessBuffer, facts
 
 
 @pytest.fixture
 def busy(tmp_path):
-    """A buffer with open leases, a row that came out of order, and a recorded draw."""
+    """Create a buffer with open leases, an out-of-order row, and a recorded draw."""
     buffer = InProcessBuffer(tmp_path, facts())
     actor = Actor(buffer)
     buffer.begin()
@@ -24,7 +24,7 @@ def busy(tmp_path):
 
 
 def change(table, field, make_other, *key):
-    """Replace a field of a row."""
+    """Return a change that replaces a field of a row."""
 
     def apply(tx):
         row = getattr(tx, table).require(*key)
@@ -40,28 +40,28 @@ def change(table, field, make_other, *key):
         (change("groups", "lease_id", lambda _: 4, 3), "lease 4 of group 4 is closed, or that of group 3"),
         (change("groups", "lease_id", lambda _: 9, 1), "lease 9 of group 1 is closed"),
         (change("groups", "held", lambda held: held + 1, 1), "group 1 counts 2 recorded and 1 unfinished draws"),
-        (lambda tx: tx.draws.delete(1), "group 1 counts 1 recorded and 1 unfinished draws, there are 0"),
+        (lambda tx: tx.draws.delete(1), "group 1 counts 1 recorded and 1 unfinished draws, but 0 and"),
         (lambda tx: tx.records.delete(1), "record 1 of group 1 is missing"),
         (change("actors", "num_seen_above", lambda count: count + 5, "actor-0"), "'actor-0' counts 6 sequence numbers"),
         (lambda tx: tx.seen.delete_texts("actor-0"), "'actor-0' counts 1 sequence numbers"),
-        (lambda tx: tx.seen.put(b"", "nobody", 1, 7), "'nobody' counts 0 sequence numbers"),
-        (change("draws", "record_ids", lambda ids: [9991, *ids[1:]], 1), "step 1 names 1 records that its groups do"),
-        (change("draws", "record_ids", lambda ids: [-1, *ids[1:]], 1), "step 1 names 1 records that its groups do"),
+        (lambda tx: tx.seen.put(b"", "stranger", 1, 7), "'stranger' counts 0 sequence numbers"),
+        (change("draws", "record_ids", lambda ids: [9991, *ids[1:]], 1), "step 1 references 1 records that its groups"),
+        (change("draws", "record_ids", lambda ids: [-1, *ids[1:]], 1), "step 1 references 1 records that its groups"),
         (change("draws", "record_ids", lambda ids: [*ids[:-1], 5], 1), "such as [5]"),
     ],
 )
-def test_verify_names_what_disagrees(busy, damage, fault):
+def test_verify_reports_inconsistent_rows(busy, damage, fault):
     busy.store.write(damage)
     assert any(fault in found for found in busy.faults()), busy.faults()
 
 
-def test_lost_leases_are_issued_again_in_time_that_grows_with_their_number(make, monkeypatch):
-    """Every key that a transaction reads is counted: a list of all leases for each one would be 512^2 / 2."""
+def test_lost_leases_are_reissued_in_linear_time(make, monkeypatch):
+    """Count the keys that a transaction reads: a scan of all leases for each lease would read 512^2 / 2."""
     buffer = make(groups_per_step=128, max_lag="unbounded", num_prompts=1000)
     first = Actor(buffer, session="1")
     buffer.begin()
     assert len(first.lease(1000)) == 512
-    again = Actor(buffer, session="2")
+    restarted = Actor(buffer, session="2")
     num_read = 0
     scan = Table._scan
 
@@ -72,6 +72,6 @@ def test_lost_leases_are_issued_again_in_time_that_grows_with_their_number(make,
             yield each
 
     monkeypatch.setattr(Table, "_scan", counted)
-    leases = buffer.ask(p.LeaseRequest(again.name, again.epoch, 1, 1000), p.LeaseGrant).leases
+    leases = buffer.ask(p.LeaseRequest(restarted.name, restarted.epoch, 1, 1000), p.LeaseGrant).leases
     assert [lease.attempt for lease in leases] == [2] * 512
     assert num_read < 10 * 512

@@ -4,12 +4,12 @@ import dataclasses
 
 import pytest
 
-from actors.rewards import RewardFailed
-from buffer import protocol as p
-from buffer.config import BufferConfig
-from buffer.errors import BufferRefused
-from buffer.leases import NEAR_BOUND_S
-from buffer.ledger import GENERATION_FAILED
+from leeway.actors.rewards import RewardFailed
+from leeway.buffer import protocol as p
+from leeway.buffer.config import BufferConfig
+from leeway.buffer.errors import BufferRefused
+from leeway.buffer.leases import NEAR_BOUND_S
+from leeway.buffer.ledger import GENERATION_FAILED
 from tests.world.buffer import Actor
 
 
@@ -49,14 +49,14 @@ def test_prompts_follow_a_permutation_that_a_restart_neither_skips_nor_repeats(m
     assert seen[:10] != seen[10:]
 
 
-def test_a_grant_says_for_a_while_that_somebody_had_to_go_without(make):
+def test_a_grant_reports_for_a_while_that_admission_reached_its_bound(make):
     buffer = make(max_lag=1, max_actor_lag=0)
     buffer.begin()
     for name in ("one", "other"):
         buffer.hello(name)
 
-    def near(name, number, wanted):
-        grant = buffer.ask(p.LeaseRequest(name, 1, number, wanted), p.LeaseGrant)
+    def near(name, number, max_groups):
+        grant = buffer.ask(p.LeaseRequest(name, 1, number, max_groups), p.LeaseGrant)
         return len(grant.leases), grant.is_near_bound
 
     assert near("one", 0, 1) == (1, False)
@@ -79,7 +79,7 @@ def test_the_same_lease_request_returns_the_same_leases(make):
     assert buffer.status().ledger["issued"] == 4
 
 
-def test_a_duplicate_is_acknowledged_and_not_stored_also_after_eviction(make):
+def test_a_duplicate_is_acknowledged_and_not_stored_even_after_eviction(make):
     buffer = make(BufferConfig(capacity_trajectories=12), max_lag=1, max_actor_lag=0)
     actor = Actor(buffer)
     buffer.begin()
@@ -128,7 +128,7 @@ def test_an_expired_lease_is_issued_again_for_its_missing_samples_only(make):
     assert buffer.ask(p.Renew("slow", 1, [lease.lease_id]), p.RenewReply).lost == []
     buffer.now_s = 90.0
     buffer.expire()
-    assert fast.lease(1)[0].attempt == 1, "renewed, so still the slow actor's"
+    assert fast.lease(1)[0].attempt == 1, "renewed, so the slow actor still holds it"
     buffer.now_s = 101.0
     buffer.expire()
     again = fast.lease(1)[0]
@@ -141,7 +141,7 @@ def test_an_expired_lease_is_issued_again_for_its_missing_samples_only(make):
     assert (status.ledger["issued"], status.num_ready_groups) == (5, 1)
 
 
-def test_deadlines_start_anew_when_the_service_restarts(make):
+def test_lease_deadlines_are_reset_when_the_service_restarts(make):
     buffer = make()
     actor = Actor(buffer)
     buffer.begin()
@@ -156,7 +156,7 @@ def test_deadlines_start_anew_when_the_service_restarts(make):
     assert buffer.status().ledger["failed"] == 2
 
 
-def test_a_lease_that_is_closed_wakes_nobody_at_its_deadline(make):
+def test_a_closed_lease_has_no_deadline(make):
     buffer = make()
     actor = Actor(buffer)
     buffer.begin()
@@ -169,8 +169,8 @@ def test_a_lease_that_is_closed_wakes_nobody_at_its_deadline(make):
     assert buffer.core.leases.due_in_s() is None
 
 
-def test_after_max_attempts_the_missing_samples_are_given_up(make, monkeypatch):
-    monkeypatch.setattr("buffer.groups.MAX_ATTEMPTS", 2)
+def test_missing_samples_are_abandoned_after_the_maximum_number_of_attempts(make, monkeypatch):
+    monkeypatch.setattr("leeway.buffer.groups.MAX_ATTEMPTS", 2)
     buffer = make(group_size=3)
     actor = Actor(buffer)
     buffer.begin()
@@ -199,21 +199,21 @@ def test_a_new_process_of_an_actor_fences_the_old_one(make):
     assert buffer.status().failed_by_reason == {"fenced": 2}
 
 
-def test_a_late_hello_of_a_process_that_was_replaced_fences_nobody(make):
+def test_a_late_hello_of_a_replaced_process_does_not_fence_the_current_one(make):
     buffer = make()
     for number in range(12):
         Actor(buffer, session=f"session-{number}")
     buffer.begin()
-    living = Actor(buffer, session="living")
-    lease = living.lease(1)[0]
+    current = Actor(buffer, session="current")
+    lease = current.lease(1)[0]
     for late in ("session-4", "session-11"):
         with pytest.raises(BufferRefused, match=r"replaced by a newer process \(epoch 13\)"):
             Actor(buffer, session=late)
-    assert living.work(lease) == ["committed", "committed"]
+    assert current.work(lease) == ["committed", "committed"]
     assert len(buffer.store.read(lambda tx: tx.actors.require("actor-0")).replaced) == 8
 
 
-def test_given_up_samples_leave_a_group_that_is_ready_if_two_have_rewards(make):
+def test_a_group_with_failed_samples_is_ready_if_two_have_rewards(make):
     buffer = make(group_size=3)
     actor = Actor(buffer)
     buffer.begin()
@@ -230,8 +230,8 @@ def test_given_up_samples_leave_a_group_that_is_ready_if_two_have_rewards(make):
     assert actor.lease(1)[0].prompt_id == poor.prompt_id, "a filtered group's prompt is leased again"
 
 
-def test_a_prompt_that_never_yields_a_group_is_given_up(make, monkeypatch):
-    monkeypatch.setattr("buffer.groups.MAX_ATTEMPTS", 3)
+def test_a_prompt_that_never_yields_a_group_is_abandoned(make, monkeypatch):
+    monkeypatch.setattr("leeway.buffer.groups.MAX_ATTEMPTS", 3)
     buffer = make(num_prompts=2)
     actor = Actor(buffer)
     buffer.begin()
@@ -244,7 +244,7 @@ def test_a_prompt_that_never_yields_a_group_is_given_up(make, monkeypatch):
     assert buffer.status().ledger["prompts_given_up"] == 1
 
 
-def test_a_sample_without_reward_is_not_handed_to_the_learner(make):
+def test_a_sample_without_a_reward_is_not_drawn(make):
     buffer = make(group_size=3, groups_per_step=1)
     actor = Actor(buffer)
     buffer.begin()
@@ -256,7 +256,7 @@ def test_a_sample_without_reward_is_not_handed_to_the_learner(make):
     assert buffer.status().ledger["filtered"] == 1
 
 
-def test_a_bad_row_is_quarantined_its_sample_failed_and_its_neighbours_committed(make):
+def test_a_bad_row_is_quarantined_and_fails_its_sample_but_not_its_neighbours(make):
     buffer = make(group_size=3)
     actor = Actor(buffer)
     buffer.begin()
@@ -270,7 +270,7 @@ def test_a_bad_row_is_quarantined_its_sample_failed_and_its_neighbours_committed
     assert (status.ledger["quarantined_outside"], status.num_ready_groups) == (1, 1)
 
 
-def test_the_failed_add_up_from_four_kinds_of_reasons(make):
+def test_the_failed_count_is_the_sum_of_four_kinds_of_reasons(make):
     buffer = make(group_size=4)
     actor = Actor(buffer)
     buffer.begin()

@@ -1,10 +1,10 @@
-"""Lengths: fidelity of what is trained to what was generated."""
+"""Length fidelity: lengths of trained samples compared with those of generated samples."""
 
 import numpy as np
 import pytest
 
-from buffer.config import BufferConfig
-from buffer.lengths import (
+from leeway.buffer.config import BufferConfig
+from leeway.buffer.lengths import (
     NUM_BUCKETS,
     Fidelity,
     LengthCounts,
@@ -37,7 +37,7 @@ def test_every_length_lies_in_its_bucket():
     assert bucket_of(2**40) == NUM_BUCKETS - 1
 
 
-def test_old_counts_fade_by_e_after_as_many_samples_as_the_memory_has():
+def test_old_counts_decay_by_e_over_the_memory_length():
     counts = LengthCounts()
     for _ in range(1000):
         counts.add([10], 1000)
@@ -64,7 +64,7 @@ def test_ks_is_0_for_the_same_lengths_and_1_for_disjoint_ones():
     assert ks_distance([1.0, 0.0], [0.0, 1.0]) == 1.0
 
 
-def test_the_ratio_of_the_95th_percentiles_tells_starved_long_answers_to_a_bucket():
+def test_the_p95_ratio_measures_starved_long_answers_to_within_a_bucket():
     fidelity = Fidelity()
     assert fidelity.now.p95_ratio == 1.0
     rng = np.random.default_rng(0)
@@ -83,7 +83,7 @@ def test_the_ratio_of_the_95th_percentiles_tells_starved_long_answers_to_a_bucke
 
 
 def test_starved_lengths_raise_the_distance_and_its_alarm(make, monkeypatch):
-    monkeypatch.setattr("buffer.samplers.REWARD_TEMPERATURE", 0.01)
+    monkeypatch.setattr("leeway.buffer.samplers.REWARD_TEMPERATURE", 0.01)
     settings = BufferConfig(sampler="reward_softmax", max_uses=400)
     buffer, actor = started(make, settings, groups_per_step=2)
     generate(buffer, actor, 4, [1.0], tokens=16)

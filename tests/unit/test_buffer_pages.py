@@ -1,4 +1,4 @@
-"""The check of an LMDB file's structure: it passes what LMDB wrote, whatever that was, and nothing that was damaged."""
+"""Structure check of an LMDB file: accepts every file that LMDB writes and rejects damaged ones."""
 
 import random
 import shutil
@@ -6,42 +6,42 @@ import shutil
 import lmdb
 import pytest
 
-from buffer import pages
-from buffer.errors import StoreError
+from leeway.buffer import pages
+from leeway.buffer.errors import StoreError
 
 PAGE = 4096
 
 
 @pytest.fixture
 def write(tmp_path):
-    """`write(seed, num_commits)`: yields the file after every one of so many random commits."""
+    """Return `write(seed, num_commits)`, which yields the file after each of `num_commits` random commits."""
 
     def commits(seed, num_commits):
-        chance = random.Random(seed)
+        rng = random.Random(seed)
         folder = tmp_path / f"store-{seed}"
         with lmdb.open(str(folder), map_size=2**28, max_dbs=3, sync=False) as environment:
             tables = [environment.open_db(b"%d" % number) for number in range(3)]
             for _ in range(num_commits):
                 with environment.begin(write=True) as txn:
-                    for _ in range(chance.choice([1, 5, 50, 300])):
-                        key, table = chance.randrange(300).to_bytes(8, "big"), chance.choice(tables)
-                        if chance.random() < 0.45:
+                    for _ in range(rng.choice([1, 5, 50, 300])):
+                        key, table = rng.randrange(300).to_bytes(8, "big"), rng.choice(tables)
+                        if rng.random() < 0.45:
                             txn.delete(key, db=table)
                         else:
-                            size = chance.choice([0, 20, 20, 300, 3000, 9000, 40_000])
-                            txn.put(key, chance.randbytes(size), db=table)
+                            size = rng.choice([0, 20, 20, 300, 3000, 9000, 40_000])
+                            txn.put(key, rng.randbytes(size), db=table)
                 yield folder / "data.mdb"
 
     return commits
 
 
-def test_whatever_lmdb_has_written_passes(write):
+def test_every_file_written_by_lmdb_passes(write):
     for seed in range(3):
         for data in write(seed, 60):
             assert pages.check(data) == pages.check(data, deep=True)
 
 
-def test_a_file_that_lacks_its_last_pages_because_they_are_free_passes(tmp_path):
+def test_a_file_without_its_free_last_pages_passes(tmp_path):
     data = tmp_path / "data.mdb"
     with lmdb.open(str(tmp_path), map_size=2**24, max_dbs=1) as environment:
         table = environment.open_db(b"table")
@@ -57,13 +57,13 @@ def test_a_file_that_lacks_its_last_pages_because_they_are_free_passes(tmp_path)
     assert pages.check(data, deep=True) == last + 1
 
 
-def test_a_new_store_that_holds_nothing_passes(tmp_path):
+def test_a_new_empty_store_passes(tmp_path):
     lmdb.open(str(tmp_path)).close()
     assert pages.check(tmp_path / "data.mdb") == 2
 
 
 def in_use(data) -> list[int]:
-    """Pages that no check may miss: branches and leaves which, zeroed, LMDB reads as something else."""
+    """Return the branch and leaf pages; if one of them is zeroed, LMDB reads different data."""
     whole = data.read_bytes()
     found = []
     for page in range(len(whole) // PAGE):
@@ -74,15 +74,15 @@ def in_use(data) -> list[int]:
 
 
 def read_all(folder) -> bytes:
-    """Everything that LMDB finds in a store."""
+    """Return everything that LMDB finds in a store."""
     with lmdb.open(str(folder), readonly=True, lock=False, max_dbs=3) as environment, environment.begin() as txn:
         tables = [environment.open_db(bytes(name), txn=txn, create=False) for name, _ in txn.cursor()]
         return b"".join(key + value for table in tables for key, value in txn.cursor(db=table))
 
 
-def test_a_zeroed_page_is_refused_unless_it_was_free(write, tmp_path):
+def test_a_zeroed_page_is_rejected_unless_it_was_free(write, tmp_path):
     *_, data = write(7, 30)
-    num_refused = 0
+    num_rejected = 0
     for page in in_use(data):
         copied = shutil.copytree(data.parent, tmp_path / "copy", dirs_exist_ok=True)
         with (copied / "data.mdb").open("r+b") as file:
@@ -91,27 +91,27 @@ def test_a_zeroed_page_is_refused_unless_it_was_free(write, tmp_path):
         try:
             pages.check(copied / "data.mdb", deep=True)
         except StoreError:
-            num_refused += 1
+            num_rejected += 1
         else:
             assert read_all(copied) == read_all(data.parent)
-    assert num_refused > 3
+    assert num_rejected > 3
 
 
-def test_a_file_that_was_cut_off_is_refused(write):
+def test_a_truncated_file_is_rejected(write):
     *_, data = write(8, 30)
     whole = data.read_bytes()
     for size in (0, 1, PAGE, PAGE + 1, 2 * PAGE, len(whole) // 2):
         data.write_bytes(whole[:size])
-        with pytest.raises(StoreError, match=r"cut off|damaged"):
+        with pytest.raises(StoreError, match=r"truncated|damaged"):
             pages.check(data)
 
 
 @pytest.mark.parametrize("num_commits", [5, 6])
-def test_a_flipped_transaction_number_does_not_bring_the_commit_before_back(num_commits, write):
+def test_a_flipped_transaction_number_does_not_restore_the_previous_commit(num_commits, write):
     *_, data = write(9, num_commits)
     whole, values = data.read_bytes(), read_all(data.parent)
     pages.check(data)
-    brought_back = 0
+    num_restored = 0
     for page in (0, 1):
         for bit in range(64):
             # The number is the last field of a meta page, after the header and 128 bytes.
@@ -120,12 +120,12 @@ def test_a_flipped_transaction_number_does_not_bring_the_commit_before_back(num_
             data.write_bytes(damaged)
             with pytest.raises(StoreError, match="transaction"):
                 pages.check(data)
-            brought_back += read_all(data.parent) != values
-    assert brought_back > 0, "who opens and walks the store, in a process of its own or not, notices nothing"
+            num_restored += read_all(data.parent) != values
+    assert num_restored > 0, "opening and walking the store does not detect it"
 
 
 @pytest.mark.parametrize("compact", [False, True])
-def test_a_copy_passes_and_so_does_what_is_written_to_it(compact, write, tmp_path):
+def test_a_copy_passes_before_and_after_writes(compact, write, tmp_path):
     *_, data = write(3, 20)
     copied = tmp_path / "copied"
     copied.mkdir()
@@ -139,7 +139,7 @@ def test_a_copy_passes_and_so_does_what_is_written_to_it(compact, write, tmp_pat
             pages.check(copied / "data.mdb", deep=True)
 
 
-def test_a_wrong_length_of_a_long_value_is_found_before_its_removal_frees_pages_of_others(tmp_path):
+def test_a_wrong_length_of_a_long_value_is_detected_before_it_frees_other_pages(tmp_path):
     with lmdb.open(str(tmp_path), map_size=2**24, max_dbs=1) as environment:
         table = environment.open_db(b"table")
         with environment.begin(write=True) as txn:

@@ -1,4 +1,4 @@
-"""What happens where something does not come, or cannot be written for a while: order, deadlines, sequence numbers."""
+"""Missing messages and temporarily failing writes: order of requests, deadlines, sequence numbers."""
 
 import contextlib
 import threading
@@ -9,16 +9,16 @@ from types import SimpleNamespace
 import pytest
 import zmq
 
-from buffer import ingest
-from buffer import protocol as p
-from buffer.client import BufferClient
-from buffer.config import BufferConfig
-from buffer.errors import BufferRefused, BufferUnavailable, StoreFull
-from buffer.service import BufferService
-from common.rpc.client import Patience, RpcClient, RpcErrors, _Call
-from common.rpc.messages import Asker
-from common.staleness import PolicyVersion
-from learner.coordinator import Coordinator
+from leeway.buffer import ingest
+from leeway.buffer import protocol as p
+from leeway.buffer.client import BufferClient
+from leeway.buffer.config import BufferConfig
+from leeway.buffer.errors import BufferRefused, BufferUnavailable, StoreFull
+from leeway.buffer.service import BufferService
+from leeway.common.rpc.client import RpcClient, RpcErrors, Timeouts, _Call
+from leeway.common.rpc.messages import ClientIdentity
+from leeway.common.staleness import PolicyVersion
+from leeway.learner.coordinator import Coordinator
 from tests.world.buffer import Actor, facts, make_trajectory
 from tests.world.run_context import run_context
 from tests.world.serving import serving
@@ -26,16 +26,16 @@ from tests.world.waiting import LIMIT_S, wait_until
 
 
 def client_of(address: str, resend_s: float = 1.0, give_up_s: float = 20.0, **hooks) -> RpcClient:
-    """A client of the buffer without what makes trajectories of messages."""
-    patience = Patience(resend_s=resend_s, give_up_s=give_up_s, heartbeat_s=20.0)
+    """Return an RPC client of the buffer without the decoding of trajectories."""
+    timeouts = Timeouts(resend_s=resend_s, request_s=give_up_s, heartbeat_s=20.0)
     errors = RpcErrors(lambda _, text: BufferRefused(text), BufferUnavailable)
-    asker = Asker("t", "actor", "s")
-    return RpcClient(p.PROTOCOL, address, "r", asker=asker, patience=patience, errors=errors, **hooks)
+    identity = ClientIdentity("t", "actor", "s")
+    return RpcClient(p.PROTOCOL, address, "r", identity=identity, timeouts=timeouts, errors=errors, **hooks)
 
 
 @pytest.fixture
 def serve(tmp_path):
-    """`serve()`: a service in a thread, on a store of its own."""
+    """Return `serve()`, which runs a service with its own store in a thread."""
     with contextlib.ExitStack() as stack:
 
         def start():
@@ -47,7 +47,7 @@ def serve(tmp_path):
 
 
 def space_on_disk(service, monkeypatch):
-    """An event, until which the disk of the service is full; and its clients' clock, which skips with each refusal."""
+    """Fill the service's disk until the returned event is set; return also a clock that skips ahead on each refusal."""
     has_space, write, skipped_s = threading.Event(), service._store.write, [0.0]
 
     def full(change):
@@ -58,12 +58,12 @@ def space_on_disk(service, monkeypatch):
 
     monkeypatch.setattr(service._store, "write", full)
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + skipped_s[0])
-    monkeypatch.setattr("common.rpc.client.time", clock)
-    monkeypatch.setattr("learner.coordinator.time", clock)
+    monkeypatch.setattr("leeway.common.rpc.client.time", clock)
+    monkeypatch.setattr("leeway.learner.coordinator.time", clock)
     return has_space, clock.monotonic
 
 
-def test_what_was_said_later_does_not_overtake_a_request_that_is_asked_to_wait():
+def test_a_later_request_does_not_overtake_a_deferred_one():
     context = zmq.Context()
     router = context.socket(zmq.ROUTER)
     port = router.bind_to_random_port("tcp://127.0.0.1")
@@ -79,7 +79,7 @@ def test_what_was_said_later_does_not_overtake_a_request_that_is_asked_to_wait()
         router.send_multipart([identity, p.encode(envelope.request_id, reply)])
 
     first = transport.submit(p.StepFinished(1, 1, 0))
-    for _ in range(4):  # its patience grows with every refusal
+    for _ in range(4):  # the retry delay grows with every refusal
         answer(retry=True)
     time.sleep(0.2)  # the last refusal has arrived
     second = transport.submit(p.CheckpointDurable(1, 0))
@@ -94,32 +94,32 @@ def test_what_was_said_later_does_not_overtake_a_request_that_is_asked_to_wait()
     context.term()
 
 
-def test_what_was_answered_while_the_client_stood_still_came_in_time():
-    give_up_s, has_work, is_still = 1.0, threading.Event(), threading.Event()
+def test_a_reply_that_arrives_during_a_stall_of_the_client_is_in_time():
+    give_up_s, has_work, is_stalled = 1.0, threading.Event(), threading.Event()
 
-    def stand_still():
-        if has_work.is_set() and not is_still.is_set():
-            is_still.set()
+    def stall():
+        if has_work.is_set() and not is_stalled.is_set():
+            is_stalled.set()
             time.sleep(give_up_s + 2.0)
 
     context = zmq.Context()
     router = context.socket(zmq.ROUTER)
     port = router.bind_to_random_port("tcp://127.0.0.1")
-    transport = client_of(f"tcp://127.0.0.1:{port}", 60.0, give_up_s, pump=stand_still)
-    asked = transport.submit(p.StepFinished(1, 1, 0))
+    transport = client_of(f"tcp://127.0.0.1:{port}", 60.0, give_up_s, pump=stall)
+    future = transport.submit(p.StepFinished(1, 1, 0))
     assert router.poll(LIMIT_S * 1000)
     identity, header, *_ = router.recv_multipart()
     has_work.set()
     transport.wake()
-    assert is_still.wait(LIMIT_S)
+    assert is_stalled.wait(LIMIT_S)
     router.send_multipart([identity, p.encode(p.decode(header).request_id, p.Done())])
-    assert asked.result(LIMIT_S)[0] == p.Done()
+    assert future.result(LIMIT_S)[0] == p.Done()
     transport.close(1.0)
     router.close(0)
     context.term()
 
 
-def test_a_request_refused_very_often_is_still_sent_again():
+def test_a_request_refused_many_times_is_still_retried():
     transport = client_of("tcp://127.0.0.1:9")
     call = _Call(1, p.Renew("a", 1, []), [], Future(), 0.0, 0.0, 0.0, num_refused=5000)
     transport._try_later(call, "the disk is full")
@@ -127,9 +127,9 @@ def test_a_request_refused_very_often_is_still_sent_again():
     transport.close(0.1)
 
 
-def test_a_full_disk_is_not_written_to_all_the_time_and_leases_keep_a_deadline(serve, monkeypatch):
-    monkeypatch.setattr("buffer.service._FULL_PAUSE_S", 0.5)
-    monkeypatch.setattr("buffer.leases.LEASE_TIMEOUT_S", 0.2)
+def test_writes_to_a_full_disk_pause_between_attempts_and_leases_keep_a_deadline(serve, monkeypatch):
+    monkeypatch.setattr("leeway.buffer.service._FULL_PAUSE_S", 0.5)
+    monkeypatch.setattr("leeway.buffer.leases.LEASE_TIMEOUT_S", 0.2)
     service = serve()
     client = BufferClient(service.address, run_id="r", role="actor", name="actor-0")
     client.connect()
@@ -142,7 +142,7 @@ def test_a_full_disk_is_not_written_to_all_the_time_and_leases_keep_a_deadline(s
         if service._core.leases.due_in_s() is None:  # nothing is leased yet
             return write(change)
         attempts.append(time.monotonic())
-        # The change is made, and is then not committed.
+        # The change is applied but not committed.
         with pytest.raises(ZeroDivisionError):
             write(lambda tx: (change(tx), 1 // 0))
         raise StoreFull("no space is left")
@@ -161,54 +161,52 @@ def test_a_full_disk_is_not_written_to_all_the_time_and_leases_keep_a_deadline(s
     learner.close(1.0)
 
 
-def test_a_learner_begins_once_a_full_disk_has_space_or_says_who_lets_it_wait(serve, monkeypatch, tmp_path):
-    monkeypatch.setattr("common.rpc.client._MAX_RETRY_S", 0.1)
-    monkeypatch.setattr("learner.coordinator.HEARTBEAT_S", 0.05)
-    monkeypatch.setattr("buffer.client.GIVE_UP_S", 10.0)
+def test_a_learner_begins_after_a_full_disk_has_space_or_reports_the_cause(serve, monkeypatch, tmp_path):
+    monkeypatch.setattr("leeway.common.rpc.client._MAX_RETRY_S", 0.1)
+    monkeypatch.setattr("leeway.learner.coordinator.HEARTBEAT_S", 0.05)
+    monkeypatch.setattr("leeway.buffer.client.GIVE_UP_S", 10.0)
     service = serve()
     (tmp_path / "metrics.jsonl").touch()
     context = run_context(tmp_path, facts(max_lag="unbounded"), buffer_address=service.address)
     coordinator = Coordinator(context, None)
     has_space, now = space_on_disk(service, monkeypatch)
     began = now()
-    with pytest.raises(TimeoutError, match=f"{service.address} was asked to begin an incarnation .* s: no space is"):
+    with pytest.raises(TimeoutError, match=f"{service.address} did not begin an incarnation within .* s: no space is"):
         coordinator.begin(3, 3, began + 11.0)
     assert now() - began > 11.0
     threading.Timer(0.3, has_space.set).start()
     coordinator.begin(3, 3, now() + LIMIT_S)
     assert coordinator.resumed_at == {0: 3}
-    assert coordinator.newest_published is None, "of this learner's no version is on disk yet"
+    assert coordinator.newest_published is None, "no version of this learner is on disk yet"
     coordinator.published(PolicyVersion(0, 3))
-    coordinator.settle(heartbeats=False)
+    coordinator.flush(heartbeats=False)
     assert coordinator.newest_published == 3
     coordinator.close()
 
 
-def test_a_learner_waits_for_a_draw_that_a_full_disk_has_no_room_for_as_long_as_for_a_batch(
-    serve, monkeypatch, tmp_path
-):
-    monkeypatch.setattr("learner.coordinator.REQUEST_TIMEOUT_S", 0.1)
-    monkeypatch.setattr("learner.coordinator.HEARTBEAT_S", 0.05)
+def test_a_draw_on_a_full_disk_times_out_like_a_missing_batch(serve, monkeypatch, tmp_path):
+    monkeypatch.setattr("leeway.learner.coordinator.REQUEST_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("leeway.learner.coordinator.HEARTBEAT_S", 0.05)
     service, channel = serve(), SimpleNamespace(send=lambda *_: None)
-    monkeypatch.setattr("learner.coordinator.BATCH_TIMEOUT_S", 1.0)
+    monkeypatch.setattr("leeway.learner.coordinator.BATCH_TIMEOUT_S", 1.0)
     (tmp_path / "metrics.jsonl").touch()
     context = run_context(tmp_path, facts(max_lag="unbounded"), buffer_address=service.address)
     coordinator = Coordinator(context, channel)
     coordinator.begin(0, 0, time.monotonic() + LIMIT_S)
     coordinator.published(PolicyVersion(0, 0))
-    coordinator.settle()
+    coordinator.flush()
     has_space, now = space_on_disk(service, monkeypatch)
     began = now()
-    with pytest.raises(TimeoutError, match=f"{service.address} was asked to draw step 1 and has let that wait"):
+    with pytest.raises(TimeoutError, match=f"{service.address} did not draw step 1 within"):
         coordinator.draw(1, 0, threading.Event(), lambda: None)
     assert now() - began > 1.0
     has_space.set()
     coordinator.close()
 
 
-def test_a_draw_that_lacks_samples_says_that_the_disk_they_are_for_is_full(serve, monkeypatch):
-    monkeypatch.setattr("common.rpc.client._MAX_RETRY_S", 0.02)  # as of many actors: the service never pauses
-    monkeypatch.setattr("buffer.service._FULL_HEARD_S", 60.0)
+def test_a_waiting_draw_reports_that_pushes_wait_for_a_full_disk(serve, monkeypatch):
+    monkeypatch.setattr("leeway.common.rpc.client._MAX_RETRY_S", 0.02)  # as with many actors: the service never pauses
+    monkeypatch.setattr("leeway.buffer.service._FULL_REPORT_S", 60.0)
     service = serve()
     actor = BufferClient(service.address, run_id="r", role="actor", name="actor-0")
     learner = BufferClient(service.address, run_id="r", role="learner", name="learner")
@@ -231,7 +229,7 @@ def test_a_draw_that_lacks_samples_says_that_the_disk_they_are_for_is_full(serve
 
     monkeypatch.setattr(service._store, "write", only_without_samples)
     pushed = actor.push(make_trajectory(lease, 0, seq=0))
-    wait_until(lambda: actor.put_off_because, "the push to be put off")
+    wait_until(lambda: actor.retry_reason, "the push to be deferred")
     draw = learner.draw(1, 0, incarnation, 2, 0.3).result(60)
     assert (draw.ready, draw.waiting_for.startswith("pushes wait: no space is left; step 1 has 0 of 2")) == (
         False,
@@ -239,18 +237,18 @@ def test_a_draw_that_lacks_samples_says_that_the_disk_they_are_for_is_full(serve
     )
     monkeypatch.setattr(service._store, "write", write)
     assert pushed.result(60).outcome == "committed"
-    monkeypatch.setattr("buffer.service._FULL_HEARD_S", 0.5)
-    says = lambda: learner.draw(1, 0, incarnation, 2, 0.0).result(60).waiting_for  # noqa: E731
-    wait_until(lambda: says().startswith("step 1"), "room to be heard of")
+    monkeypatch.setattr("leeway.buffer.service._FULL_REPORT_S", 0.5)
+    waiting_for = lambda: learner.draw(1, 0, incarnation, 2, 0.0).result(60).waiting_for  # noqa: E731
+    wait_until(lambda: waiting_for().startswith("step 1"), "the report of a full disk to end")
     actor.close(1.0)
     learner.close(1.0)
 
 
 @pytest.mark.parametrize("in_upkeep", [False, True])
-def test_what_lay_unread_while_the_service_stood_still_came_in_time(tmp_path, monkeypatch, in_upkeep):
-    monkeypatch.setattr("buffer.service._MAX_TURN_MESSAGES", 1)
+def test_messages_that_arrive_during_a_stall_of_the_service_are_in_time(tmp_path, monkeypatch, in_upkeep):
+    monkeypatch.setattr("leeway.buffer.service._MAX_TURN_MESSAGES", 1)
     now = [1000.0]
-    monkeypatch.setattr("buffer.leases.LEASE_TIMEOUT_S", 10.0)
+    monkeypatch.setattr("leeway.buffer.leases.LEASE_TIMEOUT_S", 10.0)
     service = BufferService(BufferConfig(), facts(max_lag="unbounded"), tmp_path / "buffer", clock=lambda: now[0])
     address = service.bind()
 
@@ -262,9 +260,9 @@ def test_what_lay_unread_while_the_service_stood_still_came_in_time(tmp_path, mo
         return future.result()
 
     def client(role, name):
-        made = BufferClient(address, run_id="r", role=role, name=name)
-        answered(made.hello())
-        return made
+        connected = BufferClient(address, run_id="r", role=role, name=name)
+        answered(connected.hello())
+        return connected
 
     learner, actors = client("learner", "learner"), [client("actor", f"actor-{i}") for i in range(3)]
     incarnation = answered(learner.begin_incarnation(0, 0)).incarnation
@@ -274,14 +272,14 @@ def test_what_lay_unread_while_the_service_stood_still_came_in_time(tmp_path, mo
         actor.push(make_trajectory(lease, 0, seq=0, actor=f"actor-{i}"))
         for i, (actor, lease) in enumerate(zip(actors[:2], leases[:2], strict=True))
     ]
-    time.sleep(0.5)  # they are there
-    if in_upkeep:  # as a sync on a disk that hangs
+    time.sleep(0.5)  # the pushes arrive
+    if in_upkeep:  # like a sync on a hanging disk
         monkeypatch.setattr(service._upkeep, "run", lambda: now.__setitem__(0, max(now[0], 1061.0)))
     else:
         now[0] += 61.0
     assert [answered(each).outcome for each in pushed] == ["committed", "committed"]
     assert answered(learner.status()).ledger["failed"] == 0
-    now[0] += 2.0  # of the third nothing came
+    now[0] += 2.0  # the third actor sends nothing
     while not answered(learner.status()).ledger["failed"]:
         now[0] += 0.1
         assert now[0] < 1100.0
@@ -290,24 +288,24 @@ def test_what_lay_unread_while_the_service_stood_still_came_in_time(tmp_path, mo
     service.close()
 
 
-def test_a_client_is_welcomed_once_a_full_disk_has_space_or_says_who_lets_it_wait(serve, monkeypatch):
-    monkeypatch.setattr("common.rpc.client._MAX_RETRY_S", 0.1)
-    monkeypatch.setattr("buffer.client.GIVE_UP_S", 10.0)
+def test_a_client_connects_after_a_full_disk_has_space_or_reports_the_cause(serve, monkeypatch):
+    monkeypatch.setattr("leeway.common.rpc.client._MAX_RETRY_S", 0.1)
+    monkeypatch.setattr("leeway.buffer.client.GIVE_UP_S", 10.0)
     service = serve()
     has_space, now = space_on_disk(service, monkeypatch)
     client = BufferClient(service.address, run_id="r", role="actor", name="actor-0")
     until, hello = now() + 11.0, client.hello()
-    wait_until(lambda: client.put_off_because and now() > until, "its patience to be over")
-    with pytest.raises(BufferUnavailable, match=f"welcome 'actor-0' within . s: {service.address} says: no space is"):
+    wait_until(lambda: client.retry_reason and now() > until, "its timeout to pass")
+    with pytest.raises(BufferUnavailable, match=f"within . s: .* {service.address} asked to retry: no space is"):
         client.connect(time.monotonic() + 0.2)
     assert not hello.done()
     threading.Timer(0.3, has_space.set).start()
     assert client.connect().epoch == 1
-    assert client.put_off_because == ""
+    assert client.retry_reason == ""
     client.close(1.0)
 
 
-def test_a_trajectory_that_cannot_be_sent_leaves_no_hole_in_the_sequence(serve):
+def test_a_trajectory_that_cannot_be_sent_leaves_no_gap_in_the_sequence(serve):
     service = serve()
     client = BufferClient(service.address, run_id="r", role="actor", name="actor-0")
     client.connect()
@@ -326,7 +324,7 @@ def test_a_trajectory_that_cannot_be_sent_leaves_no_hole_in_the_sequence(serve):
     learner.close(1.0)
 
 
-def test_a_number_that_never_arrives_is_not_waited_for_without_end(make, monkeypatch):
+def test_a_sequence_number_that_never_arrives_is_not_awaited_forever(make, monkeypatch):
     monkeypatch.setattr(ingest, "MAX_OVERTAKEN", 8)
     buffer = make(max_lag="unbounded", groups_per_step=20)
     buffer.begin()
@@ -338,10 +336,10 @@ def test_a_number_that_never_arrives_is_not_waited_for_without_end(make, monkeyp
     assert row.low_water == actor.seq
     assert buffer.store.read(lambda tx: tx.seen.count) == row.num_seen_above == 0
     lost = make_trajectory(lease, 0, seq=0)
-    # Whether it was stored is not known any more, so it is not called a duplicate.
+    # It is no longer known whether it was stored, so it does not count as a duplicate.
     assert buffer.push([lost]) == ["late"]
 
 
-def test_an_address_that_is_none_is_refused_at_once():
+def test_an_invalid_address_is_rejected_immediately():
     with pytest.raises(zmq.ZMQError):
         BufferClient("nowhere", run_id="r", role="actor", name="actor-0")

@@ -1,4 +1,4 @@
-"""Recorded samples fill the buffer of another run: all of them, as they were, and nothing of their source changes."""
+"""Loading recorded samples into the buffer of another run: all of them, unchanged, with an unmodified source."""
 
 import json
 import os
@@ -12,29 +12,29 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from buffer import protocol as p
-from buffer import schema
-from buffer.config import BufferConfig
-from buffer.errors import BufferRefused, StoreError
-from buffer.offline import recorded as recording
-from buffer.offline.inspect import Inspection, export, verify
-from buffer.offline.recorded import RECORDED_VERSION, BadRows, Recorded, fill, survey
-from buffer.store import Store, own
-from common.staleness import PolicyVersion
-from launch.offline import num_steps_of
-from learner.batch import StepBatch, lag0_by_actor
-from learner.packing import PackingRule
+from leeway.buffer import protocol as p
+from leeway.buffer import schema
+from leeway.buffer.config import BufferConfig
+from leeway.buffer.errors import BufferRefused, StoreError
+from leeway.buffer.offline import recorded as recording
+from leeway.buffer.offline.inspect import Inspection, export, verify
+from leeway.buffer.offline.recorded import RECORDED_VERSION, BadRows, Recorded, load_samples, survey
+from leeway.buffer.store import Store, own
+from leeway.common.staleness import PolicyVersion
+from leeway.launch.offline import num_steps_of
+from leeway.learner.batch import StepBatch, lag0_by_actor
+from leeway.learner.packing import PackingRule
 from tests.world.buffer import Actor, InProcessBuffer, facts
 
 KEPT = [name for name in schema.SCHEMA.names if name != "reference_logprobs"]
-"""Scores are of the reference of the run that has them."""
+"""Preserved columns; scores belong to the reference of the run that computed them."""
 RULE = PackingRule(token_budget=64)
 OFFLINE = {"max_lag": "unbounded", "run_id": "offline"}
 
 
 @pytest.fixture
 def source(tmp_path):
-    """A run that is over: trained, waiting, without a reward, scored, unfinished; its learner was restarted once."""
+    """Create a finished run with trained, waiting, unrewarded, scored and unfinished samples and a learner restart."""
     buffer = InProcessBuffer(tmp_path / "run" / "buffer", facts())
     buffer.begin()
     actor = Actor(buffer)
@@ -60,17 +60,17 @@ def table_of(run: Path, out: Path) -> pa.Table:
 
 
 def filled(path: Path, folder: Path, config: BufferConfig | None = None, **changes) -> InProcessBuffer:
-    """The buffer of a run that trains on these samples, before its learner begins."""
+    """Return the buffer of a run that trains on these samples, before its learner begins."""
     config = config or BufferConfig(source=str(path))
     with Recorded.open(path) as recorded:
         found = survey(recorded)
-        what = {**OFFLINE, "num_prompts": found.num_prompts, "group_size": found.group_size, **changes}
-        assert fill(folder, facts(**what), config, recorded, found.newest) == found.num_samples
-    return InProcessBuffer(folder, facts(**what), config)
+        values = {**OFFLINE, "num_prompts": found.num_prompts, "group_size": found.group_size, **changes}
+        assert load_samples(folder, facts(**values), config, recorded, found.newest) == found.num_samples
+    return InProcessBuffer(folder, facts(**values), config)
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
-    """But for the table of readers, which every look at a store enters itself in."""
+    """Return the content of all files except the table of readers, in which every reader registers."""
     return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != "lock.mdb"}
 
 
@@ -86,25 +86,25 @@ def row(prompt=(3, 4), completion=(5, 6, 1), **fields) -> dict:
 # --- a run ------------------------------------------------------------------------------------------------
 
 
-def test_every_sample_of_a_run_is_there_as_it_was_and_the_run_is_not_changed(source, tmp_path):
+def test_every_sample_of_a_run_is_loaded_unchanged_and_the_run_is_not_modified(source, tmp_path):
     before = files_of(source)
     buffer = filled(source, tmp_path / "new" / "buffer")
     assert buffer.faults() == []
     ledger = buffer.status().ledger
     assert ledger["gap"] == 0
     assert (ledger["issued"], ledger["committed"], ledger["failed"], ledger["in_flight"]) == (15, 15, 0, 0)
-    assert (ledger["waiting"], ledger["filtered"]) == (12, 3), "two without a reward, and one that is alone"
+    assert (ledger["waiting"], ledger["filtered"]) == (12, 3), "two without a reward, and one alone in its group"
     buffer.close()
     assert files_of(source) == before
     theirs, ours = (table_of(run, tmp_path / "t.parquet") for run in (source, tmp_path / "new"))
     assert ours.num_rows == 15
     assert ours.select(KEPT).equals(theirs.select(KEPT))
     assert theirs["reference_logprobs"].null_count == 11
-    assert ours["reference_logprobs"].null_count == 15, "of another reference than this run's"
-    assert set(ours["trained_step"].to_pylist()) == {None}, "what trained on them was another run"
+    assert ours["reference_logprobs"].null_count == 15, "scores belong to the reference of the source"
+    assert set(ours["trained_step"].to_pylist()) == {None}, "this run has not trained on them"
 
 
-def test_recorded_tokens_are_older_than_every_version_of_the_run_and_no_lease_is_granted(source, tmp_path):
+def test_recorded_tokens_are_older_than_all_versions_and_no_lease_is_granted(source, tmp_path):
     buffer = filled(source, tmp_path / "new")
     reply = buffer.begin(session="a learner")
     buffer.publish(0, reply.incarnation)
@@ -116,7 +116,7 @@ def test_recorded_tokens_are_older_than_every_version_of_the_run_and_no_lease_is
     batch = StepBatch.build(trajectories, 0, reply.resumed_at, RULE)
     assert set(batch.lag_T) == {0 - RECORDED_VERSION} == {1}
     other_weights_T = torch.full((len(batch.sequence_T),), -9.0)
-    assert lag0_by_actor(batch, other_weights_T) == {}, "which are no mismatch"
+    assert lag0_by_actor(batch, other_weights_T) == {}, "recorded tokens do not count as mismatch"
     buffer.finish(1, 1, incarnation=reply.incarnation)
     again = buffer.begin(1, 1, session="after a restart")
     assert set(StepBatch.build(trajectories, 1, again.resumed_at, RULE).lag_T) == {2}
@@ -124,17 +124,17 @@ def test_recorded_tokens_are_older_than_every_version_of_the_run_and_no_lease_is
     buffer.close()
 
 
-def test_a_run_that_lives_is_refused(source):
+def test_a_live_run_is_rejected(source):
     lock = own(source / "buffer")
-    with pytest.raises(StoreError, match="is being written by a run that lives: wait for its end, or train on an exp"):
+    with pytest.raises(StoreError, match="is being written by a live run: wait until it ends, or train on an exp"):
         Recorded.open(source).__enter__()
     os.close(lock)
 
 
-# --- laws -------------------------------------------------------------------------------------------------
+# --- replay -----------------------------------------------------------------------------------------------
 
 
-def test_the_laws_of_replay_hold_for_recorded_samples(tmp_path):
+def test_replay_samplers_work_with_recorded_samples(tmp_path):
     rows = [row((3, prompt), reward=float(i == 0 and prompt == 7)) for prompt in range(10) for i in range(2)]
     config = BufferConfig(sampler="prioritised", max_uses="unlimited")
     buffer = filled(write(tmp_path / "s.jsonl", *rows), tmp_path / "new", config, groups_per_step=1)
@@ -143,7 +143,7 @@ def test_the_laws_of_replay_hold_for_recorded_samples(tmp_path):
     for step in range(1, 60):
         drawn.append(buffer.draw(step, step - 1, incarnation=incarnation)[1][0].prompt_id)
         buffer.finish(step, step, incarnation=incarnation)
-    assert drawn.count(7) > 30, "its weight is 0.51, and that of the nine others 0.01 each"
+    assert drawn.count(7) > 30, "its weight is 0.51, and 0.01 for each of the nine others"
     assert len(set(drawn)) > 1
     buffer.close()
 
@@ -158,17 +158,17 @@ def test_no_recorded_sample_that_may_be_used_again_is_evicted(tmp_path):
         buffer.finish(step, step, incarnation=incarnation)
         buffer.ask(p.CheckpointDurable(step, incarnation), p.Done)
     assert buffer.status().ledger["evicted_unused"] == 0
-    assert buffer.status().num_records < 120, "what is used up may go"
+    assert buffer.status().num_records < 120, "used up groups may be evicted"
     buffer.close()
 
 
-def test_where_recorded_groups_are_left_out_a_step_that_lacks_some_is_refused_at_once(tmp_path):
+def test_a_step_that_lacks_recorded_groups_is_refused_immediately(tmp_path):
     path = write(tmp_path / "s.jsonl", *[row((3, prompt)) for prompt in range(3) for _ in range(2)])
     config = BufferConfig(source=str(path), sampler="uniform", max_uses="unlimited")
     buffer = filled(path, tmp_path / "new", config, groups_per_step=2)
     incarnation = buffer.begin(session="learner").incarnation
     assert buffer.draw(1, 0, incarnation=incarnation)[0].ready
-    assert not buffer.draw(2, 1, incarnation=incarnation)[0].ready, "the first step may give its groups back"
+    assert not buffer.draw(2, 1, incarnation=incarnation)[0].ready, "the first step may still return its groups"
     buffer.finish(1, 0, incarnation=incarnation, skipped=True)
     with pytest.raises(BufferRefused, match=r"step 2 has 1 of 2 groups.*4 are filtered.* learner.num_steps = 1 to end"):
         buffer.draw(2, 0, incarnation=incarnation)
@@ -177,23 +177,23 @@ def test_where_recorded_groups_are_left_out_a_step_that_lacks_some_is_refused_at
 
 @given(num_groups=st.integers(1, 12), groups_per_step=st.integers(1, 4), max_uses=st.integers(1, 4), data=st.data())
 @settings(max_examples=200, deadline=None)
-def test_so_many_steps_are_possible_whichever_groups_are_taken_first(num_groups, groups_per_step, max_uses, data):
+def test_the_number_of_steps_is_possible_for_any_order_of_groups(num_groups, groups_per_step, max_uses, data):
     left = dict.fromkeys(range(num_groups), max_uses)
     for _ in range(num_steps_of(num_groups, groups_per_step, max_uses)):
-        there = sorted(left)
-        assert len(there) >= groups_per_step
-        for group in data.draw(st.permutations(there))[:groups_per_step]:
+        available = sorted(left)
+        assert len(available) >= groups_per_step
+        for group in data.draw(st.permutations(available))[:groups_per_step]:
             left[group] -= 1
             if not left[group]:
                 del left[group]
     if max_uses == 1:
-        assert len(left) < groups_per_step, "one step more was possible"
+        assert len(left) < groups_per_step, "another step would be possible"
 
 
 # --- files ------------------------------------------------------------------------------------------------
 
 
-def test_an_export_is_read_back_exactly(source, tmp_path):
+def test_an_export_is_loaded_exactly(source, tmp_path):
     out = tmp_path / "out.parquet"
     theirs = table_of(source, out)
     buffer = filled(out, tmp_path / "new" / "buffer")
@@ -202,7 +202,7 @@ def test_an_export_is_read_back_exactly(source, tmp_path):
     assert table_of(tmp_path / "new", tmp_path / "again.parquet").select(KEPT).equals(theirs.select(KEPT))
 
 
-def test_an_export_that_was_shuffled_is_the_same_export(source, tmp_path):
+def test_a_shuffled_export_loads_the_same_samples(source, tmp_path):
     theirs = table_of(source, tmp_path / "out.parquet")
     mixed = theirs.take(np.random.default_rng(0).permutation(theirs.num_rows))
     pq.write_table(mixed, tmp_path / "mixed.parquet")
@@ -248,22 +248,22 @@ def test_every_row_of_a_file_is_a_sample_of_its_group(tmp_path_factory, monkeypa
     buffer.close()
     found = table_of(folder / "new", folder / "out.parquet").sort_by("seq").to_pylist()
     groups = {}
-    for each, there in zip(rows, found, strict=True):
-        assert there["token_ids"] == each["prompt_ids"] + each["completion_ids"]
-        assert there["prompt_length"] == len(each["prompt_ids"])
-        assert (there["reward"], there["finish_reason"]) == (each["reward"], "stop" if each["finished"] else "length")
-        said = each["logprobs"] or [np.nan] * len(each["completion_ids"])
-        assert np.array_equal(there["logprobs"], said, equal_nan=True)
-        groups.setdefault(there["group_id"], set()).add((tuple(each["prompt_ids"]), each["group"]))
-    assert all(len(of) == 1 for of in groups.values())
-    assert len({key for of in groups.values() for key in of}) == len(groups), "one group is two"
+    for each, stored in zip(rows, found, strict=True):
+        assert stored["token_ids"] == each["prompt_ids"] + each["completion_ids"]
+        assert stored["prompt_length"] == len(each["prompt_ids"])
+        assert (stored["reward"], stored["finish_reason"]) == (each["reward"], "stop" if each["finished"] else "length")
+        logprobs = each["logprobs"] or [np.nan] * len(each["completion_ids"])
+        assert np.array_equal(stored["logprobs"], logprobs, equal_nan=True)
+        groups.setdefault(stored["group_id"], set()).add((tuple(each["prompt_ids"]), each["group"]))
+    assert all(len(keys) == 1 for keys in groups.values())
+    assert len({key for keys in groups.values() for key in keys}) == len(groups), "a group is split"
 
 
 GOOD = row()
 
 
 @pytest.mark.parametrize(
-    ("bad", "why"),
+    ("bad", "reason"),
     [
         ({"prompt_ids": [1]}, "row 2: Object missing required field `completion_ids`"),
         (row(logprob=[-1.0] * 3), "row 2: Object contains unknown field `logprob`; did you mean 'logprobs'?"),
@@ -279,23 +279,23 @@ GOOD = row()
         (row((8,), group="a"), "row 2: group 'a' has another prompt in an earlier row"),
     ],
 )
-def test_a_row_that_cannot_be_trained_on_is_named_with_its_reason(tmp_path, bad, why):
+def test_an_unusable_row_is_reported_with_its_reason(tmp_path, bad, reason):
     path = write(tmp_path / "s.jsonl", row(group="a"), bad, row(group="a"))
     with pytest.raises(StoreError) as error, Recorded.open(path) as recorded:
         survey(recorded, vocab_size=64, max_tokens=32)
-    assert why in str(error.value)
+    assert reason in str(error.value)
     assert "\n" not in str(error.value)
 
 
-def test_of_many_bad_rows_the_first_are_named_and_all_are_counted(tmp_path):
+def test_the_first_of_many_bad_rows_are_listed_and_all_are_counted(tmp_path):
     path = write(tmp_path / "s.jsonl", *[row(logprobs=[-1.0])] * 30, row())
     with pytest.raises(BadRows, match=r"30 of 31 samples .* row 20: .*; and 10 others$"), Recorded.open(path):
         pass
 
 
-def test_an_export_whose_rows_were_changed_is_held_to_what_a_run_stores(source, tmp_path):
+def test_a_modified_export_is_validated_like_the_rows_of_a_run(source, tmp_path):
     rows = table_of(source, tmp_path / "out.parquet").to_pylist()
-    for change, why in (
+    for change, reason in (
         ({"sample_index": rows[1]["sample_index"]}, "row 2: its group has this sample_index already"),
         ({"prompt_id": rows[0]["prompt_id"] + 1}, "row 1: its group has another prompt|row 2: its group has another"),
         ({"run_id": "another"}, "another run"),
@@ -305,12 +305,12 @@ def test_an_export_whose_rows_were_changed_is_held_to_what_a_run_stores(source, 
     ):
         changed = [{**rows[0], **change}, *rows[1:]]
         pq.write_table(pa.Table.from_pylist(changed, schema=schema.SCHEMA), tmp_path / "changed.parquet")
-        with pytest.raises(BadRows, match=why), Recorded.open(tmp_path / "changed.parquet") as recorded:
+        with pytest.raises(BadRows, match=reason), Recorded.open(tmp_path / "changed.parquet") as recorded:
             survey(recorded)
 
 
 @pytest.mark.parametrize("column", ["attempt", "token_ids", "spans", "reward_parts"])
-def test_an_export_that_lacks_a_value_is_refused_with_its_row_and_column(source, tmp_path, column):
+def test_an_export_that_lacks_a_value_is_rejected_with_its_row_and_column(source, tmp_path, column):
     rows = table_of(source, tmp_path / "out.parquet").select(schema.SCHEMA.names).to_pylist()
     optional = pa.schema([field.with_nullable(True) for field in schema.SCHEMA])
     changed = [rows[0], {**rows[1], column: None}, *rows[2:]]
@@ -322,7 +322,7 @@ def test_an_export_that_lacks_a_value_is_refused_with_its_row_and_column(source,
 @pytest.mark.parametrize(
     "name", ["nothing.jsonl", "samples.csv", "folder", "broken.parquet", "rows.parquet", "empty.jsonl"]
 )
-def test_what_is_no_source_is_refused_with_what_to_give(tmp_path, name):
+def test_an_invalid_source_is_rejected_by_name(tmp_path, name):
     (tmp_path / "samples.csv").write_text("a,b\n")
     (tmp_path / "folder").mkdir()
     (tmp_path / "broken.parquet").write_bytes(b"PAR1 and no more")
@@ -333,7 +333,7 @@ def test_what_is_no_source_is_refused_with_what_to_give(tmp_path, name):
     assert name in str(error.value)
 
 
-def test_a_store_that_is_filled_may_be_opened_for_reading_alone(tmp_path):
+def test_a_loaded_store_can_be_opened_read_only(tmp_path):
     filled(write(tmp_path / "s.jsonl", row(), row()), tmp_path / "new").close()
     store = Store(tmp_path / "new", None)
     assert store.read(verify)["faults"] == []

@@ -1,16 +1,16 @@
-"""Steps that are asked for again: by a learner that goes further back, after a skipped step, or by a late copy."""
+"""Repeated draws: after a rollback of the learner, after a skipped step, and by late duplicates."""
 
 import pytest
 
-from buffer import protocol as p
-from buffer.config import BufferConfig
-from buffer.errors import BufferRefused
-from common.staleness import PolicyVersion
+from leeway.buffer import protocol as p
+from leeway.buffer.config import BufferConfig
+from leeway.buffer.errors import BufferRefused
+from leeway.common.staleness import PolicyVersion
 from tests.world.buffer import Actor, generate, run_steps, train
 
 
 def resumed(buffer, actor, steps, incarnation=1):
-    """Redo steps, and generate what they lack."""
+    """Redo steps, and generate the groups that they lack."""
     for step in steps:
         for _ in range(2):
             for lease in actor.lease():
@@ -22,7 +22,7 @@ def resumed(buffer, actor, steps, incarnation=1):
 
 
 @pytest.mark.parametrize("sampler", [BufferConfig(), BufferConfig(sampler="uniform", max_uses=2)])
-def test_a_learner_may_resume_from_before_the_newest_durable_checkpoint(make, sampler):
+def test_a_learner_may_resume_from_an_older_durable_checkpoint(make, sampler):
     buffer = make(sampler, num_prompts=50, max_lag="unbounded")
     actor = Actor(buffer)
     buffer.begin()
@@ -31,11 +31,11 @@ def test_a_learner_may_resume_from_before_the_newest_durable_checkpoint(make, sa
         if step in (4, 10):
             buffer.ask(p.CheckpointDurable(step, 0), p.Done)
     buffer.begin(4, 4, session="from the older one")
-    # Of steps 5 to 10 nothing is recorded; what 11 to 20 would hold must not keep admission closed.
+    # Steps 5 to 10 have no records; the groups held for steps 11 to 20 must not keep admission closed.
     resumed(buffer, actor, range(5, 23))
 
 
-def test_a_draw_of_a_lost_step_gives_up_what_is_recorded_for_later_ones(make):
+def test_a_draw_of_a_lost_step_releases_the_groups_recorded_for_later_ones(make):
     buffer = make(num_prompts=60, groups_per_step=1, max_lag="unbounded")
     actor = Actor(buffer)
     buffer.begin()
@@ -62,7 +62,7 @@ def test_a_step_drawn_ahead_of_a_missing_one_keeps_its_batch(make):
     buffer.finish(4, 4, incarnation=1)
 
 
-def test_a_step_drawn_ahead_is_trained_at_the_version_it_was_asked_for_again_after_a_skipped_one(make):
+def test_a_step_drawn_ahead_trains_at_its_repeated_version_after_a_skipped_step(make):
     buffer = make(max_lag=4)
     actor = Actor(buffer)
     buffer.begin()
@@ -73,15 +73,15 @@ def test_a_step_drawn_ahead_is_trained_at_the_version_it_was_asked_for_again_aft
     again, _ = buffer.draw(2, 0)
     assert again.record_ids == ahead.record_ids
     with pytest.raises(BufferRefused, match="cannot train at version 1"):
-        buffer.draw(2, 1)  # a late copy
+        buffer.draw(2, 1)  # a late duplicate
     buffer.finish(2, 1)
-    assert buffer.draw(2, 1)[0].record_ids == ahead.record_ids, "once finished it is only said again"
+    assert buffer.draw(2, 1)[0].record_ids == ahead.record_ids, "a finished step only repeats its reply"
     assert buffer.store.read(lambda tx: tx.draws.require(2).version) == 0
     trained = buffer.store.read(lambda tx: tx.groups.require(again.group_ids[0]).trained_at)
     assert trained == [(2, 0, 0)]
 
 
-def test_a_step_asked_for_again_at_a_version_past_the_bound_gets_other_groups(make):
+def test_a_draw_repeated_at_a_version_past_the_bound_gets_other_groups(make):
     buffer = make(max_lag=1, max_actor_lag=0, groups_per_step=1)
     actor = Actor(buffer)
     buffer.begin()
@@ -111,7 +111,7 @@ def test_a_report_of_a_step_that_is_in_the_checkpoint_changes_nothing(make):
     assert buffer.faults() == []
 
 
-def test_a_late_copy_of_a_draw_whose_step_is_over_gets_no_groups(make):
+def test_a_late_duplicate_of_a_draw_of_a_finished_step_is_refused(make):
     buffer = make(max_lag=0)
     actor = Actor(buffer)
     buffer.begin()
@@ -126,7 +126,7 @@ def test_a_late_copy_of_a_draw_whose_step_is_over_gets_no_groups(make):
 
 
 @pytest.mark.parametrize(("version", "state"), [(0, "filtered"), (1, "trained")])
-def test_the_checkpoint_tells_whether_its_step_was_skipped_though_the_report_was_lost(make, version, state):
+def test_the_checkpoint_shows_a_skipped_step_even_if_its_report_is_lost(make, version, state):
     buffer = make()
     actor = Actor(buffer)
     buffer.begin()

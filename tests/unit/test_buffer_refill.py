@@ -1,13 +1,13 @@
-"""Refilling: groups of equal rewards are set aside before a step, as many as the bound allows, and others fill it."""
+"""Refill: groups of equal rewards are set aside before a step, up to a bound, and replaced by others."""
 
 import pytest
 
-from buffer.config import BufferConfig
-from buffer.groups import most_set_aside
-from buffer.tables import Group
+from leeway.buffer.config import BufferConfig
+from leeway.buffer.groups import max_set_aside
+from leeway.buffer.tables import Group
 from tests.world.buffer import Actor, generate, train
 
-TELLS, EQUAL = (0.0, 1.0), (1.0,)
+INFORMATIVE, EQUAL = (0.0, 1.0), (1.0,)
 """Rewards of a group."""
 
 
@@ -28,33 +28,33 @@ def counted(buffer, *names):
     ("rewards", "is_equal"),
     [((1.0, 1.0), True), ((0.5, 0.5 + 1e-15), False), ((0.0, -0.0), True), ((1.0, None), False), ((0.1,) * 3, True)],
 )
-def test_rewards_are_equal_where_they_are_the_same_number(rewards, is_equal):
+def test_rewards_are_equal_only_if_they_are_the_same_number(rewards, is_equal):
     group = Group.new(1, 1, len(rewards))
     group.rewards = [*rewards]
     group.sample_states = ["filtered" if reward is None else "waiting" for reward in rewards]
     assert group.is_uninformative is is_equal
 
 
-def test_what_a_step_may_not_use_is_not_compared():
+def test_unusable_samples_are_not_compared():
     group = Group.new(1, 1, 3)
     group.rewards, group.sample_states = [1.0, 1.0, 0.0], ["waiting", "waiting", "filtered"]
     assert group.is_uninformative
 
 
-def test_groups_of_equal_rewards_are_set_aside_and_others_fill_the_step(make):
+def test_groups_of_equal_rewards_are_set_aside_and_replaced_by_others(make):
     buffer, actor = started(make)
     aside = generate(buffer, actor, 2, EQUAL)
     reply, _ = buffer.draw(1, 0)
     assert not reply.ready
-    assert "step 1 has 0 of 2 groups (2 of equal rewards were set aside for it)" in reply.waiting_for
-    taken = generate(buffer, actor, 2, TELLS)
+    assert "step 1 has 0 of 2 groups (2 groups of equal rewards were set aside for this step)" in reply.waiting_for
+    taken = generate(buffer, actor, 2, INFORMATIVE)
     assert train(buffer, 1).group_ids == taken
     assert counted(buffer, "uninformative", "trained", "trained_uninformative", "waiting") == [4, 4, 0, 0]
     phases = buffer.store.read(lambda tx: [tx.groups.require(group).phase for group in aside])
     assert phases == ["closed", "closed"]
 
 
-def test_their_prompts_are_not_leased_again_for_it(make):
+def test_prompts_of_set_aside_groups_are_not_leased_again(make):
     buffer, actor = started(make)
     (lease,) = actor.lease(1)
     actor.work(lease)
@@ -62,14 +62,14 @@ def test_their_prompts_are_not_leased_again_for_it(make):
     assert lease.prompt_id not in {each.prompt_id for each in actor.lease(6)}
 
 
-def test_by_default_they_enter_the_step_and_are_counted(make):
+def test_groups_of_equal_rewards_are_trained_and_counted_by_default(make):
     buffer, actor = started(make, refill=0.0)
-    equal, tells = generate(buffer, actor, 1, EQUAL) + generate(buffer, actor, 1, TELLS)
-    assert train(buffer, 1).group_ids == [equal, tells]
+    equal, informative = generate(buffer, actor, 1, EQUAL) + generate(buffer, actor, 1, INFORMATIVE)
+    assert train(buffer, 1).group_ids == [equal, informative]
     assert counted(buffer, "uninformative", "trained", "trained_uninformative") == [0, 4, 2]
 
 
-def test_a_step_that_is_taken_again_counts_what_it_trains_once(make):
+def test_a_redone_step_counts_its_trained_groups_once(make):
     buffer, actor = started(make, refill=0.0)
     generate(buffer, actor, 2, EQUAL)
     train(buffer, 1)
@@ -78,7 +78,7 @@ def test_a_step_that_is_taken_again_counts_what_it_trains_once(make):
     assert counted(buffer, "trained", "trained_uninformative") == [4, 4]
 
 
-def test_where_the_bound_is_met_the_step_takes_them_and_the_next_one_has_a_bound_of_its_own(make):
+def test_a_step_at_the_bound_trains_equal_rewards_and_each_step_has_its_own_bound(make):
     buffer, actor = started(make, refill=0.5)
     _, *others = generate(buffer, actor, 3, EQUAL)
     assert counted(buffer, "uninformative") == [2]
@@ -88,7 +88,7 @@ def test_where_the_bound_is_met_the_step_takes_them_and_the_next_one_has_a_bound
     assert counted(buffer, "uninformative") == [4]
 
 
-def test_what_the_bound_left_over_is_set_aside_before_the_next_step(make):
+def test_groups_left_by_the_bound_are_set_aside_before_the_next_step(make):
     buffer, actor = started(make, refill=0.5)
     _, *others, left = generate(buffer, actor, 4, EQUAL)
     assert train(buffer, 1).group_ids == others
@@ -97,38 +97,38 @@ def test_what_the_bound_left_over_is_set_aside_before_the_next_step(make):
     assert buffer.store.read(lambda tx: tx.groups.require(left).phase) == "closed"
 
 
-def test_how_many_were_set_aside_survives_the_service(make):
+def test_the_number_of_set_aside_groups_survives_a_restart_of_the_service(make):
     buffer, actor = started(make, refill=0.5)
     generate(buffer, actor, 1, EQUAL)
     buffer.restart()
     generate(buffer, actor, 2, EQUAL)
-    assert counted(buffer, "uninformative") == [2], "the bound is that of the step, not of the process"
+    assert counted(buffer, "uninformative") == [2], "the bound applies to the step, not to the process"
     assert buffer.draw(1, 0)[0].ready
 
 
-@pytest.mark.parametrize("what", ["commit", "service"])
-def test_nothing_is_set_aside_by_a_request_that_was_not_committed(make, what):
+@pytest.mark.parametrize("fails", ["commit", "service"])
+def test_an_uncommitted_request_sets_no_groups_aside(make, fails):
     buffer, actor = started(make, refill=0.5)
     (lease,) = actor.lease(1)
     actor.work(lease, [0])
-    buffer.loses = what
-    actor.work(lease, [1])  # whose commit is lost; it is pushed again
+    buffer.loses = fails
+    actor.work(lease, [1])  # its commit is lost, and it is pushed again
     assert counted(buffer, "uninformative") == [2]
     generate(buffer, actor, 1, EQUAL)
     assert counted(buffer, "uninformative", "waiting") == [2, 2]
 
 
-def test_a_step_is_taken_again_with_the_groups_that_it_had(make):
+def test_a_redone_step_has_the_same_groups(make):
     buffer, actor = started(make, refill=0.5)
     generate(buffer, actor, 1, EQUAL)
-    taken = generate(buffer, actor, 1, EQUAL) + generate(buffer, actor, 1, TELLS)
+    taken = generate(buffer, actor, 1, EQUAL) + generate(buffer, actor, 1, INFORMATIVE)
     assert train(buffer, 1).group_ids == taken
     buffer.begin(session="again")
     assert train(buffer, 1, incarnation=1).group_ids == taken
     assert counted(buffer, "uninformative") == [2]
 
 
-def test_a_group_that_has_equal_rewards_once_its_long_sample_left_is_set_aside(make):
+def test_a_group_with_equal_rewards_after_losing_its_long_sample_is_set_aside(make):
     buffer, actor = started(make, group_size=3, groups_per_step=1)
     (lease,) = actor.lease(1)
     for index, (reward, tokens) in enumerate([(0.0, 13), (1.0, 4), (1.0, 4)]):
@@ -139,14 +139,14 @@ def test_a_group_that_has_equal_rewards_once_its_long_sample_left_is_set_aside(m
     assert counted(buffer, "filtered_too_long", "uninformative") == [1, 2]
 
 
-def test_under_replay_a_group_of_equal_rewards_that_was_trained_stays_trained_and_leaves(make):
+def test_a_trained_group_of_equal_rewards_stays_trained_and_leaves_replay(make):
     config = BufferConfig(sampler="uniform", max_uses="unlimited")
     buffer, actor = started(make, refill=0.0, config=config, max_lag="unbounded", groups_per_step=1)
     generate(buffer, actor, 1, EQUAL)
     train(buffer, 1)
     buffer.config = buffer.config.model_copy(update={"refill_uninformative": 1.0})
     buffer.restart()
-    taken = generate(buffer, actor, 1, TELLS)
+    taken = generate(buffer, actor, 1, INFORMATIVE)
     assert train(buffer, 2).group_ids == taken
     assert counted(buffer, "trained", "uninformative", "trained_uninformative") == [4, 0, 2]
 
@@ -158,12 +158,12 @@ def test_a_group_of_one_sample_is_never_set_aside(make):
     assert counted(buffer, "uninformative", "trained_uninformative") == [0, 0]
 
 
-def test_the_guard_of_lengths_sees_what_refilling_leaves_out(make):
+def test_the_length_fidelity_alarm_covers_set_aside_groups(make):
     buffer, actor = started(make, 4.0, BufferConfig(), max_tokens=64, vocab_size=64, num_prompts=500, groups_per_step=8)
     for step in range(1, 20):
         rows = []
         for number, lease in enumerate(actor.lease(12)):
-            tokens, rewards = (60, (1.0, 1.0)) if number % 3 == 0 else (4, TELLS)
+            tokens, rewards = (60, (1.0, 1.0)) if number % 3 == 0 else (4, INFORMATIVE)
             for index, reward in enumerate(rewards):
                 rows += actor.rows(lease, [index], reward=reward, num_completion_tokens=tokens)
         buffer.push(rows)
@@ -174,4 +174,4 @@ def test_the_guard_of_lengths_sees_what_refilling_leaves_out(make):
 
 @pytest.mark.parametrize(("refill", "num_groups", "most"), [(0.0, 8, 0), (0.1, 8, 1), (1.1, 10, 11), (2.5, 3, 8)])
 def test_the_bound_is_a_multiple_of_the_step_rounded_up(refill, num_groups, most):
-    assert most_set_aside(refill, num_groups) == most
+    assert max_set_aside(refill, num_groups) == most

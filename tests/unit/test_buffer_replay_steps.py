@@ -1,4 +1,4 @@
-"""Replay that saves generation: groups that may be used again keep new ones from being leased (replay_steps)."""
+"""Replay that saves generation: reusable groups limit the lease of new ones (replay_steps)."""
 
 import tempfile
 from contextlib import closing
@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from buffer.config import BufferConfig
+from leeway.buffer.config import BufferConfig
 from tests.world.buffer import Actor, InProcessBuffer, facts, train
 
 GROUPS_PER_STEP = 4
@@ -18,7 +18,7 @@ LIMITS = {"groups_per_step": GROUPS_PER_STEP, "num_prompts": 100}
 
 
 def all_leased(actor):
-    """Generate everything that may be leased now; how many groups that was."""
+    """Generate every group that can be leased now; return the number of groups."""
     leases = actor.lease(1000)
     for lease in leases:
         actor.work(lease)
@@ -26,37 +26,37 @@ def all_leased(actor):
 
 
 def trained(buffer, num_steps):
-    """Take steps, before and within each generating all that may be; how many groups each of them could lease."""
+    """Train steps, generating all possible groups before and within each; return the leased groups of each step."""
     actor, index = Actor(buffer), buffer.core.groups.index
     buffer.begin()
     leased = []
     for step in range(1, num_steps + 1):
         leased.append(all_leased(actor))
-        if not buffer.draw(step, step - 1)[0].ready:  # which has dropped what is too old
+        if not buffer.draw(step, step - 1)[0].ready:  # the draw drops stale groups
             leased[-1] += all_leased(actor)
         assert buffer.draw(step, step - 1)[0].ready
         leased[-1] += all_leased(actor)
-        most = buffer.config.most_alive(GROUPS_PER_STEP)
-        assert len(index.ready) - 1 < most, "beside those of the step in progress"
+        most = buffer.config.max_live_groups(GROUPS_PER_STEP)
+        assert len(index.ready) - 1 < most, "without those of the step in progress"
         train(buffer, step)
         assert len(index.ready) - 1 - GROUPS_PER_STEP < most
     return leased
 
 
-def test_new_groups_take_the_place_of_what_was_used_up(make):
+def test_new_groups_replace_used_up_ones(make):
     config = BufferConfig(sampler="uniform", max_uses=4)
-    freely = trained(make(config, max_lag=16, **LIMITS), 40)
+    without_limit = trained(make(config, max_lag=16, **LIMITS), 40)
     leased = trained(make(config.model_copy(update={"replay_steps": 2.0}), max_lag=16, **LIMITS), 40)
     assert leased[0] == 3 * GROUPS_PER_STEP, "two steps, and one in progress"
     assert sum(leased) == pytest.approx(40 * GROUPS_PER_STEP / 4, abs=3 * GROUPS_PER_STEP), "four uses each"
-    assert sum(freely) > 3 * sum(leased)
+    assert sum(without_limit) > 3 * sum(leased)
 
 
-def test_who_asks_in_vain_reads_why(make):
+def test_the_reason_for_closed_admission_names_the_limit(make):
     buffer = make(BufferConfig(sampler="uniform", max_uses=4, replay_steps=1.0), max_lag=16, **LIMITS)
     trained(buffer, 1)
-    why = buffer.store.read(buffer.core.leases.closed_because)
-    assert why == "8 groups are in flight or may be used again, which is what buffer.replay_steps allows"
+    reason = buffer.store.read(buffer.core.leases.closed_because)
+    assert reason == "8 groups are in flight or may be used again, the limit of buffer.replay_steps"
 
 
 @settings(max_examples=30, deadline=None)
@@ -66,8 +66,8 @@ def test_who_asks_in_vain_reads_why(make):
     max_lag=st.sampled_from([2, 5, "unbounded"]),
     sampler=st.sampled_from(["fifo", "uniform", "reward_softmax", "prioritised", "on_policy_share"]),
 )
-def test_no_step_waits_for_ever(steps, uses, max_lag, sampler):
-    """What is too old makes room as what is used up does."""
+def test_no_step_waits_forever(steps, uses, max_lag, sampler):
+    """Stale groups make room for new ones, as used up groups do."""
     config = BufferConfig(sampler=sampler, max_uses=uses, replay_steps=steps)
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -80,13 +80,13 @@ def test_no_step_waits_for_ever(steps, uses, max_lag, sampler):
 
 
 @pytest.mark.parametrize(
-    ("knobs", "why"),
+    ("keys", "message"),
     [
-        ({"replay_steps": 2.0}, "max_uses = 1 none is used twice: give max_uses a number above 1"),
-        ({"replay_steps": 2.0, "max_uses": "unlimited", "sampler": "uniform"}, "unlimited none ever is"),
+        ({"replay_steps": 2.0}, "max_uses = 1 no group is used twice: set max_uses to a number above 1"),
+        ({"replay_steps": 2.0, "max_uses": "unlimited", "sampler": "uniform"}, "unlimited no group is ever used up"),
         ({"replay_steps": 0.5, "max_uses": 2}, "greater than or equal to 1"),
     ],
 )
-def test_what_makes_no_sense_is_refused(knobs, why):
-    with pytest.raises(ValidationError, match=why):
-        BufferConfig(**knobs)
+def test_contradictory_keys_are_rejected(keys, message):
+    with pytest.raises(ValidationError, match=message):
+        BufferConfig(**keys)

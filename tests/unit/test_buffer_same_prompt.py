@@ -1,13 +1,13 @@
-"""Groups of one prompt that enter a step together: `same_prompt` of examples/samplers.py."""
+"""Groups of one prompt drawn together: `same_prompt` of examples/samplers.py."""
 
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from buffer.config import BufferConfig
-from buffer.errors import StoreError
-from common.staleness import PolicyVersion
+from leeway.buffer.config import BufferConfig
+from leeway.buffer.errors import StoreError
+from leeway.common.staleness import PolicyVersion
 from tests.world.buffer import Actor, InProcessBuffer, facts, generate, train
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "samplers.py"
@@ -23,26 +23,26 @@ def started(make, settings, **changes):
 
 @pytest.fixture
 def three_others(tmp_path):
-    """A sampler that brings up to three others of a prompt."""
+    """Return a sampler that adds up to three other groups of a prompt."""
     file = tmp_path / "mine.py"
     file.write_text(f"{EXAMPLE.read_text()}\n\nthree_others = SamePrompt(3)\n")
     return f"{file}:three_others"
 
 
 def prompts_of(buffer):
-    """Group -> prompt."""
+    """Return the prompt of each group."""
     return buffer.store.read(lambda tx: {g: group.prompt_id for (g,), group in tx.groups.all_items()})
 
 
 def stored(buffer, actor, num_rounds):
-    """So many groups of every prompt: prompt -> groups, oldest first."""
+    """Generate `num_rounds` groups of every prompt; return prompt -> groups, oldest first."""
     of_prompt = {}
     for group in generate(buffer, actor, num_rounds * buffer.facts.num_prompts):
         of_prompt.setdefault(prompts_of(buffer)[group], []).append(group)
     return of_prompt
 
 
-def test_a_group_brings_the_newest_other_of_its_prompt(make):
+def test_a_group_is_followed_by_the_newest_other_group_of_its_prompt(make):
     buffer, actor = started(make, BufferConfig(sampler=SAME_PROMPT, max_uses="unlimited"), groups_per_step=5)
     of_prompt = stored(buffer, actor, 4)
     for step in range(1, 30):
@@ -50,10 +50,10 @@ def test_a_group_brings_the_newest_other_of_its_prompt(make):
         for one, other in (drawn[:2], drawn[2:4]):
             groups = of_prompt[prompts_of(buffer)[one]]
             left = [each for each in groups if each not in drawn[: drawn.index(other)]]
-            assert other == left[-1], "of its prompt, the one leased last that is not in the step yet"
+            assert other == left[-1], "the last leased group of the prompt that is not yet in the step"
 
 
-def test_a_step_is_never_larger_and_its_groups_are_whole_and_named_once(make, three_others):
+def test_a_step_keeps_its_size_and_its_groups_are_whole_and_distinct(make, three_others):
     settings = BufferConfig(sampler=three_others, max_uses="unlimited")
     buffer, actor = started(make, settings, groups_per_step=6, group_size=2)
     stored(buffer, actor, 5)
@@ -66,14 +66,14 @@ def test_a_step_is_never_larger_and_its_groups_are_whole_and_named_once(make, th
         buffer.finish(step, step)
 
 
-def test_every_prompt_comes_first_alike_often(make):
+def test_every_prompt_comes_first_equally_often(make):
     buffer, actor = started(make, BufferConfig(sampler=SAME_PROMPT, max_uses="unlimited"), groups_per_step=2)
     stored(buffer, actor, 2)
     firsts = Counter(prompts_of(buffer)[train(buffer, step).group_ids[0]] for step in range(1, 401))
     assert all(abs(firsts[prompt] - 100) < 4 * (400 * 0.25 * 0.75) ** 0.5 for prompt in range(4))
 
 
-def test_groups_of_an_unfinished_step_and_used_up_ones_are_not_brought(make, three_others):
+def test_groups_of_an_unfinished_step_and_used_up_ones_are_not_added(make, three_others):
     buffer, actor = started(make, BufferConfig(sampler=three_others, max_uses=2), groups_per_step=2, num_prompts=1)
     generate(buffer, actor, 4)
     for step in (1, 3):
@@ -85,7 +85,7 @@ def test_groups_of_an_unfinished_step_and_used_up_ones_are_not_brought(make, thr
     assert set(buffer.draw(5, 4)[0].group_ids) == set(fresh)
 
 
-def test_they_keep_the_use_limit_and_the_age_bound(make):
+def test_added_groups_respect_the_use_limit_and_the_age_bound(make):
     settings = BufferConfig(sampler=SAME_PROMPT, max_uses=2)
     buffer, actor = started(make, settings, groups_per_step=3, num_prompts=2, max_lag=6, max_actor_lag=0)
     uses, oldest_of = Counter(), {}
@@ -100,7 +100,7 @@ def test_they_keep_the_use_limit_and_the_age_bound(make):
     assert max(uses.values()) == 2
 
 
-def test_the_same_step_asked_again_is_the_same_also_after_a_restart_of_either_side(make):
+def test_a_repeated_step_is_the_same_after_a_restart_of_service_and_learner(make):
     def run(restarts):
         settings = BufferConfig(sampler=SAME_PROMPT, max_uses=8)
         buffer, actor = started(make, settings, groups_per_step=4, num_prompts=6)
@@ -120,6 +120,6 @@ def test_the_same_step_asked_again_is_the_same_also_after_a_restart_of_either_si
     assert run(restarts=False) == run(restarts=True)
 
 
-def test_on_stale_wait_is_refused_where_a_prompts_other_groups_go_first(tmp_path):
+def test_on_stale_wait_is_rejected_with_a_sampler_that_reorders_groups(tmp_path):
     with pytest.raises(StoreError, match=r"on_stale = 'wait'.*:same_prompt"):
         InProcessBuffer(tmp_path, facts(on_stale="wait"), BufferConfig(sampler=SAME_PROMPT))

@@ -1,4 +1,4 @@
-"""Samplers, replay and the indexes they draw from, without sockets."""
+"""Samplers, replay, and the indexes for draws, without sockets."""
 
 import math
 from collections import Counter
@@ -8,18 +8,18 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from buffer import samplers
-from buffer.config import BufferConfig
-from buffer.errors import BufferRefused, StoreError
-from common.staleness import PolicyVersion
-from common.user_input import UserFileError
+from leeway.buffer import samplers
+from leeway.buffer.config import BufferConfig
+from leeway.buffer.errors import BufferRefused, StoreError
+from leeway.common.staleness import PolicyVersion
+from leeway.common.user_input import UserFileError
 from tests.world.buffer import Actor, InProcessBuffer, facts, generate, index_faults, train, weights_of
 
 UNBOUNDED = {"max_lag": "unbounded", "vocab_size": 8192, "max_tokens": 8192}
 
 
-def config(sampler, **knobs):
-    return BufferConfig(sampler=sampler, **{"max_uses": "unlimited", **knobs})
+def config(sampler, **keys):
+    return BufferConfig(sampler=sampler, **{"max_uses": "unlimited", **keys})
 
 
 def started(make, settings, **changes):
@@ -30,28 +30,28 @@ def started(make, settings, **changes):
 
 
 def drawn_in(buffer, num_steps, first=1):
-    """How often each group was drawn in so many steps."""
+    """Return how often each group is drawn in `num_steps` steps."""
     return Counter(group for step in range(first, first + num_steps) for group in train(buffer, step).group_ids)
 
 
 def assert_near(counts, expected, num):
-    """Frequencies within four standard deviations of what the formula says."""
-    for key, chance in expected.items():
-        assert abs(counts[key] - num * chance) <= 4 * math.sqrt(num * chance * (1 - chance)) + 1, (key, counts)
+    """Check that frequencies are within four standard deviations of the expected ones."""
+    for key, share in expected.items():
+        assert abs(counts[key] - num * share) <= 4 * math.sqrt(num * share * (1 - share)) + 1, (key, counts)
 
 
 # --- samplers -------------------------------------------------------------------------------------------
 
 
 def test_reward_softmax_draws_in_proportion_to_exp_of_reward_over_temperature(make, monkeypatch):
-    monkeypatch.setattr("buffer.samplers.REWARD_TEMPERATURE", 0.5)
+    monkeypatch.setattr("leeway.buffer.samplers.REWARD_TEMPERATURE", 0.5)
     buffer, actor = started(make, config("reward_softmax"), groups_per_step=1)
     groups = {generate(buffer, actor, 1, [reward])[0]: reward for reward in (0.0, 0.5, 1.0, 1.5)}
     total = sum(math.exp(2 * reward) for reward in groups.values())
     assert_near(drawn_in(buffer, 600), {g: math.exp(2 * r) / total for g, r in groups.items()}, 600)
 
 
-def test_uniform_draws_every_group_alike(make):
+def test_uniform_draws_every_group_equally_often(make):
     buffer, actor = started(make, config("uniform"), groups_per_step=2)
     groups = generate(buffer, actor, 6)
     assert_near(drawn_in(buffer, 300), dict.fromkeys(groups, 1 / 3), 300)
@@ -71,7 +71,7 @@ def test_prioritised_draws_by_the_spread_of_rewards_and_the_age(make, monkeypatc
 
 
 def test_on_policy_share_takes_the_newest_and_leaves_the_rest_to_another_sampler(make, monkeypatch):
-    monkeypatch.setattr("buffer.samplers.REWARD_TEMPERATURE", 0.02)
+    monkeypatch.setattr("leeway.buffer.samplers.REWARD_TEMPERATURE", 0.02)
     settings = config("on_policy_share", on_policy_share=0.5, replay_sampler="reward_softmax")
     buffer, actor = started(make, settings, groups_per_step=4)
     best = generate(buffer, actor, 2, [1.0])
@@ -81,7 +81,7 @@ def test_on_policy_share_takes_the_newest_and_leaves_the_rest_to_another_sampler
     assert set(train(buffer, 2).group_ids) == {*newest, *best}
     newest = generate(buffer, actor, 2, [2.0], version=PolicyVersion(0, 2))
     again = train(buffer, 3).group_ids
-    assert sorted(again) == sorted({*newest, *best}), "the newest are the best too, and still drawn once"
+    assert sorted(again) == sorted({*newest, *best}), "the newest are also the best, and drawn once"
 
 
 def test_a_replay_draw_waits_for_as_many_groups_as_a_step_has(make):
@@ -93,11 +93,11 @@ def test_a_replay_draw_waits_for_as_many_groups_as_a_step_has(make):
     assert buffer.draw(1, 0)[0].ready
 
 
-# --- chance -----------------------------------------------------------------------------------------
+# --- randomness -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sampler", ["uniform", "reward_softmax", "prioritised", "on_policy_share"])
-def test_the_same_store_and_step_draw_the_same_also_after_a_restart(make, sampler):
+def test_the_same_store_and_step_give_the_same_draw_even_after_a_restart(make, sampler):
     def run(seed, restarts):
         buffer, actor = started(
             make, BufferConfig(sampler=sampler, max_uses=3), groups_per_step=3, seed=seed, num_prompts=50
@@ -117,7 +117,7 @@ def test_the_same_store_and_step_draw_the_same_also_after_a_restart(make, sample
 # --- replay -----------------------------------------------------------------------------------------
 
 
-def test_a_group_is_used_as_often_as_max_uses_says_and_its_samples_stay_trained(make):
+def test_a_group_is_used_max_uses_times_and_its_samples_stay_trained(make):
     buffer, actor = started(make, BufferConfig(sampler="uniform", max_uses=2), groups_per_step=2)
     groups = generate(buffer, actor, 4)
     used = drawn_in(buffer, 4)
@@ -137,7 +137,7 @@ def test_a_group_of_an_unfinished_draw_is_in_no_other(make):
     assert set(buffer.draw(3, 2)[0].group_ids) == set(first.group_ids)
 
 
-def test_a_restarted_learner_redoes_replayed_steps_as_they_were(make):
+def test_a_restarted_learner_redoes_replayed_steps_unchanged(make):
     buffer, actor = started(make, BufferConfig(sampler="uniform", max_uses=4), groups_per_step=2)
     generate(buffer, actor, 5)
     drawn = {step: train(buffer, step).record_ids for step in range(1, 7)}
@@ -214,7 +214,7 @@ def test_under_bounded_replay_used_groups_make_room_for_new_ones(make):
 # --- indexes ----------------------------------------------------------------------------------------
 
 
-def test_weights_are_drawn_in_proportion_and_to_the_last_item_however_small_its_share():
+def test_items_are_drawn_in_proportion_to_weights_down_to_the_smallest_share():
     weights, random = weights_of({3: 0.0, 4: math.log(3), 9000: math.log(4), 70: -1e9}), np.random.default_rng(0)
     drawn = [weights.choose(2, random) for _ in range(4000)]
     assert_near(Counter(first for first, _ in drawn), {3: 1 / 8, 4: 3 / 8, 9000: 4 / 8}, 4000)
@@ -233,7 +233,7 @@ def test_weights_are_drawn_in_proportion_and_to_the_last_item_however_small_its_
 MINE = """
 def seldom_solved(group, oldest):
     if group.mean_reward == 0.25:
-        raise RuntimeError("a quarter is beyond me")
+        raise RuntimeError("no weight for a quarter")
     return float("nan") if group.mean_reward == 0.5 else 2 * group.mean_reward
 
 class NewestFirst:
@@ -259,7 +259,7 @@ def short(group, oldest):
 def of_group_alone(group):
     return 0.0
 
-def no_number(group, oldest):
+def not_a_number(group, oldest):
     return None
 """
 
@@ -270,33 +270,33 @@ def mine(tmp_path):
     return lambda name: f"{tmp_path}/mine.py:{name}"
 
 
-def test_a_users_sampler_chooses_the_groups_of_a_step(make, mine):
+def test_a_user_defined_sampler_chooses_the_groups_of_a_step(make, mine):
     buffer, actor = started(make, config(mine("newest_first")), groups_per_step=2)
     groups = generate(buffer, actor, 5)
     assert sorted(train(buffer, 1).group_ids) == sorted(groups[-2:])
 
 
-def test_a_users_weight_draws_by_it_and_a_group_that_it_fails_on_has_weight_one(make, mine, caplog):
+def test_a_user_defined_weight_determines_draws_and_is_one_if_it_fails(make, mine, caplog):
     settings = config("on_policy_share", on_policy_share=0.0, replay_sampler=mine("seldom_solved"))
     buffer, actor = started(make, settings, groups_per_step=1)
     groups = {generate(buffer, actor, 1, [reward])[0]: reward for reward in (0.0, 0.25, 0.5, 1.0)}
     weights = {group: math.exp(2 * reward) if reward in (0.0, 1.0) else 1.0 for group, reward in groups.items()}
     total = sum(weights.values())
     assert_near(drawn_in(buffer, 600), {group: weight / total for group, weight in weights.items()}, 600)
-    assert "a quarter is beyond me" in caplog.text
-    assert f"buffer.replay_sampler = '{mine('seldom_solved')}' gave NaN for group" in caplog.text
+    assert "no weight for a quarter" in caplog.text
+    assert f"buffer.replay_sampler = '{mine('seldom_solved')}' returned NaN for group" in caplog.text
     failures = [record.args[-1] for record in caplog.records if "failures so far" in record.message]
-    assert failures == [2**i for i in range(len(failures))], "the first, and each that doubles their number"
+    assert failures == [2**i for i in range(len(failures))], "the first failure, and each that doubles their number"
 
 
-def test_a_group_to_which_a_user_gives_no_weight_is_drawn_last(make, mine):
+def test_a_group_with_a_user_defined_weight_of_zero_is_drawn_last(make, mine):
     buffer, actor = started(make, BufferConfig(sampler=mine("spread")), groups_per_step=1)
     alike, others = generate(buffer, actor, 1, [1.0]), generate(buffer, actor, 2, [0.0, 1.0])
     assert sorted(train(buffer, 1).group_ids + train(buffer, 2).group_ids) == others
     assert train(buffer, 3).group_ids == alike
 
 
-def test_a_users_weight_sees_the_lengths_of_a_group(make, mine):
+def test_a_user_defined_weight_can_read_the_lengths_of_a_group(make, mine):
     buffer, actor = started(make, BufferConfig(sampler=mine("short")), groups_per_step=1)
     groups = [generate(buffer, actor, 1, tokens=tokens)[0] for tokens in (900, 8, 300)]
     assert [train(buffer, step).group_ids[0] for step in (1, 2, 3)] == [groups[1], groups[2], groups[0]]
@@ -304,16 +304,16 @@ def test_a_users_weight_sees_the_lengths_of_a_group(make, mine):
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("twice", "took group 1, which is taken or not ready"), ("broken", "raised KeyError: 'lost'")],
+    [("twice", "chose group 1, which is taken or not ready"), ("broken", "raised KeyError: 'lost'")],
 )
-def test_a_users_sampler_that_fails_is_named_to_the_learner(make, mine, name, message):
+def test_a_failing_user_defined_sampler_is_reported_to_the_learner_by_name(make, mine, name, message):
     buffer, actor = started(make, config(mine(name)), groups_per_step=2)
     generate(buffer, actor, 3)
     with pytest.raises(BufferRefused, match=rf"buffer.sampler = '.*mine.py:{name}' {message}"):
         train(buffer, 1)
 
 
-def test_the_examples_of_the_page_draw_as_it_says(make, tmp_path):
+def test_the_examples_of_the_docs_page_draw_as_described(make, tmp_path):
     page = (Path(__file__).parents[2] / "docs" / "buffer.md").read_text().partition("### A sampler of your own")[2]
     (tmp_path / "mine.py").write_text(page.partition("```python\n")[2].partition("```")[0])
     buffer, actor = started(make, config(f"{tmp_path}/mine.py:newest_first"), groups_per_step=2)
@@ -325,20 +325,20 @@ def test_the_examples_of_the_page_draw_as_it_says(make, tmp_path):
     assert_near(drawn_in(buffer, 400), {g: math.exp(-2 * r) / total for g, r in solved.items()}, 400)
 
 
-def test_what_is_no_sampler_is_refused_before_a_service_is_made(mine):
+def test_an_invalid_sampler_is_rejected_before_the_service_starts(mine):
     with pytest.raises(UserFileError, match=r"mine.py:nothing' is neither an object with choose.* nor a function"):
         samplers.build(config(mine("nothing")))
-    with pytest.raises(UserFileError, match=r"mine.py:NewestFirst' is a class: name an object of it"):
+    with pytest.raises(UserFileError, match=r"mine.py:NewestFirst' is a class: name an instance"):
         samplers.build(config(mine("NewestFirst")))
     with pytest.raises(UserFileError, match=r"raised TypeError on a group of two samples: of_group_alone\(\) takes 1"):
         samplers.build(config(mine("of_group_alone")))
     with pytest.raises(UserFileError, match=r"raised TypeError on a group of two samples: float\(\)"):
-        samplers.build(config(mine("no_number")))
+        samplers.build(config(mine("not_a_number")))
     with pytest.raises(ValidationError, match="String should match pattern"):
         config("newest")
 
 
-def test_another_sampler_finds_the_groups_of_the_last_one(make):
+def test_a_new_sampler_uses_the_groups_of_the_previous_one(make):
     buffer, actor = started(make, BufferConfig(sampler="uniform", max_uses=2), groups_per_step=1)
     groups = generate(buffer, actor, 3, [0.0]) + generate(buffer, actor, 1, [9.0])
     train(buffer, 1)
@@ -350,7 +350,7 @@ def test_another_sampler_finds_the_groups_of_the_last_one(make):
     assert groups[-1] in train(buffer, 2).group_ids + train(buffer, 3).group_ids
 
 
-def test_what_a_transaction_changes_in_the_index_is_put_back_where_it_is_not_committed(make):
+def test_index_changes_of_an_uncommitted_transaction_are_rolled_back(make):
     buffer, actor = started(make, BufferConfig(sampler="uniform", max_uses=2), max_lag=50)
     generate(buffer, actor, 6)
     open_lease = actor.lease(1)[0]
@@ -379,7 +379,7 @@ def test_what_a_transaction_changes_in_the_index_is_put_back_where_it_is_not_com
 
 
 @pytest.mark.parametrize(
-    ("knobs", "sentence"),
+    ("keys", "message"),
     [
         ({"sampler": "fifo", "max_uses": "unlimited"}, "the same oldest groups at every step"),
         ({"sampler": "on_policy_share", "replay_sampler": "fifo", "max_uses": "unlimited"}, "replay_sampler = 'fifo'"),
@@ -387,12 +387,12 @@ def test_what_a_transaction_changes_in_the_index_is_put_back_where_it_is_not_com
         ({"max_uses": 0}, "max_uses"),
     ],
 )
-def test_settings_that_contradict_each_other_are_refused_in_a_sentence(knobs, sentence):
-    with pytest.raises(ValidationError, match=sentence):
-        BufferConfig(**knobs)
+def test_contradictory_settings_are_rejected_with_a_message(keys, message):
+    with pytest.raises(ValidationError, match=message):
+        BufferConfig(**keys)
 
 
-@pytest.mark.parametrize("knobs", [{"sampler": "uniform"}, {"max_uses": 2}])
-def test_on_stale_wait_is_refused_with_a_sampler_that_may_leave_a_group_behind(tmp_path, knobs):
+@pytest.mark.parametrize("keys", [{"sampler": "uniform"}, {"max_uses": 2}])
+def test_on_stale_wait_is_rejected_with_a_sampler_that_may_leave_a_group_behind(tmp_path, keys):
     with pytest.raises(StoreError, match="on_stale = 'wait'"):
-        InProcessBuffer(tmp_path, facts(on_stale="wait"), BufferConfig(**knobs))
+        InProcessBuffer(tmp_path, facts(on_stale="wait"), BufferConfig(**keys))

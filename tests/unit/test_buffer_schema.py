@@ -6,15 +6,15 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from buffer import protocol as p
-from buffer import rows, schema
-from buffer.config import MAX_GROUP_SIZE
-from buffer.errors import BadBody
-from buffer.ingest import faults
-from buffer.rows import SCHEMA_VERSION, bounds_of
-from buffer.schema import VersionSpan
-from common.run import RunFacts
-from common.staleness import PolicyVersion, StalenessConfig
+from leeway.buffer import protocol as p
+from leeway.buffer import rows, schema
+from leeway.buffer.config import MAX_GROUP_SIZE
+from leeway.buffer.errors import BadBody
+from leeway.buffer.ingest import faults
+from leeway.buffer.rows import SCHEMA_VERSION, bounds_of
+from leeway.buffer.schema import VersionSpan
+from leeway.common.run import RunFacts
+from leeway.common.staleness import PolicyVersion, StalenessConfig
 from tests.trajectories import decode, from_batch
 from tests.world.buffer import make_trajectory
 
@@ -67,7 +67,7 @@ def test_records_are_joined_with_the_scores_written_since():
 
 
 @pytest.mark.parametrize("codec", ["zstd", "lz4"])
-def test_a_compressed_body_is_refused_before_it_expands(codec):
+def test_a_compressed_body_is_rejected_before_it_is_decompressed(codec):
     batch = schema.to_batch([row()] * 8, "r")
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, batch.schema, options=pa.ipc.IpcWriteOptions(compression=codec)) as writer:
@@ -76,7 +76,7 @@ def test_a_compressed_body_is_refused_before_it_expands(codec):
         decode(sink.getvalue().to_pybytes())
 
 
-def test_another_schema_nulls_and_garbage_are_refused():
+def test_another_schema_nulls_and_garbage_are_rejected():
     batch = schema.to_batch([row()], "r")
     older = batch.replace_schema_metadata({"schema_version": "0"})
     with pytest.raises(BadBody, match="schema_version"):
@@ -91,7 +91,7 @@ def test_another_schema_nulls_and_garbage_are_refused():
             decode(garbage)
 
 
-def test_mutated_bodies_are_read_or_refused_but_never_crash():
+def test_mutated_bodies_are_read_or_rejected_but_never_crash():
     good = schema.encode([row(), row(seq=1, reward=None)], "r")
     random = np.random.default_rng(0)
     outcomes = set()
@@ -103,19 +103,19 @@ def test_mutated_bodies_are_read_or_refused_but_never_crash():
             faults(schema.read_stream(bytes(mutant)), FACTS, KNOWN)
             outcomes.add("read")
         except BadBody:
-            outcomes.add("refused")
-    assert outcomes == {"read", "refused"}
+            outcomes.add("rejected")
+    assert outcomes == {"read", "rejected"}
 
 
-def as_arrow_0_17_said_it(message):
-    """The message with a header of format version 4, which declares its compression as a key and its value."""
+def as_arrow_0_17(message):
+    """Return the message with a header of format version 4, which declares its compression as metadata."""
     old = bytearray(message.metadata.to_pybytes())
 
     def u32(at):
         return struct.unpack_from("<I", old, at)[0]
 
     def entry(table, position):
-        """Where the vtable says where the field is."""
+        """Return the position of the vtable entry of a field."""
         return table - struct.unpack_from("<i", old, table)[0] + 4 + 2 * position
 
     root = u32(0)
@@ -123,7 +123,7 @@ def as_arrow_0_17_said_it(message):
     batch = header + u32(header)
     struct.pack_into("<H", old, entry(batch, 3), 0)  # the batch itself declares no compression
     key = b"ARROW:experimental_compression"
-    new = bytearray(160)  # a Message, which refers to the old batch behind it
+    new = bytearray(160)  # a Message that refers to the old batch after it
     struct.pack_into("<I", new, 0, 24)
     struct.pack_into("<7H", new, 8, 14, 24, 12, 14, 4, 16, 8)
     struct.pack_into("<iIIhB", new, 24, 16, len(new) + batch - 28, 48 - 32, 3, 3)
@@ -136,15 +136,15 @@ def as_arrow_0_17_said_it(message):
     return b"\xff\xff\xff\xff" + struct.pack("<I", len(metadata)) + metadata + message.body.to_pybytes()
 
 
-def test_a_body_that_declares_its_compression_as_arrow_0_17_did_is_refused_too():
+def test_a_body_that_declares_its_compression_as_in_arrow_0_17_is_rejected():
     batch, sink = schema.to_batch([row(columns={"text": "x" * 100_000})], "r"), pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, batch.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as writer:
         writer.write_batch(batch)
     reader = pa.ipc.MessageReader.open_stream(sink.getvalue())
     first = reader.read_next_message().serialize().to_pybytes()
-    forged = as_arrow_0_17_said_it(reader.read_next_message())
+    forged = as_arrow_0_17(reader.read_next_message())
     read = pa.ipc.read_record_batch(pa.ipc.read_message(pa.py_buffer(forged)), schema.SCHEMA)
-    assert "x" * 100_000 in read.column("columns")[0].as_py(), "what Arrow would expand"
+    assert "x" * 100_000 in read.column("columns")[0].as_py(), "Arrow would decompress it"
     with pytest.raises(BadBody, match="compressed"):
         decode(first + forged)
 
@@ -158,7 +158,7 @@ def test_a_body_may_have_any_number_of_rows_unless_its_reader_sets_a_limit():
         schema.read_stream(body, max_rows=4096)
 
 
-def test_a_flipped_bit_in_a_header_is_noticed():
+def test_a_flipped_bit_in_a_header_is_detected():
     header = p.encode(1, p.Published(0, 7))
     assert p.decode(header).message == p.Published(0, 7)
     for bit in range(8 * len(header)):
@@ -191,12 +191,12 @@ BAD = {
 
 
 @pytest.mark.parametrize("reason", BAD)
-def test_a_bad_row_is_named_and_its_neighbours_pass(reason):
+def test_a_bad_row_is_reported_and_its_neighbours_pass(reason):
     batch = schema.to_batch([row(), row(**BAD[reason]), row()], "r")
     assert faults(batch, FACTS, KNOWN) == {1: reason}
 
 
-def test_a_row_of_another_run_is_bad():
+def test_a_row_of_another_run_is_reported():
     assert faults(schema.to_batch([row()], "other"), FACTS, KNOWN) == {0: "another run"}
 
 
@@ -208,19 +208,19 @@ def arrow_stream(*batches, schema=schema.SCHEMA, **options):
     return sink.getvalue().to_pybytes()
 
 
-def test_a_body_is_one_batch_in_todays_framing_and_its_metadata_is_small():
+def test_a_body_must_be_one_batch_in_current_framing_with_small_metadata():
     batch = schema.to_batch([row()], "r")
     assert schema.read_stream(arrow_stream(batch)).num_rows == 1
-    with pytest.raises(BadBody, match="something follows"):
+    with pytest.raises(BadBody, match="it has data after its record batch"):
         schema.read_stream(arrow_stream(batch, batch))
     with pytest.raises(BadBody, match="does not begin"):
         schema.read_stream(arrow_stream(batch, use_legacy_format=True))
     stuffed = schema.SCHEMA.with_metadata({"schema_version": str(SCHEMA_VERSION), "x": "y" * 2**17})
-    with pytest.raises(BadBody, match="its schema takes"):
+    with pytest.raises(BadBody, match="its schema has"):
         schema.read_stream(arrow_stream(batch.replace_schema_metadata(stuffed.metadata), schema=stuffed))
 
 
-def test_a_bomb_of_json_costs_no_objects_and_a_text_that_is_none_is_named():
+def test_a_json_bomb_creates_no_objects_and_invalid_json_is_reported():
     bomb = '{"a":[' + ",".join(["[]"] * 1_000_000) + "]}"
     tables = {name: schema.to_batch([row(), row()], "r").column(name) for name in schema.SCHEMA.names}
     tables["columns"] = pa.array([bomb, '{"a":[}'])
@@ -233,7 +233,7 @@ def test_a_bomb_of_json_costs_no_objects_and_a_text_that_is_none_is_named():
     assert peak < 3 * len(bomb)
 
 
-def test_offsets_that_are_no_integers_of_32_bits_are_refused_and_never_wrap_round():
+def test_offsets_beyond_32_bits_are_rejected_and_never_wrap():
     assert bounds_of([2**30, 2**30 - 1]).tolist() == [0, 2**30, 2**31 - 1]
     with pytest.raises(ValueError, match="has 3221225472 items"):
         bounds_of([2**30] * 3)

@@ -1,17 +1,17 @@
-"""Scores of the reference model: stored beside the records, and drawn with them."""
+"""Scores of the reference model: stored with the records, and drawn with them."""
 
 import numpy as np
 import pytest
 
-from buffer import protocol as p
-from buffer import schema
-from buffer.config import BufferConfig
-from buffer.errors import BufferRefused
+from leeway.buffer import protocol as p
+from leeway.buffer import schema
+from leeway.buffer.config import BufferConfig
+from leeway.buffer.errors import BufferRefused
 from tests.world.buffer import Actor, generate, train
 
 
 def records(buffer):
-    """Those of all ready groups."""
+    """Return the records of all ready groups."""
     return buffer.store.read(
         lambda tx: [group.records[i] for _, group in tx.groups.all_items() for i in group.usable()]
     )
@@ -24,12 +24,12 @@ def write(buffer, records, value=-1.5):
 
 @pytest.fixture
 def buffer(make):
-    made = make(max_lag=5, max_actor_lag=0)
-    made.begin()
-    return made
+    buffer = make(max_lag=5, max_actor_lag=0)
+    buffer.begin()
+    return buffer
 
 
-def test_what_is_scored_is_drawn_with_its_scores_also_after_a_restart(buffer):
+def test_scored_samples_are_drawn_with_their_scores_even_after_a_restart(buffer):
     generate(buffer, Actor(buffer), 2)
     write(buffer, records(buffer))
     buffer.restart()
@@ -37,7 +37,7 @@ def test_what_is_scored_is_drawn_with_its_scores_also_after_a_restart(buffer):
     assert [row.reference_logprobs.tolist() for row in rows] == [[-1.5] * 4] * 4
 
 
-def test_scores_of_records_that_are_gone_are_passed_over(make):
+def test_scores_of_evicted_records_are_ignored(make):
     buffer = make(BufferConfig(capacity_trajectories=12), max_lag=1, max_actor_lag=1)
     actor = Actor(buffer)
     buffer.begin()
@@ -47,13 +47,13 @@ def test_scores_of_records_that_are_gone_are_passed_over(make):
         train(buffer, step)
         buffer.ask(p.CheckpointDurable(step, 0), p.Done)
         generate(buffer, actor, 2)
-    assert buffer.store.read(lambda tx: all(tx.find_block(record) is None for record in early)), "none was evicted"
+    assert buffer.store.read(lambda tx: all(tx.find_block(record) is None for record in early)), "not evicted"
     write(buffer, early)
     assert buffer.store.read(lambda tx: tx.scores.count) == 0
 
 
 @pytest.mark.parametrize("record", [-1, 99])
-def test_scores_of_a_record_that_never_was_are_refused(buffer, record):
+def test_scores_of_a_record_that_never_existed_are_refused(buffer, record):
     generate(buffer, Actor(buffer), 1)
-    with pytest.raises(BufferRefused, match=f"record {record} is not in the buffer: there was never one"):
+    with pytest.raises(BufferRefused, match=f"record {record} never existed in this buffer"):
         write(buffer, [record])

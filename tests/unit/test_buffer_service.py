@@ -7,19 +7,19 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from buffer import outbox
-from buffer import service as service_module
-from buffer.client import BufferClient
-from buffer.config import BufferConfig
-from buffer.errors import BufferRefused, BufferUnavailable, StoreError
-from buffer.outbox import size_bytes
-from buffer.protocol import STAGES, Credit, Lease
-from buffer.schema import HANDED_ON
-from buffer.service import BufferService, Credits
-from buffer.store import PORT
-from common.rpc.server import forget_port
-from common.run import RunFacts
-from common.staleness import StalenessConfig
+from leeway.buffer import outbox
+from leeway.buffer import service as service_module
+from leeway.buffer.client import BufferClient
+from leeway.buffer.config import BufferConfig
+from leeway.buffer.errors import BufferRefused, BufferUnavailable, StoreError
+from leeway.buffer.outbox import size_bytes
+from leeway.buffer.protocol import STAGES, Credit, Lease
+from leeway.buffer.schema import REQUEUED
+from leeway.buffer.service import BufferService, Credits
+from leeway.buffer.store import PORT
+from leeway.common.rpc.server import forget_port
+from leeway.common.run import RunFacts
+from leeway.common.staleness import StalenessConfig
 from tests.trajectories import decode
 from tests.world.buffer import make_trajectory
 from tests.world.serving import serving
@@ -66,7 +66,7 @@ def learner(connect):
     return learner
 
 
-def test_a_waiting_draw_holds_up_nobody_and_is_answered_as_soon_as_it_is_ready(connect, learner):
+def test_a_waiting_draw_blocks_no_other_request_and_is_answered_when_it_is_ready(connect, learner):
     actor = connect()
     draw = learner.draw(1, 0, 0, 2, wait_s=2 * LIMIT_S)
     leases = actor.lease(2).result(60).leases
@@ -78,7 +78,7 @@ def test_a_waiting_draw_holds_up_nobody_and_is_answered_as_soon_as_it_is_ready(c
     assert batch.rows.column("group_id").to_pylist() == [row.group_id for row in decode(batch.body)]
 
 
-def test_a_draw_that_is_not_ready_in_time_names_who_owes_it(connect, learner):
+def test_a_draw_that_times_out_reports_missing_samples_and_their_actor(connect, learner):
     lease = connect().lease(1).result(60).leases[0]
     batch = learner.draw(1, 0, 0, 2, wait_s=0.1).result(60)
     assert not batch.ready
@@ -98,9 +98,7 @@ def test_trajectories_pushed_together_share_commits(connect, learner, service, m
     assert len(commits) <= 16
 
 
-def test_many_pushed_in_one_call_have_their_results_in_its_order_however_many_messages_they_take(
-    connect, learner, monkeypatch
-):
+def test_push_many_returns_results_in_order_over_several_messages(connect, learner, monkeypatch):
     monkeypatch.setattr(outbox, "MAX_ROWS_PER_MESSAGE", 3)
     actor = connect()
     leases = actor.lease(2).result(60).leases
@@ -119,7 +117,7 @@ def test_many_pushed_in_one_call_have_their_results_in_its_order_however_many_me
     assert actor.push_many([]).result(0) == []
 
 
-def test_many_pushed_in_one_call_fail_together_but_the_good_ones_are_stored(connect, learner):
+def test_push_many_fails_as_a_whole_but_stores_the_good_trajectories(connect, learner):
     actor = connect()
     lease = actor.lease(1).result(60).leases[0]
     rows = [make_trajectory(lease, index, seq=0) for index in range(3)]
@@ -130,20 +128,18 @@ def test_many_pushed_in_one_call_fail_together_but_the_good_ones_are_stored(conn
     assert learner.status().result(60).ledger["committed"] == 2
 
 
-def test_what_is_handed_on_goes_in_messages_of_as_many_samples_as_the_service_takes_in_one(
-    connect, learner, monkeypatch
-):
-    monkeypatch.setattr("buffer.core.MAX_PUSHED_ROWS", 3)
-    monkeypatch.setattr("buffer.client.MAX_ROWS_PER_MESSAGE", 3)
+def test_requeued_samples_are_split_into_messages_of_the_maximum_size(connect, learner, monkeypatch):
+    monkeypatch.setattr("leeway.buffer.core.MAX_PUSHED_ROWS", 3)
+    monkeypatch.setattr("leeway.buffer.client.MAX_ROWS_PER_MESSAGE", 3)
     actor = connect()
     lease = actor.lease(1).result(60).leases[0]
-    rows = [replace(make_trajectory(lease, index, seq=0, reward=None), finish_reason=HANDED_ON) for index in range(4)]
-    actor.hand_on(lease, [0, 1, 2, 3], rows).result(60)
+    rows = [replace(make_trajectory(lease, index, seq=0, reward=None), finish_reason=REQUEUED) for index in range(4)]
+    actor.requeue(lease, [0, 1, 2, 3], rows).result(60)
     assert actor.lease(1).result(60).leases[0].prefixes == [0, 1, 2, 3]
-    assert learner.status().result(60).ledger["handed_on"] == 4
+    assert learner.status().result(60).ledger["requeued"] == 4
 
 
-def test_the_status_says_where_the_time_of_the_service_went(connect, learner):
+def test_the_status_reports_the_time_of_the_service_by_stage(connect, learner):
     before = learner.status().result(60).spent_s
     lease = connect().lease(1).result(60).leases[0]
     connect("actor-1")
@@ -165,7 +161,7 @@ def test_a_trajectory_that_cannot_be_encoded_fails_alone(connect, learner):
 
 
 def test_a_step_far_larger_than_a_message_is_drawn_and_its_scores_are_written_back(tmp_path, monkeypatch):
-    """8 MB of trajectories and 4 MB of scores, where a message to the service may have 1 MiB."""
+    """Use 8 MB of trajectories and 4 MB of scores with a limit of 1 MiB per message to the service."""
     for module in (outbox, service_module):
         monkeypatch.setattr(module, "MAX_MESSAGE_MIB", 1)
     facts = FACTS.model_copy(update={"group_size": 32, "groups_per_step": 1, "max_tokens": 32_003})
@@ -189,22 +185,22 @@ def test_a_step_far_larger_than_a_message_is_drawn_and_its_scores_are_written_ba
             learner.write_scores([], []).result(60)
             again = decode(learner.draw(1, 0, 0, 1, wait_s=5.0).result(60).body)
             assert [row.reference_logprobs[-1] for row in again] == [-index for index in range(32)]
-            with pytest.raises(ValueError, match="exceeds the 1 MiB that the buffer takes in one"):
+            with pytest.raises(ValueError, match="exceeds the limit of 1 MiB per message"):
                 learner.write_scores([1], [np.zeros(300_000, np.float32)])
-            with pytest.raises(BufferRefused, match="record 999 is not in the buffer"):
+            with pytest.raises(BufferRefused, match="record 999 never existed in this buffer"):
                 learner.write_scores([*draw.record_ids, 999], [*scores, scores[0]]).result(60)
         finally:
             actor.close(1.0)
             learner.close(1.0)
 
 
-def test_leases_are_asked_for_one_request_after_the_other(connect, learner):
+def test_lease_requests_are_sent_one_at_a_time(connect, learner):
     actor = connect()
     first = actor.lease(1)
-    actor._asked_for = Future()
-    with pytest.raises(RuntimeError, match="'actor-0' asks for leases while its last request is not answered"):
+    actor._last_lease = Future()
+    with pytest.raises(RuntimeError, match="'actor-0' requested leases before its last request was answered"):
         actor.lease(1)
-    actor._asked_for = first
+    actor._last_lease = first
     groups = {first.result(60).leases[0].group_id, actor.lease(1).result(60).leases[0].group_id}
     assert len(groups) == 2
 
@@ -219,10 +215,10 @@ def test_refusals_and_a_closed_client_raise(connect, service):
             call()
 
 
-def test_who_pushes_does_not_take_its_own_standstill_for_the_silence_of_the_buffer(monkeypatch):
-    """Its threads go on in any order. The IO thread, here what is said at each look, passes over the time."""
+def test_a_stalled_client_does_not_count_its_own_stall_as_silence_of_the_buffer(monkeypatch):
+    """Threads resume in any order after a stall; `looks` fakes the clock and the last reply seen by the IO thread."""
     now_s = 0.0
-    transport = SimpleNamespace(address="here", heard_at=0.0, has_ended=False, wake=lambda: None)
+    transport = SimpleNamespace(address="here", last_seen_s=0.0, has_ended=False, wake=lambda: None)
     monkeypatch.setattr(outbox, "time", SimpleNamespace(monotonic=lambda: now_s))
     full = outbox.Outbox("actor-0", "r", 60.0, lambda: transport)
     full.open(0, Credit(rows=1, size_bytes=2**20))
@@ -232,7 +228,7 @@ def test_who_pushes_does_not_take_its_own_standstill_for_the_silence_of_the_buff
 
     def wait(timeout_s: float) -> bool:
         nonlocal now_s
-        now_s, transport.heard_at = next(looks)
+        now_s, transport.last_seen_s = next(looks)
         return False
 
     monkeypatch.setattr(full._freed, "wait", wait)
@@ -241,8 +237,8 @@ def test_who_pushes_does_not_take_its_own_standstill_for_the_silence_of_the_buff
     assert list(looks) == []
 
 
-def test_an_address_in_use_is_a_clear_error(tmp_path, monkeypatch):
-    monkeypatch.setattr("common.rpc.server.BIND_RETRY_S", 0.0)
+def test_an_address_in_use_raises_an_error_that_names_it(tmp_path, monkeypatch):
+    monkeypatch.setattr("leeway.common.rpc.server.BIND_RETRY_S", 0.0)
     first = BufferService(CONFIG, FACTS, tmp_path / "first", host="127.0.0.1")
     port = int(first.bind().rsplit(":", 1)[1])
     other = BufferService(CONFIG, FACTS, tmp_path / "other", host="127.0.0.1")
@@ -250,7 +246,7 @@ def test_an_address_in_use_is_a_clear_error(tmp_path, monkeypatch):
     with pytest.raises(StoreError, match=f"cannot bind tcp://127.0.0.1:{port}"):
         other.bind()
     other.close()
-    # as where another program has the port of a run that is resumed
+    # as if another program uses the port of a resumed run
     forget_port(tmp_path / "other" / PORT)
     other = BufferService(CONFIG, FACTS, tmp_path / "other", host="127.0.0.1")
     assert int(other.bind().rsplit(":", 1)[1]) != port
@@ -259,7 +255,7 @@ def test_an_address_in_use_is_a_clear_error(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("odd", [{"reward_parts": None}, {"group_id": 2**70}, {"columns": {"deep": None}}])
-def test_whatever_is_wrong_with_a_trajectory_fails_it_alone_and_the_client_lives(connect, learner, odd):
+def test_an_invalid_trajectory_fails_alone_and_the_client_keeps_running(connect, learner, odd):
     if "columns" in odd:
         nested = []
         for _ in range(100_000):
@@ -275,7 +271,7 @@ def test_whatever_is_wrong_with_a_trajectory_fails_it_alone_and_the_client_lives
     assert actor.status().result(60).ledger["gap"] == 0
 
 
-def test_a_draw_asked_again_over_a_new_connection_replaces_the_one_that_waits(connect, learner, service):
+def test_a_draw_repeated_over_a_new_connection_replaces_the_waiting_one(connect, learner, service):
     first = learner.draw(1, 0, 0, 2, 60.0)
     again = connect("learner", "learner")
     again.begin_incarnation(0, 0)
@@ -289,7 +285,7 @@ def test_a_draw_asked_again_over_a_new_connection_replaces_the_one_that_waits(co
         assert not future.done() or isinstance(future.exception(), BufferRefused)
 
 
-def test_a_request_that_cannot_be_sent_does_not_keep_later_ones_from_being_sent(connect, learner):
+def test_a_request_that_cannot_be_sent_does_not_block_later_ones(connect, learner):
     actor = connect()
     assert len(actor.lease(np.int64(1)).result(60).leases) == 1
     assert len(actor.lease(1).result(60).leases) == 1
@@ -302,11 +298,11 @@ def test_credit_counts_the_columns_of_the_task():
     assert size_bytes(large) - size_bytes(small) >= 2**20
 
 
-def test_clients_that_come_together_never_have_more_than_the_budget():
+def test_the_credit_of_clients_that_connect_together_never_exceeds_the_budget():
     budget = 64 * 2**20
     credits = Credits(budget)
     held = {}
-    for number in range(8):  # each is greeted before any has sent a thing
+    for number in range(8):  # each is greeted before any has sent data
         held[number] = credits.greet(f"actor-{number}", 0.0)
         assert sum(credit.size_bytes for credit in held.values()) <= budget
     for number in held:

@@ -1,4 +1,4 @@
-"""The store: damage, size, verification, and who may open it."""
+"""The store: damage, size, verification, and ownership."""
 
 import errno
 import json
@@ -11,20 +11,20 @@ import msgspec
 import numpy as np
 import pytest
 
-from buffer import pages, schema
-from buffer import protocol as p
-from buffer.config import BufferConfig
-from buffer.errors import BufferRefused, StoreError
-from buffer.offline.inspect import check_store
-from buffer.rows import SCHEMA_VERSION
-from buffer.store import Store, own
-from buffer.tables import Identity
-from buffer.transaction import Table
+from leeway.buffer import pages, schema
+from leeway.buffer import protocol as p
+from leeway.buffer.config import BufferConfig
+from leeway.buffer.errors import BufferRefused, StoreError
+from leeway.buffer.offline.inspect import check_store
+from leeway.buffer.rows import SCHEMA_VERSION
+from leeway.buffer.store import Store, own
+from leeway.buffer.tables import Identity
+from leeway.buffer.transaction import Table
 from tests.world.buffer import Actor, InProcessBuffer, facts
 from tests.world.buffer_process import command
 
 
-def test_a_damaged_record_is_noticed_and_its_group_replaced(make, tmp_path):
+def test_a_damaged_record_is_detected_and_its_group_replaced(make, tmp_path):
     buffer = make(groups_per_step=1)
     actor = Actor(buffer)
     buffer.begin()
@@ -47,8 +47,8 @@ def test_a_damaged_record_is_noticed_and_its_group_replaced(make, tmp_path):
     buffer.store.write(lambda tx: tx.records.put(kept, 1))
 
 
-def test_a_step_of_more_rows_than_one_push_may_have_is_drawn_and_scored(make, monkeypatch):
-    monkeypatch.setattr("buffer.ingest.MAX_PUSHED_ROWS", 10)
+def test_a_step_with_more_rows_than_a_push_may_have_is_drawn_and_scored(make, monkeypatch):
+    monkeypatch.setattr("leeway.buffer.ingest.MAX_PUSHED_ROWS", 10)
     num_rows = 12
     buffer = make(group_size=num_rows, groups_per_step=1)
     actor = Actor(buffer)
@@ -66,7 +66,7 @@ def test_a_step_of_more_rows_than_one_push_may_have_is_drawn_and_scored(make, mo
 
 
 def verified(folder):
-    """Exit status, report and errors of a process that checks a store."""
+    """Return exit status, report and errors of a process that verifies a store."""
     done = subprocess.run(command(folder, "--verify"), capture_output=True, text=True, timeout=60, check=False)
     return done.returncode, json.loads(done.stdout or "{}"), done.stderr
 
@@ -85,15 +85,15 @@ def test_a_store_is_verified_by_another_process_while_it_is_written_and_afterwar
         status, report, _ = verified(buffer.folder)
         assert (status, report["run_id"], report["num_records"], report["faults"]) == (0, "r", 4, [])
         assert (buffer.folder / "data.mdb").read_bytes() == data
-    status, _, said = verified(tmp_path / "nowhere")
-    assert (status, "there is no buffer in" in said) == (1, True)
+    status, _, error = verified(tmp_path / "nowhere")
+    assert (status, "no buffer found in" in error) == (1, True)
     assert not (tmp_path / "nowhere").exists()
     buffer._open()
 
 
 @pytest.mark.process
 @pytest.mark.parametrize("version", [SCHEMA_VERSION - 1, SCHEMA_VERSION + 1])
-def test_a_store_of_another_schema_version_is_neither_continued_nor_read(tmp_path, version):
+def test_a_store_of_another_schema_version_is_rejected_by_writers_and_readers(tmp_path, version):
     Store(tmp_path, facts()).close()
     with lmdb.open(str(tmp_path), max_dbs=64, map_size=2**26) as env:
         meta = env.open_db(b"meta", create=False)
@@ -101,16 +101,16 @@ def test_a_store_of_another_schema_version_is_neither_continued_nor_read(tmp_pat
             table = Table("meta", txn, meta, caches=False)
             table.put(msgspec.msgpack.encode(Identity("r", version, '{"what": "other facts"}')), "identity")
             table.put(b"a state of another form", "state")
-            txn.drop(env.open_db(b"scores", txn, create=False))  # nor need it have the same tables
-    why = f"{tmp_path} has schema version {version}, .* version {SCHEMA_VERSION}: use .* that wrote it, or a new run"
+            txn.drop(env.open_db(b"scores", txn, create=False))  # its tables may differ too
+    reason = f"{tmp_path} has schema version {version}, .* version {SCHEMA_VERSION}: use .* that wrote it, or a new run"
     for reader in (None, facts()):
-        with pytest.raises(StoreError, match=why):
+        with pytest.raises(StoreError, match=reason):
             Store(tmp_path, reader)
-    status, _, said = verified(tmp_path)
-    assert (status, said.count("\n")) == (1, 1)
+    status, _, error = verified(tmp_path)
+    assert (status, error.count("\n")) == (1, 1)
 
 
-def test_tables_and_fields_that_an_earlier_version_wrote_are_passed_over(make):
+def test_tables_and_fields_of_an_earlier_version_are_ignored(make):
     buffer = make(groups_per_step=1)
     buffer.begin()
     actor = Actor(buffer)
@@ -131,7 +131,7 @@ def test_tables_and_fields_that_an_earlier_version_wrote_are_passed_over(make):
     assert buffer.faults() == []
 
 
-def test_a_store_whose_service_starts_while_its_pages_are_checked_is_not_called_damaged(tmp_path, monkeypatch):
+def test_a_page_check_overtaken_by_a_starting_service_reports_no_damage(tmp_path, monkeypatch):
     Store(tmp_path, facts()).close()
     locks = []
 
@@ -149,7 +149,7 @@ def test_a_store_whose_service_starts_while_its_pages_are_checked_is_not_called_
 
 
 @pytest.mark.process
-def test_a_store_that_grows_beyond_the_map_of_a_reader_is_opened(tmp_path, monkeypatch):
+def test_a_store_that_outgrows_the_map_of_a_reader_can_be_opened(tmp_path, monkeypatch):
     Store(tmp_path, facts()).close()
     grow = (
         "import lmdb, sys; env = lmdb.open(sys.argv[1], map_size=2**24, max_dbs=64)\n"
@@ -169,28 +169,28 @@ def test_a_store_that_grows_beyond_the_map_of_a_reader_is_opened(tmp_path, monke
     store.close()
 
 
-def test_a_store_is_refused_to_a_second_owner_another_run_and_when_cut_off(tmp_path):
+def test_a_store_rejects_a_second_owner_another_run_and_a_truncated_file(tmp_path):
     store = Store(tmp_path, facts())
     with pytest.raises(StoreError, match="in use by process"):
         Store(tmp_path, facts())
     store.close()
-    with pytest.raises(StoreError, match="belongs to run 'r', this service is for 'other'"):
+    with pytest.raises(StoreError, match="belongs to run 'r', but this service is for run 'other'"):
         Store(tmp_path, facts(run_id="other"))
-    with pytest.raises(StoreError, match="was made with group_size = 2 where this service has 3"):
+    with pytest.raises(StoreError, match=r"was created with group_size = 2 \(this service has 3\)"):
         Store(tmp_path, facts(group_size=3))
     data = tmp_path / "data.mdb"
     data.write_bytes(data.read_bytes()[:8192])
-    with pytest.raises(StoreError, match=r"cut off|missing"):
+    with pytest.raises(StoreError, match=r"truncated|missing"):
         Store(tmp_path, facts())
 
 
-def test_a_capacity_below_what_may_be_outstanding_is_refused(tmp_path):
+def test_a_capacity_below_the_possible_outstanding_samples_is_rejected(tmp_path):
     with pytest.raises(StoreError, match="capacity_trajectories = 4"):
         InProcessBuffer(tmp_path, facts(), BufferConfig(capacity_trajectories=4))
 
 
 @pytest.mark.parametrize(
-    ("said", "probe", "is_full"),
+    ("message", "probe", "is_full"),
     [
         ("No space left on device", None, True),
         ("Disk quota exceeded", None, True),
@@ -199,7 +199,7 @@ def test_a_capacity_below_what_may_be_outstanding_is_refused(tmp_path):
         ("Input/output error", errno.EIO, False),
     ],
 )
-def test_a_quota_that_is_met_is_a_full_disk(make, monkeypatch, said, probe, is_full):
+def test_an_exceeded_quota_counts_as_a_full_disk(make, monkeypatch, message, probe, is_full):
     store = make().store
 
     def allocate(*_):
@@ -207,4 +207,4 @@ def test_a_quota_that_is_met_is_a_full_disk(make, monkeypatch, said, probe, is_f
             raise OSError(probe, "no")
 
     monkeypatch.setattr("os.posix_fallocate", allocate)
-    assert store._is_full(lmdb.Error(f"mdb_txn_commit: {said}")) == is_full
+    assert store._is_full(lmdb.Error(f"mdb_txn_commit: {message}")) == is_full

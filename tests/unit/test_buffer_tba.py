@@ -1,4 +1,4 @@
-"""The sampler of TBA on a real store: a share m of the newest, the rest uniform or by exp(reward / temperature)."""
+"""The TBA sampler on a real store: a share m of newest groups, the rest uniform or by exp(reward / temperature)."""
 
 import math
 from collections import Counter
@@ -8,32 +8,32 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from buffer.config import BufferConfig
-from buffer.index import ReadyGroup
-from buffer.samplers import REWARD_TEMPERATURE as TEMPERATURE
-from buffer.samplers import OnPolicyShare
-from common.staleness import PolicyVersion
+from leeway.buffer.config import BufferConfig
+from leeway.buffer.index import ReadyGroup
+from leeway.buffer.samplers import REWARD_TEMPERATURE as TEMPERATURE
+from leeway.buffer.samplers import OnPolicyShare
+from leeway.common.staleness import PolicyVersion
 from tests.world.buffer import Actor, generate, train
 
 REWARDS = {"low": 0.0, "middle": 0.5, "high": 1.0}
 
 
 class Plain:
-    """Candidates in a list, the oldest first."""
+    """Candidates in a list, oldest first."""
 
     def __init__(self, num):
         self.ready = [ReadyGroup(group, group) for group in range(num)]
 
 
 class OldestOfTheRest:
-    """A sampler for the rest that can be told from the newest."""
+    """Replay sampler whose choices differ from the newest groups."""
 
     def choose(self, candidates, num_groups, random, taken=frozenset()):
         return [key.group_id for key in candidates.ready if key.group_id not in taken][:num_groups]
 
 
 @given(share=st.floats(0, 1), num_groups=st.integers(1, 64), seed=st.integers(0, 2**32 - 1))
-def test_a_step_has_the_share_of_newest_rounded_up_or_down_and_is_whole(share, num_groups, seed):
+def test_a_step_is_full_and_has_the_rounded_share_of_newest_groups(share, num_groups, seed):
     sampler = OnPolicyShare(share, OldestOfTheRest())
     chosen = sampler.choose(Plain(200), num_groups, np.random.default_rng(seed))
     num_newest = sum(group >= 200 - num_groups for group in chosen)
@@ -42,7 +42,7 @@ def test_a_step_has_the_share_of_newest_rounded_up_or_down_and_is_whole(share, n
 
 
 @pytest.mark.parametrize(("share", "num_groups"), [(0.95, 8), (0.5, 5), (0.01, 4), (0.99, 32)])
-def test_over_many_steps_the_mean_share_of_newest_is_exactly_m(share, num_groups):
+def test_the_mean_share_of_newest_groups_over_many_steps_is_m(share, num_groups):
     sampler, random = OnPolicyShare(share, OldestOfTheRest()), np.random.default_rng(0)
     num_steps = 4000
     counts = [
@@ -62,7 +62,7 @@ def test_the_first_half_of_a_choice_has_the_same_shares():
 
 @pytest.mark.parametrize("replay_sampler", ["reward_softmax", "uniform"])
 def test_the_newest_have_the_share_m_and_the_rest_follows_the_replay_sampler(make, replay_sampler):
-    """m = 0.9 of 4 groups: 3 or 4 of the newest, and the rest from all that is stored."""
+    """m = 0.9 of 4 groups: 3 or 4 of the newest, and the rest from all stored groups."""
     settings = BufferConfig(
         sampler="on_policy_share",
         on_policy_share=0.9,
@@ -82,7 +82,7 @@ def test_the_newest_have_the_share_m_and_the_rest_follows_the_replay_sampler(mak
         assert len(set(groups)) == 4
         old = [group for group in groups if group in stored]
         assert len(old) <= 1
-        # Of the newest four the oldest one is left for the replay sampler where three were taken.
+        # If three of the newest four are taken, the oldest one is left for the replay sampler.
         num_newest += set(newest[1:]) <= set(groups)
         replayed.update(old if old else ["newest"])
     assert num_newest == num_steps
@@ -92,11 +92,11 @@ def test_the_newest_have_the_share_m_and_the_rest_follows_the_replay_sampler(mak
         weights = dict.fromkeys(weights, 1.0)
     # A fourth group is replayed in 0.4 of the steps: m * G = 3.6.
     for group in stored:
-        chance = 0.4 * weights[group] / sum(weights.values())
-        assert abs(replayed[group] - num_steps * chance) <= 4 * math.sqrt(num_steps * chance * (1 - chance))
+        rate = 0.4 * weights[group] / sum(weights.values())
+        assert abs(replayed[group] - num_steps * rate) <= 4 * math.sqrt(num_steps * rate * (1 - rate))
 
 
-def test_replay_goes_on_while_new_groups_arrive_and_old_ones_stay_within_reach(make):
+def test_replay_continues_to_draw_old_groups_while_new_ones_arrive(make):
     settings = BufferConfig(sampler="on_policy_share", on_policy_share=0.75, max_uses="unlimited")
     buffer = make(settings, max_lag="unbounded", groups_per_step=4, group_size=1, num_prompts=50)
     actor = Actor(buffer)
@@ -109,4 +109,4 @@ def test_replay_goes_on_while_new_groups_arrive_and_old_ones_stay_within_reach(m
         num_new += len(set(new) & set(groups))
         ages += [max(new) - group for group in groups if group not in new]
     assert num_new == 180, "three of four are the newest"
-    assert max(ages) > 90, "and the fourth is any of those before"
+    assert max(ages) > 90, "and the fourth is any older group"

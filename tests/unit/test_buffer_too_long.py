@@ -1,12 +1,12 @@
-"""A run that allows shorter samples than before: what is stored and longer is filtered, and counted as that."""
+"""A run resumed with a lower length limit: longer stored samples are filtered and counted as too long."""
 
 import contextlib
 
 import pytest
 
-from buffer.client import BufferClient
-from buffer.config import BufferConfig
-from buffer.service import BufferService
+from leeway.buffer.client import BufferClient
+from leeway.buffer.config import BufferConfig
+from leeway.buffer.service import BufferService
 from tests.trajectories import decode
 from tests.world.buffer import Actor, facts, make_trajectory, train
 from tests.world.serving import serving
@@ -16,7 +16,7 @@ PROMPT = 3
 
 
 def filled(buffer, *groups, session="1"):
-    """Complete groups whose samples have these numbers of tokens; their ids."""
+    """Complete groups whose samples have these numbers of tokens; return their ids."""
     actor = Actor(buffer, session=session)
     done = []
     for lengths in groups:
@@ -28,12 +28,12 @@ def filled(buffer, *groups, session="1"):
 
 
 def restart(buffer, max_tokens):
-    """Start the service again where samples may have so many tokens."""
+    """Restart the service with a limit of `max_tokens` per sample."""
     buffer.facts = buffer.facts.model_copy(update={"max_tokens": max_tokens})
     buffer.restart()
 
 
-def test_a_group_goes_on_without_its_long_samples_while_enough_are_left(make):
+def test_a_group_continues_without_its_long_samples_if_enough_are_left(make):
     buffer = make(group_size=3, groups_per_step=1)
     buffer.begin()
     (group,) = filled(buffer, [16, 10, 9])
@@ -47,7 +47,7 @@ def test_a_group_goes_on_without_its_long_samples_while_enough_are_left(make):
     assert buffer.status().ledger["trained"] == 2
 
 
-def test_what_is_longer_than_new_samples_may_be_is_drawn_while_it_fits_the_learner(make):
+def test_samples_above_the_limit_are_drawn_if_they_fit_the_token_budget(make):
     buffer = make(groups_per_step=1)
     buffer.begin()
     (group,) = filled(buffer, [16, 14])
@@ -57,11 +57,11 @@ def test_what_is_longer_than_new_samples_may_be_is_drawn_while_it_fits_the_learn
     assert buffer.status().ledger["filtered_too_long"] == 0
 
 
-def test_a_group_of_which_one_sample_would_be_left_is_filtered_whole_and_its_prompt_leased_again(make):
+def test_a_group_with_one_short_sample_is_filtered_and_its_prompt_leased_again(make):
     buffer = make(groups_per_step=1)
     buffer.begin()
     long, short = filled(buffer, [16, 9], [9, 9])
-    (prompt,) = {row.prompt_id for row in buffer.draw(1, 0)[1]}  # of the long group, which is the older one
+    (prompt,) = {row.prompt_id for row in buffer.draw(1, 0)[1]}  # prompt of the long group, which is older
     buffer.begin(session="with a smaller budget")
     restart(buffer, 10)
     reply, rows = buffer.draw(1, 0, incarnation=1)
@@ -72,7 +72,7 @@ def test_a_group_of_which_one_sample_would_be_left_is_filtered_whole_and_its_pro
     assert long < short
 
 
-def test_nothing_is_filtered_where_samples_may_be_as_long_or_longer(make):
+def test_nothing_is_filtered_with_an_equal_or_higher_limit(make):
     buffer = make(groups_per_step=1)
     buffer.begin()
     (group,) = filled(buffer, [16, 16])
@@ -81,7 +81,7 @@ def test_nothing_is_filtered_where_samples_may_be_as_long_or_longer(make):
     assert buffer.status().ledger["filtered_too_long"] == 0
 
 
-def test_a_long_group_that_was_trained_stays_trained_and_is_not_used_again(make):
+def test_a_trained_long_group_stays_trained_and_is_not_used_again(make):
     config = BufferConfig(sampler="uniform", max_uses="unlimited")
     buffer = make(config, group_size=3, groups_per_step=1, max_lag="unbounded")
     buffer.begin()
@@ -95,7 +95,7 @@ def test_a_long_group_that_was_trained_stays_trained_and_is_not_used_again(make)
     assert [ledger[name] for name in ("trained", "filtered", "filtered_too_long")] == [6, 0, 0]
 
 
-def test_a_recorded_step_with_a_long_sample_is_drawn_anew_for_the_next_learner(make):
+def test_a_recorded_step_with_a_long_sample_is_drawn_again_for_the_next_learner(make):
     buffer = make(group_size=3, groups_per_step=1, max_lag="unbounded")
     buffer.begin()
     (group,) = filled(buffer, [16, 10, 9])
@@ -110,7 +110,7 @@ def test_a_recorded_step_with_a_long_sample_is_drawn_anew_for_the_next_learner(m
 
 @pytest.fixture
 def serve(tmp_path):
-    """`serve(max_tokens)`: a learner's and an actor's client of a service that was started with this limit."""
+    """Return `serve(max_tokens)`, which starts a service with this limit and returns a learner and an actor client."""
     running = []
 
     def stop():
@@ -136,7 +136,7 @@ def serve(tmp_path):
     stop()
 
 
-def test_a_service_that_is_started_with_a_smaller_limit_serves_only_what_fits_it(serve):
+def test_a_service_with_a_lower_limit_serves_only_samples_within_it(serve):
     learner, actor = serve(16)
     incarnation = learner.begin_incarnation(0, 0).result(60).incarnation
     learner.published(incarnation, 0).result(60)

@@ -1,12 +1,12 @@
-"""Steps of several updates: a draw trains at as many versions, and each rule looks at the last of them."""
+"""Steps of several updates: a draw trains at several versions, and every rule applies to the last of them."""
 
 import pytest
 
-from buffer.config import BufferConfig
-from buffer.core import BufferCore
-from buffer.errors import BufferRefused, StoreError
-from buffer.store import Store
-from common.staleness import PolicyVersion
+from leeway.buffer.config import BufferConfig
+from leeway.buffer.core import BufferCore
+from leeway.buffer.errors import BufferRefused, StoreError
+from leeway.buffer.store import Store
+from leeway.common.staleness import PolicyVersion
 from tests.world.buffer import Actor, facts, generate
 
 
@@ -18,7 +18,7 @@ def started(make, **changes):
 
 
 def take(buffer, step, version, after, incarnation=0):
-    """One step that begins at `version`; its record ids."""
+    """Train one step that begins at `version`; return its record ids."""
     reply, _ = buffer.draw(step, version, incarnation=incarnation)
     assert reply.ready, reply.waiting_for
     buffer.finish(step, after, incarnation=incarnation, skipped=after == version)
@@ -26,7 +26,7 @@ def take(buffer, step, version, after, incarnation=0):
     return reply.record_ids
 
 
-def test_a_step_leads_to_one_more_version_for_each_update_that_was_applied(make):
+def test_a_step_adds_one_version_for_each_applied_update(make):
     buffer, actor = started(make, updates_per_step=4, max_lag=15)
     generate(buffer, actor, 4)
     for step, (version, after) in enumerate([(0, 4), (4, 5), (5, 5), (5, 8)], start=1):
@@ -36,23 +36,23 @@ def test_a_step_leads_to_one_more_version_for_each_update_that_was_applied(make)
 
 
 @pytest.mark.parametrize(
-    ("after", "skipped", "sentence"),
+    ("after", "skipped", "message"),
     [
         (5, False, "leads to a version from 1 to 4, not 5"),
         (0, False, "leads to a version from 1 to 4, not 0"),
         (1, True, "skipping it leads to version 0, not 1"),
     ],
 )
-def test_a_version_that_the_updates_of_a_step_cannot_lead_to_is_refused(make, after, skipped, sentence):
+def test_a_version_that_the_updates_of_a_step_cannot_reach_is_refused(make, after, skipped, message):
     buffer, actor = started(make, updates_per_step=4, max_lag=7)
     generate(buffer, actor, 1)
     buffer.draw(1, 0)
-    with pytest.raises(BufferRefused, match=sentence):
+    with pytest.raises(BufferRefused, match=message):
         buffer.finish(1, after, skipped=skipped)
     assert buffer.status().version == 0
 
 
-def test_the_age_bound_is_that_of_the_last_update(make):
+def test_the_age_bound_applies_to_the_last_update(make):
     for max_lag, is_used in ((5, True), (4, False)):
         buffer, actor = started(make, max_lag=max_lag)
         slow, quick = actor.lease(2)
@@ -61,12 +61,12 @@ def test_the_age_bound_is_that_of_the_last_update(make):
         generate(buffer, actor, 1, version=PolicyVersion(0, 2))
         take(buffer, 2, 2, 4)
         actor.work(slow)
-        # At version 4 the step's last update trains at 5, and the slow group's tokens are of version 0.
+        # A step at version 4 has its last update at 5, and the tokens of the slow group have version 0.
         reply, _ = buffer.draw(3, 4)
         assert (reply.ready, buffer.status().ledger["dropped_stale"]) == (is_used, 0 if is_used else 2)
 
 
-def test_the_least_bound_admits_exactly_one_steps_groups_and_none_before_its_last_version_is_published(make):
+def test_the_least_bound_admits_one_step_of_groups_per_published_step(make):
     buffer, actor = started(make, updates_per_step=3, max_lag=2, groups_per_step=2)
     for step in range(1, 5):
         version = 3 * (step - 1)
@@ -78,13 +78,13 @@ def test_the_least_bound_admits_exactly_one_steps_groups_and_none_before_its_las
         buffer.publish(version + 2)
         assert actor.lease() == [], "drawn groups are outstanding until their step is over"
         buffer.finish(step, version + 3)
-        assert actor.lease() == [], "the last update's version is not published yet"
+        assert actor.lease() == [], "the version of the last update is not published yet"
         buffer.publish(version + 3)
 
 
-def test_admission_counts_the_versions_of_the_steps_before(make):
+def test_admission_counts_the_versions_of_previous_steps(make):
     buffer, actor = started(make, max_lag=5)
-    assert len(generate(buffer, actor, 3)) == 3, "after two steps the last update of its own trains at version 5"
+    assert len(generate(buffer, actor, 3)) == 3, "after two steps, the last update of the third trains at version 5"
     assert actor.lease() == []
     buffer.draw(1, 0)
     buffer.finish(1, 2)
@@ -114,7 +114,7 @@ def test_on_stale_wait_counts_the_versions_of_the_steps_between(make):
     assert buffer.status().ledger["dropped_stale"] == 0
 
 
-def test_a_draw_may_be_as_far_ahead_as_all_updates_of_the_drawn_steps_lead(make):
+def test_a_draw_may_be_ahead_by_all_updates_of_the_drawn_steps(make):
     buffer, actor = started(make, max_lag=9)
     generate(buffer, actor, 3)
     buffer.draw(1, 0)
@@ -127,24 +127,24 @@ def test_a_draw_may_be_as_far_ahead_as_all_updates_of_the_drawn_steps_lead(make)
     buffer.finish(2, 3)
 
 
-def test_samples_of_a_version_published_within_a_step_are_welcome_and_later_ones_are_not(make):
+def test_only_samples_of_versions_within_the_current_step_are_accepted(make):
     buffer, actor = started(make, updates_per_step=4, max_lag=11)
     drawn, early, made_up = actor.lease()
     actor.work(drawn)
     assert buffer.draw(1, 0)[0].ready
-    # The service has not heard of any of these; a learner in this step can have published four.
+    # None of these versions was announced to the service; a learner in this step may have published four.
     assert actor.work(early, version=PolicyVersion(0, 4)) == ["committed"] * 2
     assert actor.work(made_up, version=PolicyVersion(0, 5)) == ["quarantined"] * 2
 
 
-def test_a_restarted_learner_redoes_the_steps_that_the_bound_has_room_for(make):
+def test_a_restarted_learner_redoes_the_steps_within_the_bound(make):
     buffer, actor = started(make, max_lag=5)
     recorded = {}
     for step in range(1, 6):
         generate(buffer, actor, 1, version=PolicyVersion(0, 2 * step - 2))
         recorded[step] = take(buffer, step, 2 * step - 2, 2 * step)
-    buffer.begin(3, 2, session="restarted")  # of step 2 only one update was applied
-    # The tokens of later versions count as of 3 now, those of step 3 as of 3 too: they may train up to version 8.
+    buffer.begin(3, 2, session="restarted")  # only one update of step 2 was applied
+    # Tokens of later versions and of step 3 count as version 3 now: they may train up to version 8.
     for step, version in ((3, 3), (4, 5), (5, 7)):
         reply, _ = buffer.draw(step, version, incarnation=1)
         if step < 5:
@@ -155,20 +155,20 @@ def test_a_restarted_learner_redoes_the_steps_that_the_bound_has_room_for(make):
     assert buffer.status().ledger["redone_uses"] == 4
 
 
-def test_recorded_steps_without_room_for_their_last_update_are_released(make):
+def test_recorded_steps_whose_last_update_exceeds_the_bound_are_released(make):
     buffer, actor = started(make, max_lag=3)
     for step in range(1, 5):
         generate(buffer, actor, 1, version=PolicyVersion(0, 2 * step - 2))
         take(buffer, step, 2 * step - 2, 2 * step)
     buffer.begin(0, 0, session="restarted")
-    # Everything counts as of version 0, so only the steps that begin at 0 and 2 are kept.
+    # All tokens count as version 0, so only the steps that begin at 0 and 2 are kept.
     assert sorted(buffer.store.read(lambda tx: dict(tx.state.pending_draws))) == [1, 2]
 
 
 @pytest.mark.parametrize(
     ("version", "state", "trained_at"), [(0, "filtered", None), (1, "trained", 0), (4, "trained", 3)]
 )
-def test_the_checkpoint_tells_how_many_updates_a_step_had_though_its_report_was_lost(make, version, state, trained_at):
+def test_the_checkpoint_shows_the_updates_of_a_step_even_if_its_report_is_lost(make, version, state, trained_at):
     buffer, actor = started(make, updates_per_step=4, max_lag=7)
     (group,) = generate(buffer, actor, 1)
     buffer.draw(1, 0)
@@ -178,7 +178,7 @@ def test_the_checkpoint_tells_how_many_updates_a_step_had_though_its_report_was_
     assert known == ([] if trained_at is None else [(1, trained_at, 1)])
 
 
-def test_the_version_that_a_group_was_trained_at_is_that_of_the_last_applied_update(make):
+def test_the_trained_version_of_a_group_is_that_of_the_last_applied_update(make):
     buffer, actor = started(make, updates_per_step=4, max_lag=15)
     groups = generate(buffer, actor, 2)
     take(buffer, 1, 0, 3)
@@ -187,12 +187,12 @@ def test_the_version_that_a_group_was_trained_at_is_that_of_the_last_applied_upd
     assert at == [[(1, 2, 0)], [(2, 6, 0)]]
 
 
-def test_knobs_that_no_group_could_keep_are_refused_before_the_service_starts():
+def test_an_unreachable_age_bound_is_rejected_before_the_service_starts():
     with pytest.raises(StoreError, match=r"max_lag = 2 can never be met with 4 updates per step"):
         BufferCore(BufferConfig(), facts(max_lag=2, updates_per_step=4), lambda: 0.0)
 
 
-def test_a_store_made_with_one_update_per_step_goes_on_with_no_other_number(tmp_path):
+def test_a_store_cannot_change_its_number_of_updates_per_step(tmp_path):
     Store(tmp_path, facts()).close()
-    with pytest.raises(StoreError, match="was made with updates_per_step = 1 where this service has 4"):
+    with pytest.raises(StoreError, match=r"was created with updates_per_step = 1 \(this service has 4\)"):
         Store(tmp_path, facts(updates_per_step=4, max_lag=8))

@@ -1,22 +1,22 @@
-"""What a process may use: CPUs and memory of its control groups, of either version, nested or in a namespace."""
+"""CPU and memory limits of control groups: versions 1 and 2, nested and in namespaces. Locks and private files."""
 
 import errno
 import os
 
 import pytest
 
-from common import files, process
-from common.files import NoLocks, try_lock
+from leeway.common import files, process
+from leeway.common.files import NoLocks, try_lock
 
 
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
-    """`machine(mounts, groups, figures)`: control groups as the kernel shows them, with files below the mounts."""
+    """`machine(mounts, groups, figures)` lays out control groups as the kernel does, with files below the mounts."""
     monkeypatch.setattr(process, "_PROC", tmp_path)
     monkeypatch.setattr("os.cpu_count", lambda: 64)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(48)))
 
-    def made(mounts: list[tuple[str, str, str]], groups: list[str], figures: dict[str, str]) -> None:
+    def lay_out(mounts: list[tuple[str, str, str]], groups: list[str], figures: dict[str, str]) -> None:
         lines = ["24 30 0:22 / /proc rw shared:2 - proc proc rw"]
         lines += [
             f"3{i} 23 0:2{i} {root} {tmp_path}/fs/{name} rw shared:{i} - {kind} {kind} rw,{name}"
@@ -29,10 +29,10 @@ def machine(tmp_path, monkeypatch):
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text)
 
-    return made
+    return lay_out
 
 
-def test_the_smallest_limit_up_to_the_root_holds(machine):
+def test_the_smallest_limit_up_to_the_root_applies(machine):
     machine(
         [("cgroup2", "all", "/")],
         ["0::/jobs/mine"],
@@ -50,7 +50,7 @@ def test_the_smallest_limit_up_to_the_root_holds(machine):
     assert process.memory_left() == 3500
 
 
-def test_each_controller_of_version_1_has_its_own_folders_which_may_be_mounted_together(machine):
+def test_limits_of_version_1_are_read_from_the_folder_of_each_controller(machine):
     machine(
         [("cgroup", "cpu,cpuacct", "/"), ("cgroup", "memory", "/"), ("cgroup", "pids", "/")],
         ["3:cpu,cpuacct:/a/b", "2:memory:/c", "1:pids:/", "0::/a/b"],
@@ -70,16 +70,16 @@ def test_each_controller_of_version_1_has_its_own_folders_which_may_be_mounted_t
     )
     assert process.usable_cpus() == 1, "half a CPU"
     assert process.memory_left() == 1096
-    assert list(process.group_figures("pids", ("pids.max",))) == []
+    assert list(process.cgroup_values("pids", ("pids.max",))) == []
 
 
 @pytest.mark.parametrize(("root", "group"), [("/docker/4711", "/docker/4711"), ("/", "/../../4711"), ("/x", "/y")])
-def test_in_a_container_the_mounted_root_is_the_group(machine, root, group):
+def test_in_a_container_the_group_is_the_mounted_root(machine, root, group):
     machine([("cgroup2", "all", root)], [f"0::{group}"], {"all/cpu.max": "400000 100000", "cpu.max": "1 1"})
     assert process.usable_cpus() == 4
 
 
-def test_without_groups_the_affinity_counts(machine, tmp_path, monkeypatch):
+def test_without_control_groups_the_cpu_affinity_applies(machine, tmp_path, monkeypatch):
     machine([], [], {})
     assert (process.usable_cpus(), process.memory_left()) == (48, 2**62)
     (tmp_path / "cgroup").unlink()
@@ -91,18 +91,18 @@ def test_without_groups_the_affinity_counts(machine, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])
-def test_a_file_system_without_locks_is_named_with_what_to_do(tmp_path, monkeypatch, number):
+def test_a_file_system_without_locks_is_named_with_the_fix(tmp_path, monkeypatch, number):
     def flock(*_):
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(files.fcntl, "flock", flock)
     with (tmp_path / "file").open("w+b") as file:
         for locked in (file, file.fileno()):
-            with pytest.raises(NoLocks, match=f"the file system of {tmp_path} has no locks .*--run.dir FOLDER"):
+            with pytest.raises(NoLocks, match=f"the file system of {tmp_path} does not support .*--run.dir FOLDER"):
                 try_lock(locked)
 
 
-def test_another_error_of_a_lock_stays_what_it_is(tmp_path, monkeypatch):
+def test_other_lock_errors_are_raised_unchanged(tmp_path, monkeypatch):
     def flock(*_):
         raise OSError(errno.EIO, "broken")
 
@@ -115,6 +115,6 @@ def test_another_error_of_a_lock_stays_what_it_is(tmp_path, monkeypatch):
 def test_a_device_is_not_replaced_by_a_file(tmp_path):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    with pytest.raises(OSError, match="no ordinary file"), files.private_file(pipe) as file:
+    with pytest.raises(OSError, match="not a regular file"), files.private_file(pipe) as file:
         file.write(b"x")
     assert pipe.is_fifo()

@@ -1,9 +1,9 @@
-"""Laws of cost: what made the measurements is found again, nothing is negative, and few measurements suffice."""
+"""Cost models are recovered from measurements, have no negative coefficients and need few measurements."""
 
 import numpy as np
 import pytest
 
-from planning.costs import Moments, TokenTime
+from leeway.planning.costs import LeastSquares, TokenTime
 
 LAWS = [
     TokenTime(4e-3, 6e-5, 2e-8, 1e-5),
@@ -13,8 +13,8 @@ LAWS = [
 
 
 @pytest.mark.parametrize("law", LAWS)
-def test_the_law_that_made_the_steps_is_found_again(law):
-    random, moments = np.random.default_rng(1), Moments(4)
+def test_the_fit_recovers_the_law_that_generated_the_steps(law):
+    random, moments = np.random.default_rng(1), LeastSquares(4)
     for _ in range(300):
         b, c, p = int(random.integers(1, 65)), int(random.integers(100, 60_000)), int(random.choice([0, 0, 0, 512]))
         moments.add((1.0, b, c, p), law.seconds(b, c, p))
@@ -26,11 +26,11 @@ def test_the_law_that_made_the_steps_is_found_again(law):
     assert fit.num_measured == 300
 
 
-def test_it_is_the_best_of_all_laws_without_a_negative_coefficient():
+def test_the_fit_has_the_least_error_of_all_non_negative_laws():
     random = np.random.default_rng(2)
     for _ in range(30):
         terms = np.c_[np.ones(20), random.integers(1, 9, 20), random.integers(1, 900, 20)].astype(float)
-        seconds, moments = random.exponential(1e-2, 20), Moments(3)
+        seconds, moments = random.exponential(1e-2, 20), LeastSquares(3)
         for row, each in zip(terms, seconds, strict=True):
             moments.add(row, each)
         found = np.array(moments.fit().coefficients)
@@ -42,8 +42,8 @@ def test_it_is_the_best_of_all_laws_without_a_negative_coefficient():
             assert ((terms @ other - seconds) ** 2).sum() >= error * (1 - 1e-3)
 
 
-def test_where_all_steps_are_alike_the_law_has_one_term_and_before_two_there_is_none():
-    moments = Moments(4)
+def test_equal_steps_give_one_term_and_no_steps_give_no_fit():
+    moments = LeastSquares(4)
     assert moments.fit() is None
     for _ in range(5):
         moments.add((1.0, 8, 800, 0), 0.01)
@@ -52,14 +52,14 @@ def test_where_all_steps_are_alike_the_law_has_one_term_and_before_two_there_is_
     assert sum(each > 0 for each in moments.fit().coefficients) == 1
 
 
-def test_sums_are_stored_and_those_of_several_engines_add_up():
-    random, parts, whole = np.random.default_rng(4), [Moments(4), Moments(4)], Moments(4)
+def test_stored_sums_of_several_engines_can_be_added():
+    random, parts, whole = np.random.default_rng(4), [LeastSquares(4), LeastSquares(4)], LeastSquares(4)
     for _ in range(40):
         terms, seconds = (1.0, *random.integers(1, 99, 3)), float(random.exponential(1e-2))
         parts[random.integers(2)].add(terms, seconds)
         whole.add(terms, seconds)
-    together = Moments.from_list(parts[0].as_list()) + parts[1]
+    together = LeastSquares.from_list(parts[0].as_list()) + parts[1]
     assert together.as_list() == pytest.approx(whole.as_list())
     assert together.fit().coefficients == pytest.approx(whole.fit().coefficients)
-    with pytest.raises(ValueError, match="6 numbers are not the sums"):
-        Moments.from_list([1.0] * 6)
+    with pytest.raises(ValueError, match="6 numbers cannot be the sums"):
+        LeastSquares.from_list([1.0] * 6)

@@ -1,4 +1,4 @@
-"""A checkpoint's folder: what it holds, and what is refused."""
+"""Checkpoint folders: the facts that are read, and the folders that are refused."""
 
 import json
 from pathlib import Path
@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig
 
-from common.hf_folder import ModelFolderError, check_model_folder, tensors_in
-from learner.decoders import FAMILIES
+from leeway.common.hf_folder import ModelFolderError, check_model_folder, tensors_in
+from leeway.learner.decoders import FAMILIES
 from tests.unit.small_models import tiny_checkpoint
 
 
@@ -23,22 +23,20 @@ def test_the_facts_of_a_checkpoint_are_read(tmp_path: Path):
 
 
 @pytest.mark.parametrize("model_type", [family for family in FAMILIES if family != "llama"])
-def test_a_checkpoint_that_does_not_say_whether_its_head_is_tied_is_taken_as_transformers_takes_it(
-    tmp_path: Path, model_type: str
-):
+def test_an_unset_tie_word_embeddings_has_the_default_of_transformers(tmp_path: Path, model_type: str):
     tiny_checkpoint(tmp_path, tied=True)
-    said = json.loads((tmp_path / "config.json").read_text()) | {"model_type": model_type}
-    del said["tie_word_embeddings"]
-    (tmp_path / "config.json").write_text(json.dumps(said))
+    config = json.loads((tmp_path / "config.json").read_text()) | {"model_type": model_type}
+    del config["tie_word_embeddings"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
     assert check_model_folder(tmp_path).tied is AutoConfig.from_pretrained(tmp_path).tie_word_embeddings
 
 
-def test_a_missing_folder_says_what_to_give(tmp_path: Path):
+def test_a_missing_folder_is_reported_with_the_expected_path(tmp_path: Path):
     with pytest.raises(ModelFolderError, match="no such folder; give the path"):
         check_model_folder(tmp_path / "nothing")
 
 
-def test_a_model_that_could_never_stop_is_refused(tmp_path: Path):
+def test_a_model_without_an_end_of_sequence_token_is_refused(tmp_path: Path):
     tiny_checkpoint(tmp_path, tied=False)
     (tmp_path / "generation_config.json").unlink()
     config = json.loads((tmp_path / "config.json").read_text())
@@ -59,7 +57,7 @@ def test_a_model_that_could_never_stop_is_refused(tmp_path: Path):
         (None, {"eos_token_id": [None, 2]}, (2,)),
     ],
 )
-def test_a_file_that_names_no_end_of_sequence_leaves_it_to_the_next(tmp_path: Path, generation, model, ids):
+def test_the_first_file_with_an_end_of_sequence_token_applies(tmp_path: Path, generation, model, ids):
     tiny_checkpoint(tmp_path, tied=False)
     (tmp_path / "generation_config.json").unlink()
     if generation is not None:
@@ -69,16 +67,16 @@ def test_a_file_that_names_no_end_of_sequence_leaves_it_to_the_next(tmp_path: Pa
     assert check_model_folder(tmp_path).eos_token_ids == ids
 
 
-@pytest.mark.parametrize("wrong", ["</s>", True, 2.5, {"id": 2}, [2, "</s>"], [[2]], 16, -1])
-def test_an_end_of_sequence_that_is_no_token_is_refused_by_its_value(tmp_path: Path, wrong):
+@pytest.mark.parametrize("value", ["</s>", True, 2.5, {"id": 2}, [2, "</s>"], [[2]], 16, -1])
+def test_an_invalid_end_of_sequence_token_is_refused_with_its_value(tmp_path: Path, value):
     tiny_checkpoint(tmp_path, tied=False)
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": wrong}))
-    with pytest.raises(ModelFolderError, match=r"eos_token_id = .* is no token of a vocabulary of 16; correct it"):
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
+    with pytest.raises(ModelFolderError, match=r"eos_token_id = .* is not in the vocabulary of 16 tokens; correct it"):
         check_model_folder(tmp_path)
 
 
-def rewritten(file: Path, change) -> None:
-    """Change the header of a safetensors file, which keeps its data."""
+def rewrite_header(file: Path, change) -> None:
+    """Change the header of a safetensors file and keep its data."""
     content = file.read_bytes()
     length = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + length])
@@ -88,25 +86,25 @@ def rewritten(file: Path, change) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "complaint"),
+    ("change", "message"),
     [
-        (lambda tensors: tensors["a"].update(shape=[3]), "'a' has another size than its shape"),
-        (lambda tensors: tensors["b"].update(data_offsets=[16, 32]), "'b' lies outside of it"),
-        (lambda tensors: tensors.pop("a"), "do not follow on each other at byte 0"),
+        (lambda tensors: tensors["a"].update(shape=[3]), "the size of tensor 'a' does not match its shape"),
+        (lambda tensors: tensors["b"].update(data_offsets=[16, 32]), "'b' is outside the file"),
+        (lambda tensors: tensors.pop("a"), "are not contiguous at byte 0"),
         (lambda tensors: tensors.pop("b"), "end at byte 8 of 24"),
-        (lambda tensors: tensors.update(b=None), "cannot be read"),
+        (lambda tensors: tensors.update(b=None), "cannot read"),
     ],
 )
-def test_a_header_that_does_not_describe_its_data_is_refused(tmp_path: Path, change, complaint: str):
+def test_a_header_that_does_not_describe_its_data_is_refused(tmp_path: Path, change, message: str):
     file = tmp_path / "model.safetensors"
     save_file({"a": torch.ones(2), "b": torch.ones(4)}, file)
     assert tensors_in(tmp_path)["b"].shape == (4,)
-    rewritten(file, change)
-    with pytest.raises(ModelFolderError, match=complaint):
+    rewrite_header(file, change)
+    with pytest.raises(ModelFolderError, match=message):
         tensors_in(tmp_path)
 
 
-def test_an_index_that_maps_nothing_is_refused_by_name(tmp_path: Path):
+def test_an_invalid_checkpoint_index_is_refused_by_name(tmp_path: Path):
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": []}')
-    with pytest.raises(ModelFolderError, match=r"index\.json is no index of a checkpoint: .* Fetch the file again"):
+    with pytest.raises(ModelFolderError, match=r"index\.json is not a valid checkpoint index: .* Download"):
         tensors_in(tmp_path)

@@ -1,4 +1,4 @@
-"""Imports without the garbage collector: it is off in the block, and afterwards as it was."""
+"""`gc_disabled` disables the garbage collector in its block and then restores its state."""
 
 import contextlib
 import gc
@@ -6,21 +6,21 @@ import multiprocessing
 
 import pytest
 
-from actors.engine_setup import uncollected_children
-from common.process import uncollected
+from leeway.actors.engine_setup import gc_disabled_children
+from leeway.common.process import gc_disabled
 
 
-def test_the_collector_is_off_in_the_block_and_on_again_after_an_error():
-    with contextlib.suppress(ImportError), uncollected():
+def test_the_collector_is_disabled_in_the_block_and_enabled_after_an_error():
+    with contextlib.suppress(ImportError), gc_disabled():
         assert not gc.isenabled()
         raise ImportError
     assert gc.isenabled()
 
 
-def test_where_it_was_off_it_stays_off():
+def test_a_disabled_collector_stays_disabled():
     gc.disable()
     try:
-        with uncollected():
+        with gc_disabled():
             pass
         assert not gc.isenabled()
     finally:
@@ -28,10 +28,10 @@ def test_where_it_was_off_it_stays_off():
 
 
 @pytest.mark.process
-def test_processes_that_are_spawned_in_the_block_begin_without_and_others_with():
+def test_only_processes_spawned_in_gc_disabled_children_start_without_the_collector():
     context = multiprocessing.get_context("spawn")
     found = []
-    for block in (uncollected_children(), uncollected()):
+    for block in (gc_disabled_children(), gc_disabled()):
         with block, context.Pool(1) as pool:
             found.append(pool.apply(gc.isenabled))
     assert found == [False, True]

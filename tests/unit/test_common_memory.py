@@ -1,4 +1,4 @@
-"""Memory that a process frees, and uses again."""
+"""`keep_freed_memory` keeps freed memory in the process."""
 
 import platform
 import subprocess
@@ -10,7 +10,7 @@ from tests.world.waiting import LIMIT_S
 
 AGAIN = """
 import ctypes, resource, sys
-from common.process import keep_freed_memory
+from leeway.common.process import keep_freed_memory
 if sys.argv[1] == "kept":
     keep_freed_memory(largest=2**30, most=2**31 - 1)
 libc = ctypes.CDLL(None)
@@ -28,8 +28,8 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 @pytest.mark.process
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
-def test_memory_that_is_freed_is_used_again_without_faults():
-    """In processes of their own, for what is set stays set; with huge pages there are few faults in any case."""
+def test_freed_memory_is_reused_without_page_faults():
+    """Run in separate processes, because the setting is permanent. Huge pages cause few faults in either case."""
     faults = {}
     for way in ("kept", "given back"):
         program = [sys.executable, "-c", AGAIN, way]

@@ -1,4 +1,4 @@
-"""The folder that engines load: untied where the model's head is tied, and the same in every run."""
+"""Model folders that engines load: for tied models a copy with an untied head, which all runs share."""
 
 import fcntl
 import json
@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
-from common import serving_model
-from common.hf_folder import HEAD, UNTIED_MARK, ModelFolderError, check_model_folder, tensors_in, write_index
-from common.serving_model import prepare_serving_model, serving_models
+from leeway.common import serving_model
+from leeway.common.hf_folder import HEAD, UNTIED_MARK, ModelFolderError, check_model_folder, tensors_in, write_index
+from leeway.common.serving_model import prepare_serving_model, serving_models
 from tests.unit.small_models import tiny_checkpoint
 
 WEIGHTS = "model.safetensors"
@@ -22,14 +22,14 @@ WEIGHTS = "model.safetensors"
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
-    """Of this test alone."""
+    """A model cache for this test only."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "leeway" / "serving_models"
 
 
 @pytest.fixture
 def model(tmp_path) -> Path:
-    """The folder of a model whose head is tied."""
+    """A model with a tied head."""
     tiny_checkpoint(tmp_path / "model", tied=True)
     (tmp_path / "model" / "tokenizer.json").write_text("{}")
     return tmp_path / "model"
@@ -39,7 +39,7 @@ def content(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_a_tied_checkpoint_is_served_untied_and_computes_the_same(tmp_path: Path, model, cache):
+def test_a_tied_checkpoint_is_served_untied_with_equal_logits(tmp_path: Path, model, cache):
     served = prepare_serving_model(model, tmp_path / "run")
     assert served.parent == cache == serving_models()
     assert not (tmp_path / "run").exists()
@@ -52,7 +52,7 @@ def test_a_tied_checkpoint_is_served_untied_and_computes_the_same(tmp_path: Path
         assert torch.equal(untied(tokens).logits, tied(tokens).logits)
 
 
-def test_a_copied_head_is_the_embedding_byte_for_byte_and_in_the_index(tmp_path: Path):
+def test_the_copied_head_equals_the_embedding_and_is_in_the_index(tmp_path: Path):
     model = tiny_checkpoint(tmp_path / "model", tied=True).to(torch.bfloat16)
     model.save_pretrained(tmp_path / "model")
     served = prepare_serving_model(tmp_path / "model", tmp_path / "run")
@@ -62,16 +62,14 @@ def test_a_copied_head_is_the_embedding_byte_for_byte_and_in_the_index(tmp_path:
     assert "model.embed_tokens.weight" in index["weight_map"]
 
 
-def test_an_untied_checkpoint_is_served_as_it_is(tmp_path: Path, cache):
+def test_an_untied_checkpoint_is_served_unchanged(tmp_path: Path, cache):
     tiny_checkpoint(tmp_path / "model", tied=False)
     assert prepare_serving_model(tmp_path / "model", tmp_path / "run") == tmp_path / "model"
     assert not cache.exists()
     assert not (tmp_path / "run").exists()
 
 
-def test_every_run_of_a_model_serves_one_folder_which_takes_the_place_of_a_head_alone(
-    tmp_path: Path, model, monkeypatch
-):
+def test_all_runs_of_a_model_share_one_folder_that_stores_only_the_head(tmp_path: Path, model, monkeypatch):
     served = prepare_serving_model(model, tmp_path / "run")
     own = {path.name for path in served.iterdir() if not path.is_symlink()}
     assert own == {"config.json", "lm_head.safetensors", "model.safetensors.index.json"}
@@ -84,19 +82,19 @@ def test_every_run_of_a_model_serves_one_folder_which_takes_the_place_of_a_head_
     assert served.stat().st_ino == made
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what vLLM imports to inspect a model
-@pytest.mark.process  # it inspects the class of a model that it has not seen on this machine
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # from imports of vLLM
+@pytest.mark.process  # vLLM inspects the class of a new model in a process
 def test_engines_of_two_runs_look_up_one_compiled_model(tmp_path: Path, model, cache):
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    def compiled_as(folder: Path) -> str:
+    def compile_hash(folder: Path) -> str:
         made = AsyncEngineArgs(model=str(folder), skip_tokenizer_init=True, dtype="float32").create_model_config()
         return made.compute_hash()
 
-    first, again = (compiled_as(prepare_serving_model(model, tmp_path / run)) for run in ("one", "two"))
+    first, again = (compile_hash(prepare_serving_model(model, tmp_path / run)) for run in ("one", "two"))
     assert first == again
     elsewhere = shutil.copytree(next(cache.glob("llama-*")), tmp_path / "in-the-folder-of-a-run")
-    assert compiled_as(elsewhere) != first, "then the copies need no place of their own any more"
+    assert compile_hash(elsewhere) != first, "copies no longer need a shared folder"
 
 
 def other_embedding(model: Path) -> None:
@@ -114,7 +112,7 @@ def other_config(model: Path) -> None:
     "change", [other_embedding, other_config, lambda model: (model / "vocabulary.txt").touch()],
     ids=["embedding", "config", "files"],
 )  # fmt: skip
-def test_a_model_that_has_changed_is_served_as_it_is_now_and_who_serves_the_old_one_keeps_it(tmp_path, model, change):
+def test_a_changed_model_gets_a_new_folder_and_the_old_folder_stays(tmp_path, model, change):
     served = prepare_serving_model(model, tmp_path / "run")
     head = (served / "lm_head.safetensors").read_bytes()
     change(model)
@@ -129,7 +127,7 @@ def test_a_model_that_has_changed_is_served_as_it_is_now_and_who_serves_the_old_
     )
 
 
-def test_other_weights_than_the_embedding_are_seen_through_the_links(tmp_path, model):
+def test_changes_of_weights_other_than_the_embedding_are_visible_through_links(tmp_path, model):
     served = prepare_serving_model(model, tmp_path / "run")
     tensors = load_file(model / WEIGHTS)
     tensors["model.norm.weight"] += 1
@@ -154,7 +152,7 @@ def test_other_weights_than_the_embedding_are_seen_through_the_links(tmp_path, m
         shutil.rmtree,
     ],
 )
-def test_a_damaged_copy_is_made_again_in_its_place(tmp_path: Path, model, damage):
+def test_a_damaged_copy_is_replaced(tmp_path: Path, model, damage):
     served = prepare_serving_model(model, tmp_path / "run")
     whole, original = content(served), content(model)
     damage(served)
@@ -163,7 +161,7 @@ def test_a_damaged_copy_is_made_again_in_its_place(tmp_path: Path, model, damage
     assert content(model) == original
 
 
-def test_a_maker_that_fails_or_was_killed_leaves_no_half_copy(tmp_path: Path, model, cache, monkeypatch):
+def test_a_copy_that_fails_or_is_killed_leaves_no_partial_folder(tmp_path: Path, model, cache, monkeypatch):
     with monkeypatch.context() as failing:
         failing.setattr(serving_model, "write_config", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
@@ -176,7 +174,7 @@ def test_a_maker_that_fails_or_was_killed_leaves_no_half_copy(tmp_path: Path, mo
     assert {path.name for path in cache.iterdir()} == {"making.lock", served.name}
 
 
-def test_several_that_want_a_copy_at_once_get_one_that_one_of_them_makes(tmp_path: Path, model, cache, monkeypatch):
+def test_concurrent_calls_make_one_copy(tmp_path: Path, model, cache, monkeypatch):
     made, copy_to = [], serving_model._TiedModel.copy_to
 
     def slowly(self, copy, may_copy):
@@ -192,7 +190,7 @@ def test_several_that_want_a_copy_at_once_get_one_that_one_of_them_makes(tmp_pat
 
 def unwritable(cache: Path, monkeypatch) -> None:
     cache.parent.mkdir(parents=True)
-    cache.write_text("where a folder should be")
+    cache.write_text("a file in place of the folder")
 
 
 def held_by_another(cache: Path, monkeypatch) -> None:
@@ -208,22 +206,22 @@ def without_a_home(cache: Path, monkeypatch) -> None:
 
 
 def without_links(cache: Path, monkeypatch) -> None:
-    def refused(link, *_, **__):
+    def fail(link, *_, **__):
         raise PermissionError(1, "Operation not permitted", str(link))
 
-    monkeypatch.setattr(Path, "symlink_to", refused)
+    monkeypatch.setattr(Path, "symlink_to", fail)
 
 
-@pytest.mark.parametrize("lack", [unwritable, held_by_another, without_a_home, without_links])
-def test_where_no_copy_can_be_kept_the_run_has_its_own_and_says_so(
-    tmp_path: Path, model, cache, monkeypatch, caplog, lack
+@pytest.mark.parametrize("break_cache", [unwritable, held_by_another, without_a_home, without_links])
+def test_a_run_logs_and_makes_its_own_copy_if_the_cache_is_unusable(
+    tmp_path: Path, model, cache, monkeypatch, caplog, break_cache
 ):
-    lack(cache, monkeypatch)
+    break_cache(cache, monkeypatch)
     (model / "folder").mkdir()
     (model / "folder" / "file").touch()
     served = prepare_serving_model(model, tmp_path / "run")
     assert served.parent == tmp_path / "run"
-    assert "cannot be kept for later runs" in caplog.text
+    assert "cannot cache an untied copy" in caplog.text
     assert "set XDG_CACHE_HOME" in caplog.text
     assert prepare_serving_model(model, tmp_path / "run") == served
     assert not check_model_folder(served).tied
@@ -232,39 +230,39 @@ def test_where_no_copy_can_be_kept_the_run_has_its_own_and_says_so(
 
 
 @pytest.mark.parametrize(
-    ("spoil", "complaint"),
+    ("spoil", "message"),
     [
-        (lambda folder: (folder / "config.json").unlink(), "holds no config.json"),
+        (lambda folder: (folder / "config.json").unlink(), "contains no config.json"),
         (lambda folder: (folder / "config.json").write_text("{"), "not valid JSON"),
-        (lambda folder: (folder / "config.json").write_text('{"eos_token_id": 1}'), "names no vocab_size"),
+        (lambda folder: (folder / "config.json").write_text('{"eos_token_id": 1}'), "has no vocab_size"),
         (lambda folder: (folder / WEIGHTS).unlink(), r"no \*\.safetensors"),
-        (lambda folder: (folder / WEIGHTS).write_bytes(b"x" * 40), "cannot be read as safetensors"),
+        (lambda folder: (folder / WEIGHTS).write_bytes(b"x" * 40), "cannot read .* as safetensors"),
         (lambda folder: save_file({"w": torch.ones(1)}, folder / WEIGHTS), "expected one input embedding"),
     ],
 )
-def test_a_folder_that_cannot_be_served_says_why(tmp_path: Path, model, cache, spoil, complaint: str):
+def test_a_folder_that_cannot_be_served_is_refused_with_the_reason(tmp_path: Path, model, cache, spoil, message: str):
     (model / "generation_config.json").unlink()
     spoil(model)
-    with pytest.raises(ModelFolderError, match=complaint):
+    with pytest.raises(ModelFolderError, match=message):
         prepare_serving_model(model, tmp_path / "run")
     assert not cache.exists()
 
 
 def add_head(folder: Path, scale: float) -> None:
-    """Store a head in a tied checkpoint besides."""
+    """Store a head in a tied checkpoint as well."""
     tensors = load_file(folder / WEIGHTS)
     head = scale * tensors["model.embed_tokens.weight"]
     save_file({**tensors, HEAD: head}, folder / WEIGHTS, metadata={"format": "pt"})
 
 
-def test_a_tied_checkpoint_that_holds_another_head_is_refused(tmp_path: Path, model, cache):
+def test_a_tied_checkpoint_with_a_different_head_is_refused(tmp_path: Path, model, cache):
     add_head(model, scale=2.0)
-    with pytest.raises(ModelFolderError, match=r"ties the head.*model.safetensors holds another lm_head.weight"):
+    with pytest.raises(ModelFolderError, match=r"ties the head.*lm_head.weight in .*model.safetensors differs from"):
         prepare_serving_model(model, tmp_path / "run")
     assert not cache.exists()
 
 
-def test_a_tied_checkpoint_that_holds_its_embedding_as_the_head_too_is_served(tmp_path: Path, model):
+def test_a_tied_checkpoint_with_its_embedding_stored_as_head_is_served(tmp_path: Path, model):
     add_head(model, scale=1.0)
     served = prepare_serving_model(model, tmp_path / "run")
     untied = LlamaForCausalLM.from_pretrained(served).eval()
@@ -272,7 +270,7 @@ def test_a_tied_checkpoint_that_holds_its_embedding_as_the_head_too_is_served(tm
     assert not (served / "lm_head.safetensors").exists()
 
 
-def test_weights_that_no_index_names_are_neither_checked_nor_served(tmp_path: Path, model):
+def test_weights_outside_the_index_are_neither_checked_nor_served(tmp_path: Path, model):
     write_index(model, [model / "model.safetensors"])
     save_file({"layers.0.attention.wq.weight": torch.ones(3)}, model / "consolidated.safetensors")
     names = set(tensors_in(model))

@@ -1,20 +1,20 @@
-"""Calls in threads of their own: a place is taken by those that run alone."""
+"""`DaemonThreads` limits the number of running threads; only running calls count."""
 
 import threading
 
 import pytest
 
-from common.process import DaemonThreads, ThreadsExhausted
+from leeway.common.process import DaemonThreads, ThreadsExhausted
 
 
-def test_a_thread_that_cannot_be_started_takes_no_place(monkeypatch):
+def test_a_thread_that_fails_to_start_frees_its_slot(monkeypatch):
     threads = DaemonThreads("calls", max_threads=1)
 
-    def refuse(_):
+    def fail(_):
         raise RuntimeError("can't start new thread")
 
     with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refuse)
+        patch.setattr(threading.Thread, "start", fail)
         with pytest.raises(RuntimeError, match="can't start"):
             threads.submit(int)
     entered, leave = threading.Event(), threading.Event()

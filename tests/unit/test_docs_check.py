@@ -1,4 +1,4 @@
-"""The check of the commands in the documents finds what is wrong in them."""
+"""The check of commands and links in the docs reports each fault."""
 
 from pathlib import Path
 
@@ -23,27 +23,27 @@ def page(tmp_path: Path, *lines: str) -> Path:
         ("leeway train examples/demo.toml --learner.num_stage 3", "did you mean learner.num_stages?"),
         ("leeway resume NAME --learner.num_stage 3", "did you mean learner.num_stages?"),
         ("leeway train CONFIG.toml --weight_sync.max_lag many", "weight_sync.max_lag = 'many'"),
-        ("leeway train examples/dema.toml", "there is no examples/dema.toml"),
+        ("leeway train examples/dema.toml", "examples/dema.toml does not exist"),
         ("leeway train examples/demo-ppo.toml --actors.group_size 1", "exit status 2"),
         ("leeway export", "Missing argument 'RUN'"),
         ("make dema", "the Makefile has no target dema"),
-        ("python examples/check_exports.py runs/NAME/model", "there is no examples/check_exports.py"),
-        ("python benchmarks/off_policy.py --no-such-flag", "knows no --no-such-flag"),
-        ("python -m tests.no_such_module", "there is no module tests.no_such_module"),
+        ("python examples/check_exports.py runs/NAME/model", "examples/check_exports.py does not exist"),
+        ("python benchmarks/off_policy.py --no-such-flag", "has no option --no-such-flag"),
+        ("python -m tests.no_such_module", "module tests.no_such_module does not exist"),
         ("launch/cluster.sh upp hosts", "launch/cluster.sh has no verb upp"),
         ("launch/cluster.sh start hosts", "launch/cluster.sh has no verb start"),
         ("launch/cluster.sh run examples/demo.toml --learner.num_stage 3", "did you mean learner.num_stages?"),
-        ("FOO=1 leewai train", "nobody knows the program leewai"),
+        ("FOO=1 leewai train", "unknown program leewai"),
         ("source .venv/bin/activate && leeway trian x", "No such command 'trian'. Did you mean 'train'"),
-        ("leeway train 'examples/demo.toml", "the shell cannot read it"),
+        ("leeway train 'examples/demo.toml", "invalid shell syntax"),
     ],
 )
-def test_a_command_that_does_not_exist_is_found(tmp_path, capsys, line, expected):
+def test_a_command_that_does_not_exist_is_reported(tmp_path, capsys, line, expected):
     assert main([str(page(tmp_path, "make demo", line))]) == 1
-    said = capsys.readouterr().out
-    assert expected in said
-    assert "page.md:5: " in said
-    assert "2 commands in 1 documents: 1 wrong" in said
+    out = capsys.readouterr().out
+    assert expected in out
+    assert "page.md:5: " in out
+    assert "2 commands in 1 documents: 1 wrong" in out
 
 
 @pytest.mark.parametrize(
@@ -62,10 +62,10 @@ def test_a_command_that_exists_passes(line):
     assert fault(Command("here", line)) == ""
 
 
-def test_lines_are_joined_and_what_is_no_command_is_left_alone(tmp_path):
+def test_continued_lines_are_joined_and_other_text_is_ignored(tmp_path):
     path = page(tmp_path, "# one", "leeway train examples/demo.toml \\", "    --learner.num_steps 3", "", "make demo")
     path.write_text(path.read_text() + "\n```toml\n[learner]\n```\nSee `leeway top`, and ``leeway nothing``.\n")
-    found = [(command.where.rpartition(":")[2], " ".join(command.text.split())) for command in commands_in(path)]
+    found = [(command.location.rpartition(":")[2], " ".join(command.text.split())) for command in commands_in(path)]
     assert found == [
         ("5", "leeway train examples/demo.toml --learner.num_steps 3"),
         ("8", "make demo"),
@@ -79,17 +79,17 @@ def test_lines_are_joined_and_what_is_no_command_is_left_alone(tmp_path):
         "```\nleeway top\n```",
         "```\n# first\n$ launch/cluster.sh down\n```",
         "\n    make demo\n",
-        "- as in\n\n      python benchmarks/overlap.py\n",
+        "- for example\n\n      python benchmarks/overlap.py\n",
     ],
 )
-def test_a_command_in_a_block_that_is_not_marked_is_found(tmp_path, capsys, block):
+def test_a_command_in_an_unmarked_block_is_reported(tmp_path, capsys, block):
     path = tmp_path / "page.md"
     path.write_text(f"# A page\n{block}\n\nSee ```text\n")
     assert main([str(path)]) == 1
-    assert "it stands in a block that is not marked as ```bash" in capsys.readouterr().out
+    assert "the block is not marked as ```bash" in capsys.readouterr().out
 
 
-def test_an_indented_block_that_is_marked_and_commands_in_sentences_are_looked_at(tmp_path):
+def test_marked_indented_blocks_and_inline_commands_are_checked(tmp_path):
     path = tmp_path / "page.md"
     path.write_text("1. First\n\n   ```bash\n   leeway top\n   ```\n\nThen `make dema`, or\n`launch/cluster.sh up`.\n")
     found = list(commands_in(path))
@@ -101,28 +101,28 @@ def test_an_indented_block_that_is_marked_and_commands_in_sentences_are_looked_a
     assert fault(found[1]) == "the Makefile has no target dema"
 
 
-def test_a_link_to_what_is_not_there_is_found(tmp_path, capsys):
+def test_a_link_to_a_missing_file_is_reported(tmp_path, capsys):
     path = tmp_path / "page.md"
     path.write_text("[a](page.md#part), [b](https://x.org/y),\n![c](no.svg), [d](#part), `[e](f)`\n```\n[g](h)\n```\n")
     assert [link.partition(":")[2] for link in dead_links(path)] == ["2: no.svg"]
     assert main([str(path)]) == 1
-    assert "a link to what is not there" in capsys.readouterr().out
+    assert "the link leads to a missing file" in capsys.readouterr().out
 
 
-@pytest.mark.process  # a dry run of a task with a reward file tries it in one
-def test_every_command_and_link_of_the_documents_leads_somewhere(capsys):
+@pytest.mark.process  # a dry run tests a reward file in a process
+def test_every_command_and_link_of_the_docs_is_valid(capsys):
     assert main([]) == 0, capsys.readouterr().out
 
 
-def test_the_readme_and_every_page_are_looked_at():
+def test_the_readme_and_every_page_are_checked():
     names = {path.name for path in documents()}
     assert names >= {"README.md", "commands.md", "buffer.md", "staleness.md"}
 
 
-def test_every_verb_stands_in_the_readme_and_on_the_page_of_the_commands():
+def test_the_readme_and_the_commands_page_contain_every_verb():
     from typer.main import get_command
 
-    from launch.cli import app
+    from leeway.launch.cli import app
 
     root = Path(__file__).parents[2]
     verbs = get_command(app).commands

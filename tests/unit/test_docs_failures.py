@@ -1,4 +1,4 @@
-"""docs/failures.md names tests, and they are there."""
+"""docs/failures.md refers to existing tests."""
 
 import re
 from pathlib import Path
@@ -7,7 +7,7 @@ ROOT = Path(__file__).resolve().parents[2]
 NAMED = re.compile(r"`(tests/[\w/]+\.py)(?:::(test_\w+))?`")
 
 
-def test_every_test_that_the_page_of_failures_names_is_there():
+def test_every_test_named_in_docs_failures_exists():
     named = NAMED.findall((ROOT / "docs" / "failures.md").read_text())
     assert len(named) > 20
     for file, test in named:
@@ -15,7 +15,7 @@ def test_every_test_that_the_page_of_failures_names_is_there():
         assert not test or re.search(rf"^(?:async )?def {test}\(", source, re.MULTILINE), (file, test)
 
 
-def test_every_row_of_it_names_a_test_or_a_measurement():
+def test_every_row_of_docs_failures_names_a_test():
     page = (ROOT / "docs" / "failures.md").read_text()
     rows = [line for line in page.splitlines() if line.startswith("| ") and not line.startswith("| what users")]
     assert len(rows) >= 20

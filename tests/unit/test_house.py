@@ -1,11 +1,11 @@
-"""The house stays small enough to carry: `python -m tests.house -v` says where to look."""
+"""The size of the product stays within its bounds: `python -m tests.house -v` lists the modules behind the figures."""
 
 import re
 
 import pytest
 
-from launch.errors import ConfigError
-from launch.host import check_folder
+from leeway.launch.errors import ConfigError
+from leeway.launch.host import check_folder
 from tests.house import DEEP_LINES, PACKAGES, ROOT, figures, graph, modules, single_use
 from tests.walks import BEGIN, END, PAGE
 
@@ -28,24 +28,24 @@ BOUNDS = {
 }
 
 
-@pytest.mark.parametrize("what", BOUNDS)
-def test_the_house_is_not_larger_than(what):
-    assert figures()[what] <= BOUNDS[what]
+@pytest.mark.parametrize("figure", BOUNDS)
+def test_the_size_stays_within_its_bound(figure):
+    assert figures()[figure] <= BOUNDS[figure]
 
 
-def test_a_module_with_one_user_is_deep_or_says_why_it_stands_alone():
+def test_a_module_with_one_importer_is_deep_or_has_a_reason():
     known = modules()
     shallow = {name: user for name, user in single_use(graph()).items() if known[name].num_lines < DEEP_LINES}
-    assert shallow.keys() <= ALONE.keys(), "fold it into the module that uses it"
+    assert shallow.keys() <= ALONE.keys(), "merge it into the module that imports it"
 
 
-def test_the_checksum_by_which_hosts_of_a_cluster_are_compared_is_over_every_package():
+def test_the_checksum_that_compares_cluster_hosts_covers_every_package():
     script = (ROOT / "launch" / "cluster_host.sh").read_text()
     assert f"find {' '.join(PACKAGES)} -name '*.py'" in script
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_no_package_of_ours_may_be_taken_for_one_in_the_folder_of_the_command(tmp_path, monkeypatch, package):
+def test_a_module_in_the_working_directory_that_shadows_a_package_is_refused(tmp_path, monkeypatch, package):
     monkeypatch.chdir(tmp_path)
     check_folder()
     (tmp_path / f"{package}.py").touch()
@@ -53,7 +53,7 @@ def test_no_package_of_ours_may_be_taken_for_one_in_the_folder_of_the_command(tm
         check_folder()
 
 
-def test_the_walks_of_the_architecture_page_name_files_that_are_there():
+def test_the_walks_on_the_architecture_page_name_existing_files():
     text = " ".join(PAGE.read_text().split(BEGIN)[1].split(END)[0].split())
     named = [
         (package, name) for package, names in re.findall(r"`(\w+)/` ([\w/, ]+)", text) for name in names.split(", ")
@@ -64,6 +64,6 @@ def test_the_walks_of_the_architecture_page_name_files_that_are_there():
 
 
 ALONE = {
-    "planning.search": "closed forms, which the simulator is held to, and the search by them",
-    "learner.report": "what a poisoned batch is, beside the stage that meets one",
+    "leeway.planning.search": "closed-form bounds, which test the simulator, and the search that uses them",
+    "leeway.learner.report": "the definition of a poisoned batch, next to the stage that detects it",
 }

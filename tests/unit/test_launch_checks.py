@@ -1,4 +1,4 @@
-"""Bad input ends in one sentence and exit status 2, before any process or folder is there."""
+"""Invalid input exits with status 2 and one sentence before any process or folder exists."""
 
 import json
 import os
@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from launch.checks import check, check_fetched
-from launch.cli import main
-from launch.config import load_config
-from launch.errors import ConfigError, ExitStatus
-from launch.run_folder import claimed_weights
+from leeway.launch.checks import check, check_fetched
+from leeway.launch.cli import main
+from leeway.launch.config import load_config
+from leeway.launch.errors import ConfigError, ExitStatus
+from leeway.launch.run_folder import claimed_weights
 from tests.unit.small_models import Model
 from tests.world.command import leeway_here
 
@@ -41,7 +41,7 @@ max_new_tokens = 8
 
 @pytest.fixture
 def file_task(tmp_path):
-    """A function that writes a config for a task from files, with the given reward functions."""
+    """A function that writes the config of a file task with the given reward functions."""
 
     def write(*rewards: str) -> Path:
         questions = [{"question": f"{a}+{b}", "answer": str(a + b)} for a in range(10, 40) for b in range(10, 40)]
@@ -67,7 +67,7 @@ def run(capsys, *arguments: object) -> tuple[int, str]:
         (["--model.path", "/nowhere"], "no such folder"),
         (["--model.path", "."], "config.json"),
         (["--learner.num_stages", "9"], "has only 2 layers"),
-        (["--learner.num_chunks", "2"], "learner.schedule = '1f1b' takes one chunk per stage"),
+        (["--learner.num_chunks", "2"], "learner.schedule = '1f1b' supports one chunk per stage"),
         (
             ["--learner.num_chunks", "2", "--learner.schedule", "zero_bubble", "--learner.num_stages", "1"],
             "learner.num_stages = 1 has no bubble to fill",
@@ -83,7 +83,7 @@ def run(capsys, *arguments: object) -> tuple[int, str]:
         ),
         (
             ["--learner.schedule", "fused"],
-            "learner.schedule = 'fused' runs a critic model's passes beside the policy's",
+            "learner.schedule = 'fused' needs a critic model",
         ),
         (
             ["--learner.activation_checkpointing", "true", "--learner.schedule", "zero_bubble"],
@@ -91,21 +91,21 @@ def run(capsys, *arguments: object) -> tuple[int, str]:
         ),
         (["--weight_sync.max_lag", "0", "--weight_sync.publish_every", "2"], "can never be met"),
         (["--actors.group_size", "1"], "needs at least 2"),
-        (["--learner.num_minibatches", "64"], "a minibatch needs a whole one"),
+        (["--learner.num_minibatches", "64"], "each minibatch needs at least one whole group"),
         (["--learner.num_epochs", "9"], "can never be met with 9 updates per step (learner.num_minibatches"),
         (["--weight_sync.max_lag", "0", "--learner.num_minibatches", "2"], "Raise weight_sync.max_lag to 1"),
         (["--weight_sync.lag_control", "maybe"], "weight_sync.lag_control = 'maybe'"),
-        (["--weight_sync.lag_control", "on", "--weight_sync.max_lag", "0"], "with max_lag = 0 data have no lag"),
-        (["--learner.critic_learning_rate", "1e-3"], "but the algorithm as it is configured has no critic"),
-        (["--learner.token_budget", "8"], "the longest sample would fit in no micro-batch"),
+        (["--weight_sync.lag_control", "on", "--weight_sync.max_lag", "0"], "max_lag = 0, because samples have no lag"),
+        (["--learner.critic_learning_rate", "1e-3"], "but the configured algorithm has no critic"),
+        (["--learner.token_budget", "8"], "raise it so that a micro-batch holds any sample"),
         (["--task.name", "chain_sun"], "is not a dataset of reasoning-gym"),
         (["--task.params.min_digits", "1", "--task.params.max_digits", "1"], "distinct"),
         (["--task.template", "{metadata[expresion]}="], "did you mean 'expression'?"),
-        (["--actors.max_prompt_tokens", "100"], "was made for at most 64 tokens"),
+        (["--actors.max_prompt_tokens", "100"], "supports at most 64 tokens"),
         (["--algorithm.beta", "0"], "algorithm.beta = 0"),
         (["--buffer.capacity_trajectories", "10"], "may be outstanding at once"),
         (["--buffer.capacity_trajectories", "1024"], "is below the 1280 samples"),
-        (["--weight_sync.on_stale", "wait", "--buffer.sampler", "uniform"], "on_stale = 'wait' lets no group pass"),
+        (["--weight_sync.on_stale", "wait", "--buffer.sampler", "uniform"], "on_stale = 'wait' drops no group"),
         (["--actors.tensor_parallel_size", "2"], "needs as many GPUs"),
         (["--run.name", "a/b"], "is not a folder name"),
         (["--run.name", "x" * 300], "is not a folder name"),
@@ -114,13 +114,13 @@ def run(capsys, *arguments: object) -> tuple[int, str]:
         (["--weight_sync.transport", "pigeon"], "weight_sync.transport = 'pigeon'"),
         (["--tracking.prometheus_port", "65536"], "tracking.prometheus_port"),
         (["--launch.host", "192.0.2.7"], "launch.host = '192.0.2.7' cannot be bound ("),
-        (["--launch.ray_address", "local"], "leave the key out, and Ray starts itself here"),
-        (["--launch.ray_address", "ray://10.0.0.1:10001"], "is Ray's client, through which no run can be placed"),
+        (["--launch.ray_address", "local"], "remove the key to start a local Ray"),
+        (["--launch.ray_address", "ray://10.0.0.1:10001"], "is Ray's client, which cannot place a run"),
         (["--weight_sync.folder", "/proc/weights"], "/proc cannot be written ("),
         (["--weight_sync.folder", "/etc/hostname/weights"], "/etc/hostname is a file; choose a folder"),
     ],
 )
-def test_bad_input_is_one_sentence_and_status_2(capsys, tmp_path, overrides, expected):
+def test_invalid_input_is_one_sentence_and_status_2(capsys, tmp_path, overrides, expected):
     status, error = run(capsys, DEMO, "--run.dir", tmp_path / "runs", *overrides)
     assert (status, expected in error, error.count("\n")) == (WRONG_INPUT, True, 1), error
     assert error.startswith("leeway: ")
@@ -151,29 +151,29 @@ def set_model_type(folder: Path, model_type: str) -> None:
     (folder / "config.json").write_text(json.dumps({**config, "model_type": model_type}))
 
 
-def test_a_teacher_may_have_another_depth_and_no_other_vocabulary(capsys, tmp_path):
+def test_a_teacher_may_differ_in_depth_but_not_in_vocabulary(capsys, tmp_path):
     teacher = Model("llama", tied=True).save(tmp_path / "teacher", max_position_embeddings=64)
-    written = DEMO.read_text().replace('"trajectory_balance"\nbeta = 0.2', '"distillation"')
-    (tmp_path / "distil.toml").write_text(written.replace("demo_model", str(DEMO.parent / "demo_model")))
-    teaching = ["--model.reference_path", teacher, "--run.dir", tmp_path / "runs"]
-    status, said = run(capsys, tmp_path / "distil.toml", *teaching)
+    text = DEMO.read_text().replace('"trajectory_balance"\nbeta = 0.2', '"distillation"')
+    (tmp_path / "distil.toml").write_text(text.replace("demo_model", str(DEMO.parent / "demo_model")))
+    overrides = ["--model.reference_path", teacher, "--run.dir", tmp_path / "runs"]
+    status, error = run(capsys, tmp_path / "distil.toml", *overrides)
     assert status == WRONG_INPUT
-    assert "model.reference_path has a vocabulary of 48 tokens and the model one of" in said
+    assert "model.reference_path has a vocabulary of 48 tokens, but the model has" in error
     assert not (tmp_path / "runs").exists()
 
 
-def test_an_existing_run_folder_is_left_alone(capsys, tmp_path):
+def test_an_existing_run_folder_is_refused(capsys, tmp_path):
     (tmp_path / "first").mkdir()
     status, error = run(capsys, DEMO, "--run.dir", tmp_path, "--run.name", "first")
     assert status == WRONG_INPUT
-    assert "exists already" in error
+    assert "already exists" in error
 
 
 @pytest.mark.parametrize(
     ("reward", "expected"),
     [
         ("reward.py:exacts", "did you mean 'exact'?"),
-        ("rewards.py:exact", "there is no file"),
+        ("rewards.py:exact", "no file /"),
         ("reward.py", "FILE.py:FUNCTION"),
     ],
 )
@@ -190,7 +190,7 @@ def test_a_file_task_needs_a_reward_function(capsys, file_task):
 
 
 def examples() -> list:
-    """All; what has a reward file tries it in a process."""
+    """Return all examples; those with a reward file run it in a process."""
     paths = sorted((ROOT / "examples").glob("*.toml"))
     return [
         pytest.param(path, id=path.stem, marks=[pytest.mark.process] if "reward.py:" in path.read_text() else [])
@@ -212,7 +212,7 @@ def test_every_example_passes_a_dry_run(capsys, tmp_path, monkeypatch, path):
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_model_folder_that_is_not_there_is_named_with_what_makes_it(capsys, tmp_path):
+def test_a_missing_model_folder_is_reported_with_the_script_that_creates_it(capsys, tmp_path):
     (tmp_path / "sums.toml").write_text((ROOT / "examples" / "sums.toml").read_text())
     status, error = run(capsys, tmp_path / "sums.toml", "--dry-run")
     named = f"model.path: {tmp_path}/sums_model: no such folder; give the folder"
@@ -222,7 +222,7 @@ def test_a_model_folder_that_is_not_there_is_named_with_what_makes_it(capsys, tm
     assert (status, f"no such folder; run `python {tmp_path}/sums_model.py` once" in error) == (WRONG_INPUT, True)
 
 
-def test_a_dry_run_sees_that_there_is_no_login_of_wandb_and_that_a_port_is_taken(capsys, tmp_path, monkeypatch):
+def test_a_dry_run_reports_a_missing_wandb_login_and_a_port_in_use(capsys, tmp_path, monkeypatch):
     for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_CONFIG_DIR", "NETRC"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -237,34 +237,34 @@ def test_a_dry_run_sees_that_there_is_no_login_of_wandb_and_that_a_port_is_taken
     assert (status, "tracking.prometheus_port" in error) == (WRONG_INPUT, True)
 
 
-def test_the_sums_example_says_which_loss_needs_more_than_its_name(capsys, tmp_path):
+def test_the_sums_example_states_that_distillation_needs_a_teacher(capsys, tmp_path):
     sums = ROOT / "examples" / "sums.toml"
     status, error = run(capsys, sums, "--run.dir", tmp_path / "runs", "--algorithm.type", "distillation", "--dry-run")
     assert (status, "there is no teacher" in error) == (WRONG_INPUT, True)
-    assert "but\n# for distillation, which needs a teacher" in sums.read_text()
+    assert "except distillation, which needs a teacher" in sums.read_text()
 
 
-@pytest.mark.parametrize(("verb", "what"), [("train", "CONFIG"), ("resume", "RUN")])
-def test_an_override_that_stands_before_the_config_is_told_so(capsys, verb, what):
+@pytest.mark.parametrize(("verb", "metavar"), [("train", "CONFIG"), ("resume", "RUN")])
+def test_an_override_before_the_config_is_refused_with_the_order(capsys, verb, metavar):
     for words in (["--learner.num_steps", "20"], ["--learner.num_steps=20"]):
         assert main([verb, *words, str(DEMO)]) == WRONG_INPUT
-        assert f"give {what} first, and --learner.num_steps after it" in capsys.readouterr().err
+        assert f"give {metavar} first, and --learner.num_steps after it" in capsys.readouterr().err
 
 
-def test_a_machine_that_is_too_small_may_dry_run_what_it_cannot_run(capsys, tmp_path, monkeypatch):
+def test_a_dry_run_passes_on_a_small_machine_and_reports_the_shortage(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-    asked = ["--run.dir", tmp_path / "runs", "--actors.gpus", "1"]
-    lacks = "gpus of the workers add up to 2 (pool 'actors' asks for 2 x {CPU: 0.5, GPU: 1}), and this machine has 1"
-    status, error = run(capsys, DEMO, *asked)
-    assert (status, lacks in error, (tmp_path / "runs").exists()) == (WRONG_INPUT, True, False), error
-    assert main(["train", str(DEMO), *map(str, asked), "--dry-run"]) == OK
-    said = capsys.readouterr().out
-    assert f"It would not start on this machine: {lacks}" in said
-    assert "in order" not in said
+    overrides = ["--run.dir", tmp_path / "runs", "--actors.gpus", "1"]
+    shortage = "gpus of the workers add up to 2 (pool 'actors' requests 2 x {CPU: 0.5, GPU: 1}), but this machine has 1"
+    status, error = run(capsys, DEMO, *overrides)
+    assert (status, shortage in error, (tmp_path / "runs").exists()) == (WRONG_INPUT, True, False), error
+    assert main(["train", str(DEMO), *map(str, overrides), "--dry-run"]) == OK
+    output = capsys.readouterr().out
+    assert f"It would not start on this machine: {shortage}" in output
+    assert "in order" not in output
 
 
 @pytest.mark.parametrize("end", ["<end>", "<eos>"])
-def test_a_chat_template_whose_answers_end_where_generation_does_not_is_told_of(capsys, tmp_path, end):
+def test_a_chat_template_with_another_end_than_generation_is_noted(capsys, tmp_path, end):
     from transformers import AutoTokenizer
 
     model = shutil.copytree(ROOT / "examples" / "demo_model", tmp_path / "model")
@@ -274,41 +274,41 @@ def test_a_chat_template_whose_answers_end_where_generation_does_not_is_told_of(
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}" + end
     tokenizer.chat_template += "{% endif %}{% endfor %}"
     tokenizer.save_pretrained(model)
-    asked = ["--run.dir", str(tmp_path / "runs"), "--model.path", str(model), "--task.chat", "true"]
-    assert main(["train", str(DEMO), *asked, "--dry-run"]) == OK
-    said = capsys.readouterr().out
-    assert ("note       the chat template ends an answer with <end> (token 16)" in said) == (end == "<end>"), said
-    assert "in order" in said
-    fetched = check_fetched(replace(check(load_config(DEMO, asked), tmp_path / "run"), model=None), model)
-    assert any("name 16 too in eos_token_id" in note for note in fetched.notes) == (end == "<end>")
+    overrides = ["--run.dir", str(tmp_path / "runs"), "--model.path", str(model), "--task.chat", "true"]
+    assert main(["train", str(DEMO), *overrides, "--dry-run"]) == OK
+    output = capsys.readouterr().out
+    assert ("note       the chat template ends an answer with <end> (token 16)" in output) == (end == "<end>"), output
+    assert "in order" in output
+    fetched = check_fetched(replace(check(load_config(DEMO, overrides), tmp_path / "run"), model=None), model)
+    assert any("add 16 to eos_token_id" in note for note in fetched.notes) == (end == "<end>")
 
 
-def test_a_tokenizer_whose_end_of_sequence_is_not_the_models_is_told_of(capsys, tmp_path):
+def test_a_tokenizer_with_another_end_token_than_the_model_is_noted(capsys, tmp_path):
     model = shutil.copytree(ROOT / "examples" / "demo_model", tmp_path / "model")
     (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 2]}))
-    asked = ["--run.dir", str(tmp_path / "runs"), "--model.path", str(model)]
-    assert main(["train", str(DEMO), *asked, "--dry-run"]) == OK
-    said = capsys.readouterr().out
-    assert "note       the tokenizer ends an answer with <eos> (token 1), at which generation does not stop" in said
-    assert "eos_token_id is 7, 2." in said
-    assert "task.chat" not in said
+    overrides = ["--run.dir", str(tmp_path / "runs"), "--model.path", str(model)]
+    assert main(["train", str(DEMO), *overrides, "--dry-run"]) == OK
+    output = capsys.readouterr().out
+    assert "note       the tokenizer ends an answer with <eos> (token 1), at which generation does not stop" in output
+    assert "eos_token_id is 7, 2." in output
+    assert "task.chat" not in output
     (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 1]}))
-    assert main(["train", str(DEMO), *asked, "--dry-run"]) == OK
+    assert main(["train", str(DEMO), *overrides, "--dry-run"]) == OK
     assert "note " not in capsys.readouterr().out
 
 
-def test_what_the_engine_alone_overrides_of_a_model_is_told(tmp_path):
-    told = "--actors.engine_args.hf_overrides={rope_theta = 1e6, head_dtype = 'model'}"
-    notes = check(load_config(DEMO, [told]), tmp_path / "run").notes
+def test_model_overrides_of_the_engine_alone_are_noted(tmp_path):
+    override = "--actors.engine_args.hf_overrides={rope_theta = 1e6, head_dtype = 'model'}"
+    notes = check(load_config(DEMO, [override]), tmp_path / "run").notes
     assert [note for note in notes if "hf_overrides sets rope_theta for the engine alone" in note]
     same = load_config(DEMO, ["--actors.engine_args.hf_overrides={head_dtype = 'model'}"])
     assert not check(same, tmp_path / "run").notes
 
 
 @pytest.mark.parametrize("name", ["launch.py", "common/__init__.py"])
-def test_a_folder_whose_modules_would_take_the_place_of_ours_is_refused(capsys, tmp_path, monkeypatch, name):
+def test_a_folder_whose_modules_shadow_ours_is_refused(capsys, tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "common").mkdir()  # which alone is in nobody's way
+    (tmp_path / "common").mkdir()  # an empty folder shadows nothing
     assert main(["train", str(DEMO), "--dry-run"]) == OK
     (tmp_path / name).touch()
     status, error = run(capsys, DEMO)
@@ -317,13 +317,13 @@ def test_a_folder_whose_modules_would_take_the_place_of_ours_is_refused(capsys, 
     assert f"{ours}: rename it, start the command in another folder" in error
 
 
-def test_a_dry_run_says_how_the_learner_shares_the_model(capsys, tmp_path):
+def test_a_dry_run_shows_the_replicas_stages_and_schedule_of_the_learner(capsys, tmp_path):
     overrides = ["--learner.num_replicas", "3", "--learner.num_stages", "1"]
     assert main(["train", str(DEMO), "--run.dir", str(tmp_path / "runs"), "--dry-run", *overrides]) == OK
     assert "learner    3 replicas of 1 stage, schedule 1f1b; 120 steps" in capsys.readouterr().out
 
 
-def test_a_dry_run_says_which_layers_a_stage_has_and_what_part_of_the_cost(capsys, tmp_path):
+def test_a_dry_run_shows_the_layers_and_cost_of_each_stage(capsys, tmp_path):
     arguments = ["train", str(DEMO), "--run.dir", str(tmp_path / "runs"), "--dry-run", "--learner.num_stages"]
     assert main([*arguments, "2"]) == OK
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("layers ")]
@@ -333,7 +333,7 @@ def test_a_dry_run_says_which_layers_a_stage_has_and_what_part_of_the_cost(capsy
     assert "\nlayers" not in capsys.readouterr().out
 
 
-def test_a_dry_run_says_how_and_where_weights_travel_and_makes_no_folder(capsys, tmp_path, monkeypatch):
+def test_a_dry_run_shows_transport_and_folder_of_weights_and_creates_none(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     overrides = ["--weight_sync.transport", "network", "--weight_sync.folder", "disk/weights"]
     assert main(["train", str(DEMO), "--run.dir", str(tmp_path / "runs"), "--dry-run", *overrides]) == OK
@@ -343,7 +343,7 @@ def test_a_dry_run_says_how_and_where_weights_travel_and_makes_no_folder(capsys,
     assert f"transport = auto, in float32, {tmp_path}/runs/a/weights" in capsys.readouterr().out
 
 
-def test_a_weights_folder_of_a_run_that_is_alive_is_refused_and_free_again_after_it(capsys, tmp_path):
+def test_a_weights_folder_of_a_running_job_is_refused_until_the_job_ends(capsys, tmp_path):
     folder, overrides = (
         tmp_path / "weights",
         ["--run.dir", tmp_path / "runs", "--weight_sync.folder", tmp_path / "weights"],
@@ -351,12 +351,12 @@ def test_a_weights_folder_of_a_run_that_is_alive_is_refused_and_free_again_after
     with claimed_weights(folder, tmp_path / "runs" / "first"):
         status, error = run(capsys, DEMO, *overrides)
         assert (status, error.count("\n")) == (WRONG_INPUT, 1)
-        assert f"in use by a run that is alive ({tmp_path}/runs/first, process {os.getpid()})" in error
+        assert f"in use by a running job ({tmp_path}/runs/first, process {os.getpid()})" in error
         with (
-            pytest.raises(ConfigError, match="in use by a run that is alive"),
+            pytest.raises(ConfigError, match="in use by a running job"),
             claimed_weights(folder, tmp_path / "second"),
         ):
-            pytest.fail("two runs have it")
+            pytest.fail("two runs claimed one folder")
     assert run(capsys, DEMO, *overrides, "--dry-run") == (OK, "")
 
 
@@ -377,13 +377,11 @@ def test_a_weights_folder_with_the_versions_of_an_earlier_run_is_refused(capsys,
     ],
 )
 @pytest.mark.process
-def test_groups_of_one_are_refused_where_the_loss_compares_samples_and_nowhere_else(
-    capsys, file_task, algorithm, groups, expected
-):
+def test_groups_of_one_are_refused_only_if_the_loss_compares_samples(capsys, file_task, algorithm, groups, expected):
     path = file_task("reward.py:exact")
     path.write_text(path.read_text().replace('type = "online_dpo"', algorithm))
-    said = ("--actors.group_size", "1", "--learner.groups_per_step", str(groups))
-    status, error = run(capsys, path, *said, "--dry-run")
+    overrides = ("--actors.group_size", "1", "--learner.groups_per_step", str(groups))
+    status, error = run(capsys, path, *overrides, "--dry-run")
     assert status == (OK if expected is None else WRONG_INPUT), error
     assert (expected or "") in error
 

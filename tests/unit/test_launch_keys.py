@@ -1,4 +1,4 @@
-"""When the sockets of a run are locked, where its services listen, and that its keys are written nowhere."""
+"""Keys of a run: when its sockets need them, and that no file contains them."""
 
 import dataclasses
 import os
@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from launch.checks import check
-from launch.config import load_config, to_toml
-from launch.host import private_files
-from launch.run_folder import RunIdentity
+from leeway.launch.checks import check
+from leeway.launch.config import load_config, to_toml
+from leeway.launch.host import private_files
+from leeway.launch.run_folder import RunIdentity
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo.toml"
 CLUSTER = ("--launch.ray_address", "10.0.0.1:6379")
@@ -18,8 +18,8 @@ CLUSTER = ("--launch.ray_address", "10.0.0.1:6379")
 
 @pytest.fixture
 def plan(tmp_path, monkeypatch):
-    """`plan(*overrides)`: of the demo; a cluster answers wherever one is asked for."""
-    monkeypatch.setattr("launch.checks.answers", lambda address: True)
+    """`plan(*overrides)` plans the demo; every cluster address is reachable."""
+    monkeypatch.setattr("leeway.launch.checks.is_reachable", lambda address: True)
     return lambda *overrides: check(load_config(DEMO, overrides), tmp_path / "run")
 
 
@@ -30,18 +30,18 @@ def test_on_one_machine_services_have_unix_sockets_and_need_no_keys(plan):
 
 
 @pytest.mark.parametrize("overrides", [CLUSTER, ("--launch.host", "0.0.0.0"), ("--launch.host", "127.0.0.1")])
-def test_a_port_is_locked_whoever_reaches_it(plan, overrides):
+def test_every_port_requires_keys(plan, overrides):
     made = plan(*overrides)
     assert made.service_keys.client.reveal() == made.client_keys.public.reveal()
 
 
-def test_keys_reach_the_processes_of_a_run_and_no_file_or_text_of_it(plan):
+def test_keys_reach_the_processes_of_a_run_but_none_of_its_texts(plan):
     made = plan("--launch.host", "127.0.0.1")
     context = made.context(Path("model"), made.model)
     assert context.keys is made.client_keys
     fields = {field.name: getattr(context, field.name) for field in dataclasses.fields(context)}
-    told = [made, context, fields, made.config, made.config.model_dump(mode="json"), to_toml(made.config)]
-    for text in map(str, told):
+    objects = [made, context, fields, made.config, made.config.model_dump(mode="json"), to_toml(made.config)]
+    for text in map(str, objects):
         for key in (made.keys.clients.secret, made.keys.clients.server, made.keys.services.secret):
             assert key.reveal().decode() not in text
 
@@ -53,7 +53,7 @@ def test_every_start_of_a_run_makes_new_keys(plan, tmp_path):
     assert first.clients.secret.reveal() != again.clients.secret.reveal()
 
 
-def test_files_are_private_for_the_length_of_a_block(tmp_path):
+def test_files_created_within_the_block_are_private(tmp_path):
     before = os.umask(0o022)
     try:
         with private_files():

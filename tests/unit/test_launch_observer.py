@@ -1,4 +1,4 @@
-"""status.json: what a run tells whoever looks at it, and how it is written."""
+"""status.json: its content and how it is written."""
 
 import contextlib
 import json
@@ -11,8 +11,8 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from launch.observe.observer import Observer
-from launch.observe.status import (
+from leeway.launch.observe.observer import Observer
+from leeway.launch.observe.status import (
     FORMAT,
     NUM_EVENTS,
     Accuracy,
@@ -27,7 +27,7 @@ from tests.world.waiting import wait_until
 
 @pytest.fixture
 def run(tmp_path):
-    """A run that is followed, under a wall clock of its own."""
+    """An observed run with a fake clock."""
 
     class Run:
         def __init__(self) -> None:
@@ -36,8 +36,8 @@ def run(tmp_path):
             self.plan.folder.create(self.plan.config)
             self.observer = Observer(self.plan, wall=lambda: self.now_s, clock=lambda: self.now_s)
 
-        def poll(self, **news: object):
-            self.observer.take_in(PollResult(**news))
+        def poll(self, **fields: object):
+            self.observer.ingest(PollResult(**fields))
             return self.observer.polled()
 
         @property
@@ -62,7 +62,7 @@ def two_pools() -> dict:
     return {
         "actors": actors,
         "processes": processes,
-        "wanted": {"big": 1, "small": 2},
+        "desired": {"big": 1, "small": 2},
         "working": frozenset({"actor-0", "actor-1"}),
         "status": status(),
     }
@@ -71,7 +71,7 @@ def two_pools() -> dict:
 # --- the file -----------------------------------------------------------------------------------------
 
 
-def test_a_snapshot_is_read_as_it_was_written_and_its_owner_alone_may_read_it(run):
+def test_a_snapshot_round_trips_and_only_its_owner_may_read_it(run):
     before = os.umask(0)
     try:
         written = run.poll(**two_pools())
@@ -83,7 +83,7 @@ def test_a_snapshot_is_read_as_it_was_written_and_its_owner_alone_may_read_it(ru
     assert json.loads(run.path.read_text())["format"] == FORMAT
 
 
-def test_no_reader_ever_sees_half_of_a_snapshot(run):
+def test_a_reader_never_sees_a_partial_snapshot(run):
     short = run.poll()
     long = msgspec.structs.replace(short, phase="x" * 100_000)
     over = threading.Event()
@@ -107,43 +107,43 @@ def test_no_reader_ever_sees_half_of_a_snapshot(run):
     ("text", "why"),
     [
         (None, "is not there"),
-        (b"", "is not what a run writes"),
-        (b'{"format": 999, "run": 3}', "has format 999, and this Leeway reads"),
-        (b'{"format": %d, "run": 3}' % FORMAT, "is not what a run writes"),
+        (b"", "is not a valid status file"),
+        (b'{"format": 999, "run": 3}', "has format 999, but this Leeway reads"),
+        (b'{"format": %d, "run": 3}' % FORMAT, "is not a valid status file"),
     ],
 )
-def test_what_is_no_snapshot_is_refused_with_the_reason(run, text, why):
+def test_an_invalid_snapshot_is_refused_with_the_reason(run, text, why):
     if text is not None:
         run.path.write_bytes(text)
     with pytest.raises(StatusError, match=why):
         read_status(run.path)
 
 
-def test_fields_of_a_newer_leeway_are_passed_over(run):
+def test_fields_of_a_newer_leeway_are_ignored(run):
     document = json.loads(msgspec.json.encode(run.poll()))
     run.path.write_text(json.dumps(document | {"a_new_field": [1, 2]}))
     assert read_status(run.path).run == "run"
 
 
-def test_a_file_of_an_older_leeway_is_read_or_refused_with_the_field_that_is_missing(run):
+def test_a_file_of_an_older_leeway_is_read_or_refused_with_the_missing_field(run):
     document = json.loads(msgspec.json.encode(run.poll(**two_pools())))
     without_new = {name: value for name, value in document.items() if name not in ("wall_s", "ledger_gap")}
     run.path.write_text(json.dumps(without_new | {"buffer": document["buffer"] | {"sampler_kind": "fifo"}}))
     assert read_status(run.path).wall_s == 0.0
     document["buffer"]["groups_ready"] = document["buffer"].pop("ready_groups")
     run.path.write_text(json.dumps(document))
-    with pytest.raises(StatusError, match=r"is not what a run writes: .*`ready_groups`"):
+    with pytest.raises(StatusError, match=r"is not a valid status file: .*`ready_groups`"):
         read_status(run.path)
 
 
-def test_the_largest_gap_of_the_ledger_and_why_samples_are_set_aside_stay_in_it(run):
+def test_the_largest_ledger_gap_and_the_reasons_of_quarantine_are_kept(run):
     ledger = status().ledger
     run.poll(status=status(ledger={**ledger, "gap": -2}, quarantined_by_reason={"no reward": 3}))
     snapshot = run.poll(status=status(ledger=ledger, quarantined_by_reason={"no reward": 3}))
     assert (snapshot.ledger_gap, snapshot.buffer.quarantined_by_reason) == (2, {"no reward": 3})
 
 
-def test_a_file_that_cannot_be_written_does_not_stop_the_run_and_is_logged_once(run, caplog):
+def test_a_status_that_cannot_be_written_is_logged_once(run, caplog):
     run.path.parent.rename(run.path.parent.with_name("moved"))
     for _ in range(3):
         run.poll()
@@ -151,19 +151,19 @@ def test_a_file_that_cannot_be_written_does_not_stop_the_run_and_is_logged_once(
     assert "cannot be written" in caplog.text
 
 
-# --- what is in it ------------------------------------------------------------------------------------
+# --- content ------------------------------------------------------------------------------------------
 
 
-def test_every_pool_actor_and_process_is_in_it(run):
+def test_the_status_lists_every_pool_actor_and_process(run):
     run.poll(**two_pools())
     run.now_s += 10.0
-    news = two_pools()
-    slow = replace(news["actors"][1], num_tokens=100, num_tokens_lost=7, hand_on_at=420)
-    news["actors"] = [replace(news["actors"][0], num_tokens=500), slow]
-    snapshot = run.poll(**news)
-    assert [(pool.engines.tokens_lost, pool.engines.hand_on_at) for pool in snapshot.pools] == [(0, 0), (7, 420)]
+    poll = two_pools()
+    slow = replace(poll["actors"][1], num_tokens=100, num_tokens_lost=7, requeue_at=420)
+    poll["actors"] = [replace(poll["actors"][0], num_tokens=500), slow]
+    snapshot = run.poll(**poll)
+    assert [(pool.engines.tokens_lost, pool.engines.requeue_at) for pool in snapshot.pools] == [(0, 0), (7, 420)]
     pools = [(p.name, p.working, p.wanted, p.running, p.tokens_per_s) for p in snapshot.pools]
-    assert pools == [("big", 1, 1, 30, 50.0), ("small", 1, 2, 0, 10.0)], "who was replaced is not missed"
+    assert pools == [("big", 1, 1, 30, 50.0), ("small", 1, 2, 0, 10.0)], "replaced actors do not count"
     facts = [(a.name, a.pool, a.version, a.behind, a.restarts) for a in snapshot.actors]
     assert facts[:2] == [("actor-0", "big", "7", 0, 1), ("actor-1", "small", "5", 2, 0)]
     assert [a.state for a in snapshot.actors[2:]] == ["waiting for resources", "lost: given up: out of memory"]
@@ -173,10 +173,10 @@ def test_every_pool_actor_and_process_is_in_it(run):
     assert snapshot.generated_tokens_per_s == 60.0
 
 
-def test_trained_tokens_are_counted_by_lag_and_pool_and_those_of_a_step_taken_again_once(run):
+def test_trained_tokens_are_counted_by_lag_and_pool_and_once_per_step(run):
     run.poll(**two_pools())
     lags = {"actor-0": {0: 60, 1: 40}, "actor-1": {2: 10}}
-    other = {"actor-0": {1: 100}, "actor-1": {3: 10}, "a stranger": {0: 1}}
+    other = {"actor-0": {1: 100}, "actor-1": {3: 10}, "actor-9": {0: 1}}
     first, second = step_row(1, 110, 0.5, lag_by_actor=lags), step_row(2, 111, 1.0, lag_by_actor=other)
     snapshot = run.poll(steps=[first, second])
     assert snapshot.lags == {"big": {0: 60, 1: 140}, "small": {2: 10, 3: 10}, "unknown": {0: 1}}
@@ -188,7 +188,7 @@ def test_trained_tokens_are_counted_by_lag_and_pool_and_those_of_a_step_taken_ag
     assert snapshot.lags["big"] == {0: 120, 1: 80}
 
 
-def test_lag_and_what_was_allowed_are_kept_of_the_newest_steps_where_lag_is_controlled(run):
+def test_lags_and_bounds_of_recent_steps_are_kept_if_lag_is_controlled(run):
     assert run.poll(steps=[step_row(1, 2, 2.0)]).recent_lags == {}
     steps = [step_row(step, 2, float(step), **{"lag/allowed": 3, "lag/drift": None}) for step in range(2, 70)]
     kept = run.poll(steps=steps).recent_lags
@@ -196,13 +196,13 @@ def test_lag_and_what_was_allowed_are_kept_of_the_newest_steps_where_lag_is_cont
     assert (kept["lag/allowed"], kept["lag/drift"]) == ([3] * 60, [None] * 60)
 
 
-def test_a_row_has_the_figures_of_each_pool_and_of_those_who_wait(run):
-    news = two_pools()
-    run.poll(**news)
+def test_a_row_has_the_figures_of_each_pool_and_of_waiting_actors(run):
+    poll = two_pools()
+    run.poll(**poll)
     run.now_s += 4.0
-    news["actors"] = [news["actors"][0], replace(news["actors"][1], waiting="waiting for policy 0.9", num_tokens=80)]
+    poll["actors"] = [poll["actors"][0], replace(poll["actors"][1], waiting="waiting for policy 0.9", num_tokens=80)]
     rows = {"lag_by_actor": {"actor-0": {0: 1, 4: 1}}, "lag0_by_actor": {"actor-0": (1e-6, 1)}}
-    (row,) = run.observer.take_in(PollResult(**news, steps=[step_row(1, 2, 2.0, **rows)]))
+    (row,) = run.observer.ingest(PollResult(**poll, steps=[step_row(1, 2, 2.0, **rows)]))
     assert (row["pool/big/lag_mean"], row["pool/small/lag_mean"]) == (2.0, None)
     assert (row["pool/big/mismatch_lag0_abs"], row["pool/small/mismatch_lag0_abs"]) == (1e-6, None)
     assert (row["pool/big/actors"], row["pool/small/tokens_per_s"]) == (1, 20.0)
@@ -210,7 +210,7 @@ def test_a_row_has_the_figures_of_each_pool_and_of_those_who_wait(run):
     assert not {"lag_by_actor", "lag0_by_actor"} & row.keys()
 
 
-def test_the_last_events_the_evaluations_and_the_end_are_in_it(run):
+def test_the_status_has_the_last_events_the_evaluations_and_the_end(run):
     for number in range(NUM_EVENTS + 5):
         run.observer.event("restart", f"event {number}")
     run.observer.evaluated(Accuracy(versions="0.0", greedy=0.5, sampled=0.4, num_problems=64))
@@ -223,44 +223,44 @@ def test_the_last_events_the_evaluations_and_the_end_are_in_it(run):
     assert (snapshot.ended.text, snapshot.ended.exit_status, snapshot.ended.at_s) == ("no actor is left", 1, 1003.0)
 
 
-def test_an_error_that_nobody_foresaw_is_the_end_too(run):
+def test_an_unexpected_error_is_recorded_as_the_end(run):
     with contextlib.suppress(ZeroDivisionError), run.observer:
         run.observer.phase("training")
         raise ZeroDivisionError("a bug")
     assert read_status(run.path).ended.text == "ZeroDivisionError: a bug"
 
 
-def test_while_no_poll_comes_the_file_is_written_on_and_says_what_is_being_started(tmp_path):
+def test_without_polls_the_status_is_still_written_with_starting_processes(tmp_path):
     made = plan(tmp_path / "run")
     made.folder.create(made.config)
-    looks = iter([ValueError("taken away under our eyes")])
+    errors = iter([ValueError("removed meanwhile")])
     seen: list = []
 
-    def look():
-        for error in looks:
+    def list_processes():
+        for error in errors:
             raise error
         return (process("actor.0", "actors", "starting"),)
 
-    with Observer(made, look=look, on_news=seen.append, quiet_s=0.05) as observer:
+    with Observer(made, list_processes=list_processes, on_write=seen.append, quiet_s=0.05) as observer:
         observer.phase("starting")
         wait_until(lambda: seen and seen[-1].waits)
-    assert seen[-1].waits[0].startswith("actor.0 is starting, for 0 s; see ")
+    assert seen[-1].waits[0].startswith("actor.0 has been starting for 0 s; see ")
     assert read_status(made.folder.status).waits == seen[-1].waits
     last = seen[-1].written_s
     time.sleep(0.3)
-    assert read_status(made.folder.status).written_s == last, "nothing is written once nobody follows the run"
+    assert read_status(made.folder.status).written_s == last, "nothing is written after the observer exits"
 
 
-def test_a_view_that_fails_is_logged_once_and_neither_the_run_nor_its_file_ends(tmp_path, caplog):
+def test_a_failing_view_is_logged_once_and_the_status_is_still_written(tmp_path, caplog):
     made = plan(tmp_path / "run")
     made.folder.create(made.config)
     shown: list = []
 
-    def on_news(snapshot):
+    def on_write(snapshot):
         shown.append(snapshot)
         raise RuntimeError("no exporter" if snapshot.phase == "training" else "no screen")
 
-    with Observer(made, on_news=on_news, quiet_s=0.05) as observer:
+    with Observer(made, on_write=on_write, quiet_s=0.05) as observer:
         observer.phase("starting")
         wait_until(lambda: len(shown) > 3)
         observer.phase("training")
@@ -270,25 +270,25 @@ def test_a_view_that_fails_is_logged_once_and_neither_the_run_nor_its_file_ends(
     assert [record.message.split(": ")[-1] for record in caplog.records] == ["no screen", "no exporter"]
 
 
-# --- who waits for whom -------------------------------------------------------------------------------
+# --- waits --------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def who_waits(run):
-    def who_waits(*reports, learner: str = "", publishing: str = "", processes=(), **fields) -> list[str]:
+def waits_of(run):
+    def waits_of(*reports, learner: str = "", publishing: str = "", processes=(), **fields) -> list[str]:
         actors = tuple(process(each.name.replace("-", "."), each.pool) for each in reports)
         working = frozenset(each.name for each in reports)
-        told = {"actors": list(reports), "processes": (*processes, *actors), "working": working}
-        told |= {"learner_waits_for": learner, "publishing": publishing, "status": status(**fields)}
-        return run.poll(**told, resumed_at=7, resumed_version=7).waits
+        poll = {"actors": list(reports), "processes": (*processes, *actors), "working": working}
+        poll |= {"learner_waits_for": learner, "publishing": publishing, "status": status(**fields)}
+        return run.poll(**poll, resumed_at=7, resumed_version=7).waits
 
-    return who_waits
+    return waits_of
 
 
-def test_everyone_who_waits_says_for_whom(who_waits):
+def test_every_wait_is_described_with_its_cause(waits_of):
     closed = "waiting for a lease: admission closed"
     leases = [report(f"actor-{number}", waiting=closed) for number in range(5)]
-    found = who_waits(
+    found = waits_of(
         *leases,
         report("actor-5", waiting="waiting for policy 0.9"),
         report("actor-6", waiting="evaluating policy 0.7"),
@@ -298,39 +298,39 @@ def test_everyone_who_waits_says_for_whom(who_waits):
     )
     assert found == [
         "the learner waits for the batch of step 8: 3 groups of actor-7",
-        "published weights wait for space in /disk/weights",
-        "5 actors (actor-0, actor-1, ...) wait for the learner: the bound on staleness grants no lease before it is "
-        "further than version 7 (2 groups are ready for it)",
-        "actor-5 waits for policy 0.9, and 7 is the newest published",
+        "the weight publisher waits for space in /disk/weights",
+        "5 actors (actor-0, actor-1, ...) wait for the learner: the staleness bound grants no lease before it "
+        "advances past version 7 (2 groups are ready for it)",
+        "actor-5 waits for policy 0.9 (newest published: 7)",
         "actor-6 evaluates policy 0.7",
     ]
 
 
-def test_a_reward_that_does_not_answer_is_named_with_how_long_it_has_not(who_waits):
-    found = who_waits(
+def test_a_slow_reward_is_named_with_its_longest_wait(waits_of):
+    found = waits_of(
         report("actor-0", waiting="waiting for reward judge", waiting_s=12.4),
         report("actor-1", waiting="waiting for reward judge", waiting_s=4.0),
-        report("actor-2", waiting="evaluating policy 0.7, which waits for reward judge", waiting_s=6.0),
+        report("actor-2", waiting="evaluating policy 0.7, waiting for reward judge", waiting_s=6.0),
     )
     assert found == [
         "actor-0, actor-1 wait for reward judge, 12 s",
-        "actor-2 evaluates policy 0.7, which waits for reward judge, 6 s",
+        "actor-2 evaluates policy 0.7, waiting for reward judge, 6 s",
     ]
 
 
-def test_a_run_that_drains_says_so(who_waits):
-    assert who_waits(report("actor-0", waiting="waiting for a lease: admission closed"), draining=True) == [
-        "actor-0 waits for nothing more: the run drains"
+def test_a_draining_run_is_described(waits_of):
+    assert waits_of(report("actor-0", waiting="waiting for a lease: admission closed"), draining=True) == [
+        "actor-0 waits for the run to finish draining"
     ]
 
 
-def test_a_process_that_does_not_work_yet_or_no_more_is_named_with_its_log_or_its_pool(who_waits):
+def test_starting_waiting_and_leaving_processes_are_described(waits_of):
     processes = [
         process("stage.1", state="starting"),
         process("actor.0", "big", "waiting for resources"),
         process("actor.1", "big", "leaving"),
     ]
-    found = who_waits(processes=processes)
-    assert found[0] == "stage.1 is starting, for 0 s; see /runs/x/logs/stage.1.log"
-    assert "host of the pool 'big'" in found[1]
-    assert "hands on what it has leased" in found[2]
+    found = waits_of(processes=processes)
+    assert found[0] == "stage.1 has been starting for 0 s; see /runs/x/logs/stage.1.log"
+    assert "host of pool 'big'" in found[1]
+    assert "requeues its leased samples" in found[2]

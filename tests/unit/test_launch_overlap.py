@@ -1,4 +1,4 @@
-"""Interval arithmetic of the overlap between generating and stepping."""
+"""Interval arithmetic of the overlap between generation and training steps."""
 
 import itertools
 
@@ -6,19 +6,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launch.observe.totals import OPEN_STEPS, OverlapMeter, merge, shared, total
+from leeway.launch.observe.totals import OPEN_STEPS, OverlapMeter, merge, shared, total
 
 ticks = st.integers(0, 60)
 intervals = st.lists(st.tuples(ticks, ticks).map(lambda pair: (float(min(pair)), float(max(pair)))), max_size=12)
 
 
 def covered(spans):
-    """The unit cells that a set of intervals covers: an independent way to the same answer."""
+    """Return the unit cells that intervals cover; an independent way to the same result."""
     return {cell for start, end in spans for cell in range(int(start), int(end))}
 
 
 @given(intervals)
-def test_a_union_covers_what_its_parts_cover_and_is_disjoint(spans):
+def test_a_union_covers_its_parts_and_is_disjoint(spans):
     merged = merge(spans)
     assert covered(merged) == covered(spans)
     assert all(left[1] < right[0] for left, right in itertools.pairwise(merged))
@@ -26,7 +26,7 @@ def test_a_union_covers_what_its_parts_cover_and_is_disjoint(spans):
 
 
 @given(intervals, intervals)
-def test_shared_time_is_what_both_cover(left, right):
+def test_shared_time_is_the_intersection(left, right):
     assert shared(left, right) == len(covered(left) & covered(right))
 
 
@@ -41,7 +41,7 @@ def test_overlap_is_the_share_of_step_time_in_which_any_actor_generated():
     assert meter.fraction() == pytest.approx(3 / 8)
 
 
-def test_the_overlap_of_a_long_run_is_right_and_its_memory_is_that_of_a_few_steps():
+def test_the_overlap_of_a_long_run_is_right_with_the_memory_of_a_few_steps():
     meter = OverlapMeter()
     for step in range(10_000):
         start = 10.0 * step
@@ -52,7 +52,7 @@ def test_the_overlap_of_a_long_run_is_right_and_its_memory_is_that_of_a_few_step
     assert max(len(meter._steps), len(meter._busy)) <= 4 * OPEN_STEPS + 2
 
 
-def test_what_an_actor_tells_after_a_step_still_counts():
+def test_a_report_that_arrives_after_its_step_counts():
     meter = OverlapMeter()
     for step in range(1000):
         meter.add_step(10.0 * step, 10.0 * step + 10.0)

@@ -1,13 +1,13 @@
-"""Pools: what the sections of a config make of actors and stages, and what each reserves."""
+"""Pools: how the sections of a config define actors and stages, and what each reserves."""
 
 from pathlib import Path
 
 import pytest
 
-from launch.checks import check
-from launch.config import load_config, to_toml
-from launch.errors import ConfigError
-from launch.pools import HOST_UNIT, actor_pools, serving_dtypes, stage_pools
+from leeway.launch.checks import check
+from leeway.launch.config import load_config, to_toml
+from leeway.launch.errors import ConfigError
+from leeway.launch.pools import HOST_UNIT, actor_pools, serving_dtypes, stage_pools
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo.toml"
 
@@ -28,7 +28,7 @@ gpus = 1
 
 @pytest.fixture
 def load(tmp_path):
-    """`load(sections, *overrides)`: the demo without its number of actors, with these sections."""
+    """`load(sections, *overrides)` loads the demo without num_actors and with these sections."""
 
     def loaded(sections: str = "", *overrides: str):
         path = tmp_path / "config.toml"
@@ -47,7 +47,7 @@ def test_without_sections_there_are_two_pools_on_any_host(load):
     assert (stages.name, stages.count) == ("learner", 2)
 
 
-def test_a_pool_has_its_own_engines_and_hosts_and_the_rest_from_the_actors_section(load):
+def test_a_pool_inherits_the_keys_of_the_actors_section_that_it_does_not_set(load):
     config = load(TWO_POOLS)
     exact, fast = actor_pools(config)
     assert (exact.count, exact.config.dtype, exact.bundle) == (1, "float32", {"CPU": 0.5, "pool_exact": HOST_UNIT})
@@ -57,14 +57,14 @@ def test_a_pool_has_its_own_engines_and_hosts_and_the_rest_from_the_actors_secti
     assert serving_dtypes(config) == ("bfloat16", "float32"), "the learner publishes both"
 
 
-def test_the_resolved_config_of_a_run_with_pools_can_be_loaded_again(load, tmp_path):
+def test_the_resolved_config_of_a_run_with_pools_can_be_loaded(load, tmp_path):
     config = load(TWO_POOLS)
     path = tmp_path / "resolved.toml"
     path.write_text(to_toml(config))
     assert actor_pools(load_config(path)) == actor_pools(config)
 
 
-def test_the_ranks_of_the_learner_are_in_its_pools_in_their_order(load):
+def test_learner_ranks_follow_the_order_of_the_pools(load):
     front = '[pools.front]\nrole = "learner"\ncount = 1\n'
     back = '[pools.back]\nrole = "learner"\ncpus = 2\n'
     pools = stage_pools(load(front + back))
@@ -77,26 +77,26 @@ FRONT_ON_GPU = '[pools.front]\nrole = "learner"\ncount = 1\ngpus = 1\n[pools.bac
 @pytest.mark.parametrize(
     ("sections", "overrides", "message"),
     [
-        (TWO_POOLS, ["--actors.num_actors", "2"], "num_actors = 2, and the pools of actors hold 4"),
-        ('[pools.a]\nrole = "learner"\ncount = 3\n', [], r"hold 3 stages \(a 3\), and .* = 2"),
+        (TWO_POOLS, ["--actors.num_actors", "2"], "num_actors = 2, but the actor pools have 4"),
+        ('[pools.a]\nrole = "learner"\ncount = 3\n', [], r"have 3 stages \(a 3\), but .* = 2"),
         ('[pools.a]\nrole = "learner"\ncount = 2\n[pools.b]\nrole = "learner"\n', [], r"\(a 2, b 0\)"),
-        ('[pools."a b"]\nrole = "actors"\n', [], "give a pool a name of letters"),
+        ('[pools."a b"]\nrole = "actors"\n', [], "use only letters"),
         ('[pools.a]\nrole = "actors"\ntensor_parallel_size = 2\n', [], "pools.a.tensor_parallel_size = 2 needs"),
-        (FRONT_ON_GPU, [], "front 1, back 0: stages on GPUs and stages on CPUs do not train together"),
+        (FRONT_ON_GPU, [], r"cannot train together \(GPUs per stage, by pool: front 1, back 0\)"),
     ],
 )
-def test_pools_that_cannot_be_are_refused_before_anything_starts(load, tmp_path, sections, overrides, message):
+def test_invalid_pools_are_refused_before_anything_starts(load, tmp_path, sections, overrides, message):
     with pytest.raises(ConfigError, match=message):
         check(load(sections, *overrides), tmp_path / "run")
 
 
-def test_a_mistyped_key_of_a_pool_is_named_with_what_was_meant(load):
+def test_a_mistyped_key_of_a_pool_is_refused_with_a_suggestion(load):
     with pytest.raises(ConfigError, match=r"unknown key pools.a.dtyp; did you mean pools.a.dtype\?"):
         load('[pools.a]\nrole = "actors"\ndtyp = "bfloat16"\n')
-    with pytest.raises(ConfigError, match=r"\[pools.a\] dtype is of an actor's engine"):
+    with pytest.raises(ConfigError, match=r"\[pools.a\] dtype applies only to actors"):
         load('[pools.a]\nrole = "learner"\ndtype = "bfloat16"\n')
 
 
-def test_more_actors_by_an_override_of_a_pool(load, tmp_path):
+def test_an_override_changes_the_number_of_actors_of_a_pool(load, tmp_path):
     plan = check(load(TWO_POOLS, "--pools.exact.count", "5"), tmp_path / "run")
     assert "actors     8: 5 in exact (float32), 3 in fast (bfloat16), 8 samples per prompt" in plan.describe()

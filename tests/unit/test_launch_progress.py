@@ -5,20 +5,20 @@ import json
 from types import SimpleNamespace
 
 import pytest
-
-from actors.engine_output import EngineReport
-from actors.report import ActorReport, WeightUpdate
 from benchmarks.lib.runs import joined
-from buffer.lengths import LengthFidelity
-from common.staleness import PolicyVersion
-from launch.config import Config
-from launch.observe.metrics import Rows
-from launch.observe.observer import Observer
-from launch.observe.sinks import Tracker
-from launch.observe.status import Accuracy, PollResult
-from launch.observe.totals import ActorTotals, Rate
-from launch.run_folder import RunFolder
-from planning.costs import Moments
+
+from leeway.actors.engine_output import EngineReport
+from leeway.actors.report import ActorReport, WeightUpdate
+from leeway.buffer.lengths import LengthFidelity
+from leeway.common.staleness import PolicyVersion
+from leeway.launch.config import Config
+from leeway.launch.observe.metrics import Rows
+from leeway.launch.observe.observer import Observer
+from leeway.launch.observe.sinks import Tracker
+from leeway.launch.observe.status import Accuracy, PollResult
+from leeway.launch.observe.totals import ActorTotals, Rate
+from leeway.launch.run_folder import RunFolder
+from leeway.planning.costs import LeastSquares
 from tests.unit.made_up_run import report as made_up_report
 from tests.unit.made_up_run import status as made_up_status
 from tests.unit.made_up_run import write_rows
@@ -29,8 +29,8 @@ def report(name: str, num_tokens: int, pause_s: list[float]) -> ActorReport:
     return made_up_report(name, num_tokens=num_tokens, updates=updates)
 
 
-def test_a_step_of_an_engine_takes_what_the_last_seconds_say_and_none_is_told_before_there_is_one():
-    totals, sums, reports = ActorTotals(), Moments(4), [made_up_report("actor-0")]
+def test_the_step_time_of_an_engine_is_measured_over_the_last_seconds():
+    totals, sums, reports = ActorTotals(), LeastSquares(4), [made_up_report("actor-0")]
     totals.update(0.0, reports, ["actor-0"])
     assert totals.engines("actors", reports).step_s is None
     for now_s, took_s in ((1.0, 0.5), (20.0, 0.125), (21.0, 0.375)):
@@ -68,29 +68,29 @@ def config(tmp_path):
     )
 
 
-def test_mean_lag_is_over_completion_tokens_not_over_steps(observer):
-    observer.take_in(PollResult(steps=[step_row(1, 100, 0.0), step_row(2, 300, 4.0)]))
-    observer.take_in(PollResult(steps=[{**step_row(3, 100, 9.0), "skipped": True}]))
+def test_mean_lag_is_weighted_by_completion_tokens_not_by_steps(observer):
+    observer.ingest(PollResult(steps=[step_row(1, 100, 0.0), step_row(2, 300, 4.0)]))
+    observer.ingest(PollResult(steps=[{**step_row(3, 100, 9.0), "skipped": True}]))
     written = observer.polled()
     assert (written.lag_mean, written.lag_max) == (pytest.approx(3.0), 4)
 
 
-def test_a_step_that_is_taken_again_counts_once_as_it_was_taken_last(observer, tmp_path):
-    observer.take_in(PollResult(steps=[step_row(1, 100, 0.0), step_row(2, 300, 4.0), step_row(3, 600, 4.0)]))
+def test_a_repeated_step_counts_once_with_its_last_values(observer, tmp_path):
+    observer.ingest(PollResult(steps=[step_row(1, 100, 0.0), step_row(2, 300, 4.0), step_row(3, 600, 4.0)]))
     write_rows(RunFolder(tmp_path), step_row(1, 100, 0.0))
-    observer.take_in(PollResult(resumed_at=1, resumed_version=1))
+    observer.ingest(PollResult(resumed_at=1, resumed_version=1))
     written = observer.polled()
     assert (written.step, written.version, written.lag_mean) == (1, 1, 0.0)
-    rows = observer.take_in(PollResult(steps=[step_row(2, 100, 2.0)]))
+    rows = observer.ingest(PollResult(steps=[step_row(2, 100, 2.0)]))
     assert [row["step"] for row in rows] == [2]
     written = observer.polled()
     assert written.lag_mean == pytest.approx(1.0)
     assert (written.learner.restarts, written.steps_redone, written.trained_tokens) == (1, 2, 200)
 
 
-def test_the_summary_stands_where_a_restarted_learner_has_nothing_left_to_do(observer):
-    observer.take_in(PollResult(steps=[step_row(step, 100, 0.0) for step in range(1, 8)]))
-    observer.take_in(PollResult(resumed_at=10, resumed_version=20))  # the last: the learner has nothing left to do
+def test_the_summary_is_kept_if_a_restarted_learner_has_no_step_left(observer):
+    observer.ingest(PollResult(steps=[step_row(step, 100, 0.0) for step in range(1, 8)]))
+    observer.ingest(PollResult(resumed_at=10, resumed_version=20))  # the last step, so no step is left
     no_answers = Accuracy(versions="0", greedy=None, sampled=None, num_problems=0)
     status = SimpleNamespace(
         ledger={"gap": 0, "trained": 80},
@@ -105,28 +105,28 @@ def test_the_summary_stands_where_a_restarted_learner_has_nothing_left_to_do(obs
     assert summary["quarantined_actors"] == []
 
 
-def test_what_the_buffer_acknowledged_is_counted_over_all_processes_of_an_actor(observer):
+def test_acknowledged_samples_are_counted_over_all_processes_of_an_actor(observer):
     for committed, duplicate in ((5, 0), (7, 1), (2, 0)):
         outcomes = {"committed": committed, "duplicate": duplicate, "late": 9, "quarantined": 9}
-        told = dataclasses.replace(report("actor-0", 0, []), num_outcomes=outcomes)
-        observer.take_in(PollResult(actors=[told]))
+        current = dataclasses.replace(report("actor-0", 0, []), num_outcomes=outcomes)
+        observer.ingest(PollResult(actors=[current]))
     assert observer.actor_totals.total("acknowledged", "actor", "actor-0") == 10
 
 
-def test_a_restarted_actor_does_not_take_back_what_it_generated(observer):
+def test_a_restarted_actor_keeps_its_count_of_generated_tokens(observer):
     for num_tokens in (50, 120, 30):
-        observer.take_in(PollResult(actors=[report("actor-0", num_tokens, [])]))
+        observer.ingest(PollResult(actors=[report("actor-0", num_tokens, [])]))
     assert observer.actor_totals.total("tokens") == 150
 
 
-def test_every_pause_is_in_one_row_and_in_one_only(observer):
-    observer.take_in(PollResult(actors=[report("actor-0", 0, [0.2])]))
-    observer.take_in(PollResult(actors=[report("actor-0", 0, [0.4])]))
-    rows = observer.take_in(PollResult(steps=[step_row(1, 1, 0.0), step_row(2, 1, 0.0)]))
+def test_every_pause_is_in_exactly_one_row(observer):
+    observer.ingest(PollResult(actors=[report("actor-0", 0, [0.2])]))
+    observer.ingest(PollResult(actors=[report("actor-0", 0, [0.4])]))
+    rows = observer.ingest(PollResult(steps=[step_row(1, 1, 0.0), step_row(2, 1, 0.0)]))
     assert [row["time/weight_pause"] for row in rows] == [pytest.approx(0.3), None]
 
 
-def test_a_row_says_how_far_the_weights_have_come(observer):
+def test_a_row_has_the_progress_of_the_weights(observer):
     status = SimpleNamespace(newest=(0, 7), ledger={"gap": 0})
     fresh = dataclasses.replace(report("actor-0", 0, []), version=(0, 7))
     stale = dataclasses.replace(report("actor-1", 0, []), version=(0, 4), refused="0.5: cut")
@@ -136,7 +136,7 @@ def test_a_row_says_how_far_the_weights_have_come(observer):
         PollResult(steps=[step_row(2, 1, 0.0)], working=frozenset({"actor-0"}), quarantined=("actor-1",)),
         PollResult(steps=[step_row(3, 1, 0.0)], working=frozenset()),
     ]
-    rows = [row for news in polls for row in observer.take_in(news)]
+    rows = [row for poll in polls for row in observer.ingest(poll)]
     names = ("weights/published", "weights/behind", "weights/refused")
     assert [tuple(row[name] for name in names) for row in rows] == [(7, 3, 1), (7, 0, 0), (7, None, 0)]
     summary = observer.summary(
@@ -146,15 +146,13 @@ def test_a_row_says_how_far_the_weights_have_come(observer):
 
 
 @pytest.mark.parametrize("step_s", [2.0, 30.0])
-def test_trained_tokens_per_second_are_those_of_the_newest_step_until_the_learner_stands_still(
-    config, tmp_path, step_s
-):
+def test_trained_tokens_per_second_are_those_of_the_newest_step_until_a_stall(config, tmp_path, step_s):
     now = [1000.0]
     plan = SimpleNamespace(config=config, folder=RunFolder(tmp_path), run_id="x")
     observer = Observer(plan, clock=lambda: now[0])
     assert observer.polled().learner.tokens_per_s == 0.0
     times = {"time/step": 0.75 * step_s, "time/wait_for_batch": 0.25 * step_s}
-    observer.take_in(PollResult(steps=[step_row(1, 100, 0.0) | times | {"perf/trained_tokens_per_s": 100 / step_s}]))
+    observer.ingest(PollResult(steps=[step_row(1, 100, 0.0) | times | {"perf/trained_tokens_per_s": 100 / step_s}]))
     now[0] += step_s
     assert observer.polled().learner.tokens_per_s == 100 / step_s
     now[0] += 99 * step_s
@@ -169,19 +167,19 @@ def test_a_rate_needs_two_points():
     assert rate.value("tokens") == 5.0
 
 
-def test_what_a_run_waited_before_the_command_began_is_no_wait_of_its_actors(config, tmp_path):
+def test_time_before_the_launch_is_no_wait_of_the_actors(config, tmp_path):
     now = [50_000.0]
     plan = SimpleNamespace(config=config, folder=RunFolder(tmp_path), run_id="x")
     observer = Observer(plan, started_s=now[0] - 36_000.0, clock=lambda: now[0])
     waiting = dataclasses.replace(report("actor-0", 0, []), waiting="waiting for policy 2.7")
-    observer.take_in(PollResult(actors=[waiting]))
+    observer.ingest(PollResult(actors=[waiting]))
     now[0] += 0.5
-    (row,) = observer.take_in(PollResult(actors=[waiting], steps=[step_row(1, 1, 0.0)]))
+    (row,) = observer.ingest(PollResult(actors=[waiting], steps=[step_row(1, 1, 0.0)]))
     assert row["time/wait_for_policy"] == pytest.approx(0.5)
 
 
 class RecordedRun:
-    """Stands for a run of Weights & Biases."""
+    """Fake run of Weights & Biases."""
 
     def __init__(self) -> None:
         self.steps: list[int] = []
@@ -199,7 +197,7 @@ def read(path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_a_step_that_is_taken_again_stays_in_wandb_as_it_was_first_and_its_newest_columns_count(config, tmp_path):
+def test_wandb_keeps_the_first_row_of_a_repeated_step_and_files_the_newest(config, tmp_path):
     folder = RunFolder(tmp_path)
     with Tracker(config, folder) as tracker:
         tracker._wandb = wandb = RecordedRun()
@@ -218,7 +216,7 @@ def test_a_step_that_is_taken_again_stays_in_wandb_as_it_was_first_and_its_newes
     assert wandb.steps == [8]
 
 
-def test_rows_are_read_as_they_come_and_a_line_that_is_not_whole_yet_is_left(tmp_path):
+def test_rows_are_read_as_they_arrive_and_a_partial_line_is_left(tmp_path):
     path = tmp_path / "rows.jsonl"
     rows = Rows(path)
     assert [*rows.read()] == []
@@ -228,7 +226,7 @@ def test_rows_are_read_as_they_come_and_a_line_that_is_not_whole_yet_is_left(tmp
     assert [*rows.read()] == [{"step": 2}]
     assert [*Rows(path, at_end=True).read()] == []
     path.write_text('{"step": 1}\n{"step"\n')
-    with pytest.raises(ValueError, match=r"rows.jsonl has a line that is no JSON"):
+    with pytest.raises(ValueError, match=r"rows.jsonl has a line that is not JSON"):
         [*Rows(path).read()]
 
 
@@ -239,7 +237,7 @@ def accuracy(greedy: float, version: int = 0, start: int = 0) -> Accuracy:
     )
 
 
-def test_an_evaluation_of_a_learner_that_went_back_reaches_wandb_at_the_newest_step_it_knows(config, tmp_path):
+def test_an_evaluation_after_a_rollback_reaches_wandb_at_its_newest_step(config, tmp_path):
     with Tracker(config, RunFolder(tmp_path)) as tracker:
         tracker._wandb = wandb = RecordedRun()
         for step in (2, 4, 2):
@@ -251,7 +249,7 @@ def test_an_evaluation_of_a_learner_that_went_back_reaches_wandb_at_the_newest_s
     assert wandb.rows[2]["eval/policy_version"] == 0
 
 
-def test_an_evaluation_is_a_row_of_numbers_in_a_file_of_its_own(config, tmp_path):
+def test_an_evaluation_is_a_row_of_numbers_in_its_own_file(config, tmp_path):
     folder = RunFolder(tmp_path)
     with Tracker(config, folder) as tracker:
         tracker.evaluated(accuracy(0.5), 0, 1.5)
@@ -264,7 +262,7 @@ def test_an_evaluation_is_a_row_of_numbers_in_a_file_of_its_own(config, tmp_path
     assert not folder.metrics.read_bytes()
 
 
-def test_what_is_not_finite_is_null(config, tmp_path):
+def test_values_that_are_not_finite_are_null(config, tmp_path):
     folder = RunFolder(tmp_path)
     with Tracker(config, folder) as tracker:
         tracker.step({"step": 1, "overlap/frac": float("nan"), "actors/waiting": 2})

@@ -1,4 +1,4 @@
-"""The endpoint for Prometheus: what an HTTP GET of it brings."""
+"""The Prometheus endpoint and the metrics that it serves."""
 
 import re
 import socket
@@ -9,12 +9,12 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from launch.cli import main
-from launch.config import TrackingConfig
-from launch.errors import ConfigError
-from launch.observe import sinks
-from launch.observe.sinks import Exporter
-from launch.observe.status import read_status
+from leeway.launch.cli import main
+from leeway.launch.config import TrackingConfig
+from leeway.launch.errors import ConfigError
+from leeway.launch.observe import sinks
+from leeway.launch.observe.sinks import Exporter
+from leeway.launch.observe.status import read_status
 from tests.world.ports import free_port
 
 RECORDED = Path(__file__).parents[1] / "data" / "status" / "training.json"
@@ -41,7 +41,7 @@ def port():
 
 
 def scraped(port: int) -> dict[str, dict[tuple, float]]:
-    """Name -> values of the labels, by their names -> value."""
+    """Return name -> values of the labels, ordered by label name -> value."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
         text = answer.read().decode()
     return {
@@ -52,7 +52,7 @@ def scraped(port: int) -> dict[str, dict[tuple, float]]:
     }
 
 
-def test_metrics_of_the_newest_step_pools_and_actors_are_served_under_names_of_the_registry(port):
+def test_metrics_of_the_newest_step_pools_and_actors_are_served(port):
     snapshot = msgspec.structs.replace(read_status(RECORDED), row=ROW)
     with Exporter(TrackingConfig(prometheus_port=port)) as exporter:
         assert scraped(port) == {}
@@ -65,27 +65,27 @@ def test_metrics_of_the_newest_step_pools_and_actors_are_served_under_names_of_t
     assert found["leeway_reward_part"] == {("exact",): 0.5, ("a/b",): 0.25}
     assert set(found["leeway_actor_tokens_per_s"]) == {(actor.name, actor.pool) for actor in snapshot.actors}
     assert found["leeway_trained_tokens"][("3", "exact")] == snapshot.lags["exact"][3]
-    assert found["leeway_buffer_issued"][()] == snapshot.buffer.ledger["issued"], "as it is now, not at the last draw"
+    assert found["leeway_buffer_issued"][()] == snapshot.buffer.ledger["issued"], "as of now, not of the last batch"
     assert not {"leeway_mismatch_lag0_abs", "leeway_eval_version", "leeway_not_registered"} & found.keys()
     with pytest.raises(OSError, match="refused"):
         scraped(port)
 
 
-def test_a_port_in_use_ends_the_command_before_anything_starts(tmp_path, capsys):
+def test_a_port_in_use_is_refused_before_anything_starts(tmp_path, capsys):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
         overrides = ["--run.dir", str(tmp_path), "--run.name", "x", "--tracking.prometheus_port", str(port)]
         assert main(["train", str(DEMO), *overrides]) == 2
-    said = capsys.readouterr().err
+    error = capsys.readouterr().err
     assert re.fullmatch(
-        r"leeway: tracking\.prometheus_port = \d+: .* cannot be bound .* in use.; choose another port\n", said
+        r"leeway: tracking\.prometheus_port = \d+: .* cannot be bound .* in use.; choose another port\n", error
     )
     assert list(tmp_path.iterdir()) == []
 
 
-def test_without_a_port_nothing_listens_and_an_address_that_is_not_ours_is_an_error(port, monkeypatch):
+def test_without_a_port_nothing_listens_and_a_foreign_address_is_an_error(port, monkeypatch):
     with Exporter(TrackingConfig()) as exporter:
         exporter.show(read_status(RECORDED))
     monkeypatch.setattr(sinks, "PROMETHEUS_HOST", "192.0.2.77")

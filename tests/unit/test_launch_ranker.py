@@ -1,12 +1,12 @@
-"""When a run has a ranker, and what becomes of one that dies."""
+"""The ranker of a run: when it exists and how it is restarted."""
 
 from types import SimpleNamespace
 
 import pytest
 import ray
 
-from launch.processes import role_process, supervisor
-from planning import ranking
+from leeway.launch.processes import role_process, supervisor
+from leeway.planning import ranking
 from tests.unit.made_up_run import context, plan
 
 TWO_POOLS = ("--pools.slow.role", "actors", "--pools.slow.count", "1", "--pools.fast.role", "actors")
@@ -15,8 +15,8 @@ BY_DEADLINE = (*TWO_POOLS, "--buffer.dispatch", "by_deadline")
 
 @pytest.fixture
 def world(monkeypatch):
-    """Rankers without processes: the n-th that is started, from 0, lives until n is among the dead."""
-    seen = SimpleNamespace(started=0, dead=set(), told=[])
+    """Rankers without processes; the n-th one, from 0, lives until n is in `dead`."""
+    seen = SimpleNamespace(started=0, dead=set(), events=[])
 
     def spawn(*_, **__):
         seen.started += 1
@@ -33,7 +33,7 @@ def world(monkeypatch):
 
 def start(world, folder, *overrides):
     made = plan(folder, *overrides)
-    found = supervisor.ranker(made, lambda *event: world.told.append(event))
+    found = supervisor.ranker(made, lambda *event: world.events.append(event))
     if found is not None:
         found.start(context(made))
     return found
@@ -49,13 +49,13 @@ def start(world, folder, *overrides):
     ],
     ids=["one pool", "two pools", "in order", "longest first"],
 )
-def test_a_run_has_a_ranker_where_lengths_may_decide_who_gets_a_prompt(world, tmp_path, overrides, num):
+def test_a_run_has_a_ranker_if_lengths_may_affect_dispatch(world, tmp_path, overrides, num):
     found = start(world, tmp_path / "run", *overrides)
     assert (0 if found is None else len(found.processes), world.started) == (num, num)
 
 
-def test_a_ranker_that_dies_is_started_again_and_given_up_when_it_does_so_too_often(world, tmp_path, monkeypatch):
-    monkeypatch.setattr("planning.ranking.MAX_RESTARTS", 1)
+def test_a_dead_ranker_is_restarted_and_given_up_after_too_many_deaths(world, tmp_path, monkeypatch):
+    monkeypatch.setattr("leeway.planning.ranking.MAX_RESTARTS", 1)
     found = start(world, tmp_path / "run", *BY_DEADLINE)
     (process,) = found.processes
     world.dead = {0}
@@ -66,5 +66,5 @@ def test_a_ranker_that_dies_is_started_again_and_given_up_when_it_does_so_too_of
     found.watch()
     found.watch()
     assert process.state == f"lost: given up: it was killed; see {process.log}"
-    assert [kind for kind, _ in world.told] == ["restart", "given_up"]
-    assert str(process.log) in world.told[1][1]
+    assert [kind for kind, _ in world.events] == ["restart", "given_up"]
+    assert str(process.log) in world.events[1][1]

@@ -1,4 +1,4 @@
-"""The written reference says what the code says."""
+"""The reference pages match the code."""
 
 import re
 from pathlib import Path
@@ -6,9 +6,9 @@ from typing import get_args
 
 import pytest
 
-from algorithms.corrections import AnySurrogate, AnyWeight
-from algorithms.registry import ALGORITHMS
-from launch.observe.metrics import METRICS
+from leeway.algorithms.corrections import AnySurrogate, AnyWeight
+from leeway.algorithms.registry import ALGORITHMS
+from leeway.launch.observe.metrics import METRICS
 from tests import reference
 
 ROOT = Path(__file__).parents[2]
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
     ("name", "expected"),
     [("config.md", reference.config_reference()), ("metrics.md", reference.metrics_reference())],
 )
-def test_the_reference_is_what_the_code_would_write(name, expected):
+def test_the_reference_pages_are_up_to_date(name, expected):
     assert (ROOT / "docs" / name).read_text() == expected, "run `python -m tests.reference`"
 
 
@@ -40,18 +40,18 @@ def test_every_metric_named_in_the_code_is_registered():
     assert sorted(named - METRICS.keys()) == []
 
 
-def test_the_page_about_watching_names_registered_metrics_alone():
+def test_the_page_about_watching_names_only_registered_metrics():
     page = (ROOT / "docs" / "watching.md").read_text()
     panels = page[page.index("| panel |") :]
     named = set(re.findall(r"`([a-z_0-9]+/[\w/]+)`", panels))
     assert len(named) > 40
     assert sorted(named - METRICS.keys()) == []
-    wanted = ("lag/token_mean", "lag/in_flight", "lag/in_queue", "off_policy/ess_token", "mismatch/lag0_abs")
-    assert {*wanted, "buffer/dropped_stale", "reward/mean", "time/wait_for_batch"} <= named
+    required = ("lag/token_mean", "lag/in_flight", "lag/in_queue", "off_policy/ess_token", "mismatch/lag0_abs")
+    assert {*required, "buffer/dropped_stale", "reward/mean", "time/wait_for_batch"} <= named
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_the_page_of_an_algorithm_names_every_knob_and_every_metric_of_it(name):
+def test_the_page_of_an_algorithm_names_all_of_its_knobs_and_metrics(name):
     page = (ROOT / "docs" / "algorithms" / f"{name}.md").read_text()
     knobs = {f"algorithm.{key}" for key in ALGORITHMS[name].config_class.model_fields} - {"algorithm.type"}
     prefixes = {
@@ -72,7 +72,7 @@ def test_the_page_of_ppo_names_every_correction():
     assert sorted(name for name in names if f"| `{name}` |" not in page) == []
 
 
-def test_every_key_is_listed_once_and_as_basic_if_it_has_to_be_given():
+def test_every_key_is_listed_once_and_required_keys_are_basic():
     rows = [line.split("|") for line in reference.config_reference().splitlines() if line.startswith("| `")]
     keys = [row[1] for row in rows]
     assert sorted(key for key in set(keys) if keys.count(key) > 1) == []
@@ -81,7 +81,7 @@ def test_every_key_is_listed_once_and_as_basic_if_it_has_to_be_given():
     assert {level for default, level in levels if default == "required"} == {"basic"}
 
 
-def test_the_readme_lists_keys_of_the_config_alone():
+def test_the_readme_lists_only_keys_of_the_config():
     readme, page = (ROOT / "README.md").read_text(), reference.config_reference()
     table = readme[readme.index("## The knobs that matter") : readme.index("## A run's folder")]
     named = re.findall(r"`([a-z_]+\.[a-z_]+)`", table)

@@ -1,4 +1,4 @@
-"""The page of a run: what is on it, what it says of a broken run, and that it believes no text."""
+"""The report page: its content, broken runs, and escaped text."""
 
 import html
 import json
@@ -11,16 +11,16 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from launch import train as training
-from launch.cli import main
-from launch.config import Config
-from launch.mistakes import models_of
-from launch.observe.metrics import METRICS
-from launch.observe.status import read_status, write_status
-from launch.report.charts import CHARTS, figures, lines, short
-from launch.report.data import MAX_BUCKETS, Metrics, RunData, collect, read_buffer, thinned
-from launch.report.page import QUESTIONS, render
-from launch.run_folder import RunFolder
+from leeway.launch import train as training
+from leeway.launch.cli import main
+from leeway.launch.config import Config
+from leeway.launch.config_errors import models_of
+from leeway.launch.observe.metrics import METRICS
+from leeway.launch.observe.status import read_status, write_status
+from leeway.launch.report.charts import CHARTS, figures, lines, short
+from leeway.launch.report.data import MAX_BUCKETS, Metrics, RunData, collect, read_buffer, thinned
+from leeway.launch.report.page import QUESTIONS, render
+from leeway.launch.run_folder import RunFolder
 from tests.unit.report_run import CONFIG, NASTY, START_S, make_run, row
 
 PARTS = ("learning", "health", "waiting", "lag", "samples", "ledger", "events", "config")
@@ -37,38 +37,38 @@ def page(whole):
 
 
 def words(page):
-    """What is read of a page."""
+    """Return the visible text of a page."""
     body = re.sub(r"<(style|script)[^>]*>.*?</\1>", "", page, flags=re.S)
     return re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", body))
 
 
-def test_the_page_of_a_whole_run_misses_nothing(page):
-    assert "What is missing" not in page
+def test_the_page_of_a_complete_run_has_no_missing_data(page):
+    assert "Missing data" not in page
     assert re.findall(r'<section id="(\w+)">', page) == [*PARTS], "the questions first, in their order"
     assert "No values in this run" not in page
     text = words(page)
     assert "0.400 → 0.900" in text
-    assert "greatest 3, max_lag 4" in text
+    assert "maximum 3, max_lag 4" in text
     assert "finished" in text
     assert "exit status 0" in text
 
 
-def test_the_page_needs_nothing_but_itself(page):
+def test_the_page_is_self_contained(page):
     assert not re.findall(r"""(?:src|href|action)=["'](?!#|data:)""", page)
     assert "url(" not in page
     assert "@import" not in page
     assert "default-src 'none'" in page
 
 
-def test_text_of_a_model_a_run_or_an_event_stays_text(page):
+def test_text_of_a_model_a_run_or_an_event_is_escaped(page):
     assert NASTY not in page
-    assert page.count("&lt;script&gt;document.title=") == 3  # of an event; of a reason, in headline and table
+    assert page.count("&lt;script&gt;document.title=") == 3  # an event; a reason, in headline and table
     name = "</script><script>alert(1)</script>"
     chart = lines(RunData("sums", Path()), CHARTS["reward"], {name: [(1, 2.0)]})
     assert name in json.dumps(chart.plot), "so the page has to escape it"
 
 
-def test_the_values_of_the_charts_cannot_end_their_script(tmp_path):
+def test_the_values_of_the_charts_cannot_close_their_script(tmp_path):
     run = make_run(tmp_path / "sums")
     rows = [row(step, START_S, **{f"reward/part/{NASTY}": 0.5}) for step in range(1, 9)]
     run.metrics.write_text("".join(json.dumps(each) + "\n" for each in rows))
@@ -78,22 +78,22 @@ def test_the_values_of_the_charts_cannot_end_their_script(tmp_path):
 
 
 def plots_of(page):
-    """What page.js reads."""
+    """Return the data that page.js reads."""
     return json.loads(re.search(r'<script type="application/json" id="plots">(.*?)</script>', page, flags=re.S)[1])
 
 
-def test_the_best_the_worst_and_a_random_sample_are_shown_with_text_reward_versions_and_lag(whole, page):
+def test_the_best_the_worst_and_a_random_sample_are_shown(whole, page):
     best, worst, other = read_buffer(whole.root, 10.0).samples
     assert [each.kind for each in (best, worst, other)] == ["best reward", "worst reward", "random"]
     assert best.reward > other.reward > worst.reward == 0.0
     assert (best.prompt, best.completion[:3]) == ("abc", "def")
     assert '<span class="prompt">abc</span><span class="completion">def' in page
     assert (worst.facts[0], worst.facts[-1]) == ("actor-0, version 0", "lag 0 at step 1")
-    assert worst.facts[2].startswith("trained, record 1, group 1, prompt "), "of equal ones the newest"
+    assert worst.facts[2].startswith("trained, record 1, group 1, prompt "), "the newest of equal samples"
     assert "; ".join(worst.facts) in html.unescape(page)
 
 
-def test_what_does_not_print_is_written_out(tmp_path):
+def test_unprintable_characters_are_escaped(tmp_path):
     run = make_run(tmp_path / "sums")
     text = (run.export / "tokenizer.json").read_text()
     (run.export / "tokenizer.json").write_text(text.replace('"d"', json.dumps(NASTY + "!\u202e\x1b")))
@@ -106,65 +106,68 @@ def test_what_does_not_print_is_written_out(tmp_path):
 
 def test_the_distribution_of_lags_comes_from_the_status(tmp_path):
     run = make_run(tmp_path / "sums")
-    told = read_status(run.status)
-    write_status(run.status, msgspec.structs.replace(told, lags={"a": {0: 30, 2: 10}, "b": {0: 10, 2: 50}}))
+    status = read_status(run.status)
+    write_status(run.status, msgspec.structs.replace(status, lags={"a": {0: 30, 2: 10}, "b": {0: 10, 2: 50}}))
     (tokens,) = figure(run, "Lags of trained tokens").plot["series"]
     assert [list(each) for each in tokens["points"]] == [[0, 1, 2], [40.0, 0.0, 60.0]]
 
 
-def test_a_buffer_too_large_for_the_time_is_shown_in_part_and_says_so(whole):
+def test_a_buffer_too_large_for_the_timeout_is_shown_in_part(whole):
     moments = iter([0.0, *[99.0] * 1000])
     buffer = read_buffer(whole.root, 10.0, clock=lambda: next(moments))
-    assert buffer.num_looked_at == 1 < buffer.num_groups
+    assert buffer.num_read == 1 < buffer.num_groups
 
 
 @pytest.mark.parametrize(
-    ("broken", "said"),
+    ("broken", "expected"),
     [
-        (lambda run: run.status.unlink(), "How the run does or ended is not known"),
-        (lambda run: run.metrics.unlink(), "metrics.jsonl is not there"),
-        (lambda run: run.events.unlink(), "events.jsonl is not there"),
-        (lambda run: run.timeline.unlink(), "timeline.json is not there"),
+        (lambda run: run.status.unlink(), "The status of the run is unknown"),
+        (lambda run: run.metrics.unlink(), "metrics.jsonl is missing"),
+        (lambda run: run.events.unlink(), "events.jsonl is missing"),
+        (lambda run: run.timeline.unlink(), "timeline.json is missing"),
         (lambda run: run.timeline.write_text(""), "timeline.json is empty"),
-        (lambda run: run.metrics.write_text(run.metrics.read_text()[:-9]), "1 line of metrics.jsonl could not be read"),
+        (
+            lambda run: run.metrics.write_text(run.metrics.read_text()[:-9]),
+            "Skipped 1 unreadable line of metrics.jsonl",
+        ),
         (
             lambda run: run.events.write_text(run.events.read_text() + '{"ki'),
-            "1 line of events.jsonl could not be read",
+            "Skipped 1 unreadable line of events.jsonl",
         ),
         (lambda run: run.metrics.write_text("\0" * 100), "metrics.jsonl has no step yet"),
-        (lambda run: run.status.write_text("[]"), "is not what a run writes"),
-        (lambda run: run.status.write_text('{"format": 2, "run": "an older one"}'), "is not what a run writes"),
-        (lambda run: run.status.write_text('{"format": 0}'), "has format 0, and this Leeway reads 2"),
+        (lambda run: run.status.write_text("[]"), "is not a valid status file"),
+        (lambda run: run.status.write_text('{"format": 2, "run": "an older one"}'), "is not a valid status file"),
+        (lambda run: run.status.write_text('{"format": 0}'), "has format 0, but this Leeway reads 2"),
         (lambda run: run.config.write_text("[run"), "cannot be read"),
         (lambda run: (run.buffer / "data.mdb").unlink(), "The buffer cannot be read"),
         (lambda run: (run.buffer / "data.mdb").write_bytes(b"x" * 9000), "The buffer cannot be read"),
     ],
 )
-def test_a_broken_run_still_has_a_page_that_says_what_is_missing(tmp_path, broken, said, capsys):
+def test_a_broken_run_has_a_page_that_lists_missing_data(tmp_path, broken, expected, capsys):
     run = make_run(tmp_path / "sums")
     broken(run)
     assert main(["report", str(run.root)]) == 0
     page = run.report.read_text()
-    assert "What is missing" in page
-    assert said in words(page).replace("&#39;", "'")
-    assert said in capsys.readouterr().out
+    assert "Missing data" in page
+    assert expected in words(page).replace("&#39;", "'")
+    assert expected in capsys.readouterr().out
     for part in PARTS:
         assert f'<section id="{part}">' in page
 
 
-def test_a_folder_with_nothing_but_a_config_has_a_page(tmp_path):
+def test_a_folder_with_only_a_config_has_a_page(tmp_path):
     (tmp_path / "config.toml").write_text(CONFIG)
     page = render(collect(RunFolder(tmp_path)))
     assert "no step yet" in page
-    assert words(page).count("is not there") == 4
-    assert "greatest 0" not in page, "no lag is known"
+    assert words(page).count("is missing") == 4
+    assert "maximum 0" not in page, "no lag is known"
 
 
-def test_a_page_without_a_config_says_that_it_is_not_known(tmp_path):
-    assert "The config is not known." in render(collect(RunFolder(tmp_path)))
+def test_a_page_without_a_config_states_that_it_is_unavailable(tmp_path):
+    assert "The config is unavailable." in render(collect(RunFolder(tmp_path)))
 
 
-def test_rows_of_another_shape_do_not_stop_a_page(tmp_path):
+def test_malformed_rows_do_not_prevent_a_page(tmp_path):
     run = make_run(tmp_path / "sums")
     odd = [
         {"step": 41},
@@ -181,7 +184,7 @@ def test_rows_of_another_shape_do_not_stop_a_page(tmp_path):
     assert render(data)
 
 
-def test_a_failed_run_says_why_first(tmp_path):
+def test_a_failed_run_states_the_reason_first(tmp_path):
     run = make_run(tmp_path / "sums")
     run.status.unlink()
     with run.events.open("a") as file:
@@ -196,7 +199,7 @@ def test_a_page_that_cannot_be_written_is_one_sentence(whole, tmp_path, capsys):
     assert main(["report", str(whole.root), "--out", str(tmp_path)]) == 2
     assert "is a folder" in capsys.readouterr().err
     assert main(["report", str(tmp_path / "nothing")]) == 2
-    assert "no run is at" in capsys.readouterr().err
+    assert "no run at" in capsys.readouterr().err
     assert not list(tmp_path.glob(".*tmp"))
 
 
@@ -209,12 +212,12 @@ def figure(run, title):
     return {each.chart.title: each for each in figures(collect(run))}[title]
 
 
-def tell_of(run, failed):
-    """Change how many samples failed, in the status and in the rows."""
-    told = read_status(run.status)
-    ledger = {**told.buffer.ledger, "issued": 1000, "failed": sum(failed.values())}
-    buffer = msgspec.structs.replace(told.buffer, ledger=ledger, failed_by_reason=failed)
-    write_status(run.status, msgspec.structs.replace(told, buffer=buffer))
+def set_failures(run, failed):
+    """Set the number of failed samples in the status and in the rows."""
+    status = read_status(run.status)
+    ledger = {**status.buffer.ledger, "issued": 1000, "failed": sum(failed.values())}
+    buffer = msgspec.structs.replace(status.buffer, ledger=ledger, failed_by_reason=failed)
+    write_status(run.status, msgspec.structs.replace(status, buffer=buffer))
     rows = []
     for step in range(1, 41):
         # rewards fail from step 20 on
@@ -234,7 +237,7 @@ def tell_of(run, failed):
 
 def test_the_share_of_failed_samples_is_a_headline_and_a_curve_by_reason(tmp_path):
     run = make_run(tmp_path / "sums")
-    tell_of(run, {"lease expired": 5, "reward failed: f: KeyError": 18, "reward failed: f: TypeError": 2})
+    set_failures(run, {"lease expired": 5, "reward failed: f: KeyError": 18, "reward failed: f: TypeError": 2})
     text = words(render(collect(run)))
     headline = "25 of 1,000: reward failed: f: KeyError (18); lease expired (5); 1 other reason (2)"
     assert f"Failed samples 2.5% {headline}" in text
@@ -245,9 +248,9 @@ def test_the_share_of_failed_samples_is_a_headline_and_a_curve_by_reason(tmp_pat
     ]
 
 
-def test_what_failed_is_known_without_a_buffer_and_an_end(tmp_path):
+def test_failed_samples_are_known_without_a_buffer_and_an_end(tmp_path):
     run = make_run(tmp_path / "sums")
-    tell_of(run, {"fenced": 25})
+    set_failures(run, {"fenced": 25})
     (run.buffer / "data.mdb").unlink()
     write_status(run.status, msgspec.structs.replace(read_status(run.status), ended=None))
     data = collect(run)
@@ -255,9 +258,9 @@ def test_what_failed_is_known_without_a_buffer_and_an_end(tmp_path):
     assert data.counts.ledger["failed"] == 25
 
 
-def test_a_run_without_a_failed_sample_says_so_once(tmp_path):
+def test_a_run_without_a_failed_sample_states_it_once(tmp_path):
     run = make_run(tmp_path / "sums")
-    tell_of(run, {})
+    set_failures(run, {})
     text = words(render(collect(run)))
     assert text.count("No sample failed.") == 1
     assert text.count("Failed samples") == 1, "the chart, and no headline"
@@ -280,13 +283,13 @@ def test_few_points_are_marked(num, dots):
     assert (curve["dots"], len(curve["points"][0])) == (dots, num)
 
 
-def test_the_bound_of_the_lag_is_a_line_from_end_to_end(whole):
+def test_the_bound_of_the_lag_is_a_line_over_all_steps(whole):
     *_, bound = figure(whole, "Lag").plot["series"]
     assert (bound["name"], bound["color"], bound["dots"]) == ("max_lag", "bound", False)
     assert [list(each) for each in bound["points"]] == [[1.0, 40.0], [4.0, 4.0]]
 
 
-def test_what_limited_the_lag_is_a_sentence_and_the_drift_has_an_axis_of_its_own(tmp_path):
+def test_lag_control_is_described_and_the_drift_has_its_own_axis(tmp_path):
     run = make_run(tmp_path / "sums")
     assert figure(run, "Lag").note == "", "lag was not controlled"
     control = [
@@ -295,15 +298,15 @@ def test_what_limited_the_lag_is_a_sentence_and_the_drift_has_an_axis_of_its_own
     run.metrics.write_text("".join(json.dumps(row(1 + n, START_S, **more)) + "\n" for n, more in enumerate(control)))
     chart = figure(run, "Lag")
     assert chart.note == (
-        "Lag control kept new samples younger than max_lag in 70% of the steps, and updates took 90% of their learning "
-        "rate."
+        "Lag control limited new samples to less than max_lag in 70% of the steps, and scaled the learning rate to 90% "
+        "on average."
     )
     scales = {each["name"]: each["scale"] for each in chart.plot["series"]}
-    assert scales == {"mean": "y", "greatest": "y", "allowed": "y", "drift (nats, right)": "right", "max_lag": "y"}
+    assert scales == {"mean": "y", "maximum": "y", "allowed": "y", "drift (nats, right)": "right", "max_lag": "y"}
 
 
 @pytest.mark.parametrize("name", CHARTS)
-def test_a_chart_of_equal_values_is_drawn_and_one_of_none_says_so(name):
+def test_a_chart_of_equal_values_is_drawn_and_an_empty_one_is_not(name):
     run = RunData("sums", Path())
     equal = lines(run, CHARTS[name], {"mean": [(1, 2.0), (2, 2.0)]})
     assert (equal.plot["log"], equal.legend[0].numbers) == (False, "2")
@@ -315,7 +318,7 @@ def answers(run):
     return {name: answer(run) for name, (_, answer) in QUESTIONS.items()}
 
 
-def test_the_four_questions_have_an_answer(whole):
+def test_the_four_questions_have_answers(whole):
     found = answers(collect(whole))
     assert found["learning"].startswith("Yes: the mean reward changed by +0.600.")
     assert found["health"] == "Yes: no alert is active and every sample is accounted for."
@@ -324,10 +327,10 @@ def test_the_four_questions_have_an_answer(whole):
     assert found["lag"] == "Little: 97% of a batch is effective at a mean lag of 1.50 versions."
 
 
-def test_the_answers_of_a_bad_run_say_what_is_wrong(tmp_path):
+def test_the_answers_of_a_bad_run_state_the_problem(tmp_path):
     run = make_run(tmp_path / "sums")
-    told = read_status(run.status)
-    write_status(run.status, msgspec.structs.replace(told, tripped=["the reward falls"], ledger_gap=3))
+    status = read_status(run.status)
+    write_status(run.status, msgspec.structs.replace(status, alerts=["the reward falls"], ledger_gap=3))
     bad = {"time/wait_for_batch": 0.0, "time/wait_for_policy": 0.3, "off_policy/ess_sequence": 0.3}
     rows = [row(step, START_S + step, **bad, **{"reward/mean": 1 - step / 50}) for step in range(1, 41)]
     run.metrics.write_text("".join(json.dumps(each) + "\n" for each in rows))
@@ -338,37 +341,37 @@ def test_the_answers_of_a_bad_run_say_what_is_wrong(tmp_path):
     assert found["lag"].startswith("Yes: 30% of a batch is effective")
 
 
-def test_a_run_whose_command_was_killed_is_not_healthy(tmp_path):
+def test_a_run_whose_launcher_was_killed_is_not_healthy(tmp_path):
     run = make_run(tmp_path / "sums")
     write_status(run.status, msgspec.structs.replace(read_status(run.status), ended=None))
-    assert answers(collect(run))["health"].startswith("No: the command (process 1 on here) is gone since ")
+    assert answers(collect(run))["health"].startswith("No: the launcher (pid 1 on here) exited at ")
 
 
-def test_noise_is_no_answer_and_neither_are_few_steps(tmp_path):
+def test_noise_and_too_few_steps_give_no_answer(tmp_path):
     run = make_run(tmp_path / "sums")
     rows = [row(step, START_S + step, **{"reward/mean": 0.5 + (step % 2) / 10}) for step in range(1, 41)]
     run.metrics.write_text("".join(json.dumps(each) + "\n" for each in rows))
     assert answers(collect(run))["learning"].startswith("Not visibly: ")
-    assert all(each.startswith("Not known") for each in answers(RunData("sums", Path())).values())
+    assert all(each.startswith("Unknown") for each in answers(RunData("sums", Path())).values())
 
 
 def test_the_page_has_its_numbers_without_javascript(page):
     text = words(page)
-    assert "reward 0.02 → 0.8" in text, "of a curve: its first and its last value"
+    assert "reward 0.02 → 0.8" in text, "the first and the last value of a curve"
     assert "waiting for a batch 40.0" in text
-    assert "Charts need JavaScript." in text
+    assert "Charts require JavaScript." in text
 
 
 def test_the_library_of_the_charts_has_its_version_and_its_license():
-    library = resources.files("launch.report").joinpath("uplot.js").read_text()
+    library = resources.files("leeway.launch.report").joinpath("uplot.js").read_text()
     assert library.startswith("/*! uPlot 1.6.32")
     assert "Permission is hereby granted, free of charge" in library
 
 
-def test_every_chart_says_what_a_good_one_is_and_what_to_do(tmp_path):
+def test_every_chart_has_a_guide(tmp_path):
     run = make_run(tmp_path / "sums")
     pools = {
-        f"pool/{name}/{what}": 1.0 for name in ("a", "b") for what in ("lag_mean", "mismatch_lag0_abs", "tokens_per_s")
+        f"pool/{name}/{key}": 1.0 for name in ("a", "b") for key in ("lag_mean", "mismatch_lag0_abs", "tokens_per_s")
     }
     run.metrics.write_text("".join(json.dumps(row(step, START_S, **pools)) + "\n" for step in range(1, 20)))
     data = collect(run)
@@ -379,13 +382,13 @@ def test_every_chart_says_what_a_good_one_is_and_what_to_do(tmp_path):
 
 
 def test_a_guide_names_keys_and_metrics_that_exist():
-    said = " ".join(f"{chart.good} {chart.otherwise}" for chart in CHARTS.values())
-    keys = re.findall(r"\b(\w+)\.(\w+)\b", said)
+    text = " ".join(f"{chart.good} {chart.otherwise}" for chart in CHARTS.values())
+    keys = re.findall(r"\b(\w+)\.(\w+)\b", text)
     assert ("learner", "learning_rate") in keys
     sections = {name: models_of(info.annotation) for name, info in Config.model_fields.items()}
     known = {(section, key) for section, models in sections.items() for model in models for key in model.model_fields}
     assert [key for key in keys if key not in known and not key[0].isdigit() and key[1] != "md"] == []
-    assert [name for name in re.findall(r"\b\w+/\w+\b", said) if name not in METRICS and name != "docs/tuning"] == []
+    assert [name for name in re.findall(r"\b\w+/\w+\b", text) if name not in METRICS and name != "docs/tuning"] == []
     drawn = {metric for chart in CHARTS.values() for metric in chart.curves}
     assert drawn <= set(METRICS)
 
@@ -412,10 +415,10 @@ def test_a_curve_of_any_length_keeps_its_extremes_and_its_order():
     assert (points[0], points[-1][0]) == ((0.0, 0.0), 12_344.0)
 
 
-def test_a_metric_that_some_steps_lack_keeps_the_steps_of_its_values():
+def test_a_sparse_metric_keeps_the_steps_of_its_values():
     metrics = Metrics()
     for step, more in ((1, {}), (2, {"late": 5}), (3, {"late": None}), (4, {"late": True}), (5, {"late": math.inf})):
-        metrics.take_in({"step": step, "loss": step / 2, **more})
+        metrics.ingest({"step": step, "loss": step / 2, **more})
     assert metrics.of("late") == [(2.0, 5.0)]
     assert metrics.of("loss") == [(step, step / 2) for step in range(1, 6)]
     assert (metrics.mean("late"), metrics.mean("none"), metrics.num_steps) == (5.0, None, 5)
@@ -438,32 +441,32 @@ def test_figures_are_short(value, text):
 
 
 @pytest.mark.process
-def test_at_the_end_of_a_run_the_page_is_written_by_a_process_of_its_own(tmp_path, monkeypatch):
+def test_at_the_end_of_a_run_another_process_writes_the_page(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "launch.py").write_text("raise SystemExit('this is not Leeway')")
     run = make_run(tmp_path / "sums")
-    said, events = [], []
-    training.report_at_end(run, lambda *event: events.append(event), said.append)
-    assert (said, events) == ([f"report: {run.report}"], [])
+    messages, events = [], []
+    training.report_at_end(run, lambda *event: events.append(event), messages.append)
+    assert (messages, events) == ([f"report: {run.report}"], [])
     assert run.report.stat().st_size > 10_000
 
 
 @pytest.mark.process
-def test_a_page_that_takes_too_long_costs_a_sentence_and_no_more(tmp_path, monkeypatch):
+def test_a_page_that_times_out_is_an_event_and_a_line(tmp_path, monkeypatch):
     run = make_run(tmp_path / "sums")
-    said, events = [], []
+    messages, events = [], []
     monkeypatch.setattr(training, "REPORT_S", 0.05)
     began = time.monotonic()
-    training.report_at_end(run, lambda *event: events.append(event), said.append)
+    training.report_at_end(run, lambda *event: events.append(event), messages.append)
     assert time.monotonic() - began < 60
-    assert said[0].startswith("no report: it was not written within 0.05 s; `leeway report ")
-    assert events == [("report", said[0])]
+    assert messages[0].startswith("no report: it timed out after 0.05 s; to retry, run `leeway report ")
+    assert events == [("report", messages[0])]
 
 
 @pytest.mark.process
-def test_a_page_that_cannot_be_made_at_the_end_is_an_event_and_a_line(tmp_path):
+def test_a_page_that_fails_at_the_end_is_an_event_and_a_line(tmp_path):
     run = RunFolder(tmp_path / "nothing")
-    said, events = [], []
-    training.report_at_end(run, lambda *event: events.append(event), said.append)
-    assert said[0].startswith("no report: no run is at ")
-    assert events == [("report", said[0])]
+    messages, events = [], []
+    training.report_at_end(run, lambda *event: events.append(event), messages.append)
+    assert messages[0].startswith("no report: no run at ")
+    assert events == [("report", messages[0])]

@@ -1,12 +1,12 @@
-"""The figures of a run that was gone on with, logged now and then, or of many pools: each counts once and in full."""
+"""Totals of resumed runs, of sparse rows and of many pools: each value counts once and in full."""
 
 import json
 
 import pytest
 
-from launch.report.charts import DASH, figures
-from launch.report.data import collect
-from launch.report.page import POOL_COLUMNS, pool_rows, render, tiles
+from leeway.launch.report.charts import DASH, figures
+from leeway.launch.report.data import collect
+from leeway.launch.report.page import POOL_COLUMNS, pool_rows, render, tiles
 from tests.unit.report_run import START_S, make_run, row
 
 
@@ -15,20 +15,20 @@ def run(tmp_path):
     return make_run(tmp_path / "sums")
 
 
-def test_a_run_that_failed_and_was_gone_on_with_to_its_end_is_finished(run):
-    told = [json.loads(line) for line in run.events.read_text().splitlines()]
-    told[1:1] = [
+def test_a_run_that_failed_and_was_resumed_to_its_end_is_finished(run):
+    events = [json.loads(line) for line in run.events.read_text().splitlines()]
+    events[1:1] = [
         {"time_s": START_S + 1, "kind": "interrupt", "text": "finishing the step"},
         {"time_s": START_S + 2, "kind": "failed", "text": "stage.0 ran out of memory"},
-        {"time_s": START_S + 3, "kind": "resumed", "text": "the run goes on from the checkpoint of step 20"},
+        {"time_s": START_S + 3, "kind": "resumed", "text": "the run resumes from the checkpoint of step 20"},
     ]
-    run.events.write_text("".join(json.dumps(event) + "\n" for event in told))
+    run.events.write_text("".join(json.dumps(event) + "\n" for event in events))
     data = collect(run)
     assert (data.ended, data.failed) == ("finished", "")
     assert "failed after" not in render(data)
 
 
-def test_steps_that_have_no_row_count_too(run):
+def test_steps_without_a_row_count(run):
     rows = run.metrics.read_text().splitlines(keepends=True)
     run.metrics.write_text("".join(rows[9::10]))
     assert len(collect(run).metrics.of("loss")) == 4
@@ -37,7 +37,7 @@ def test_steps_that_have_no_row_count_too(run):
     assert "40 steps, 40,000 completion tokens trained" in render(collect(run))
 
 
-def test_a_table_of_pools_has_means_and_of_counts_the_last_value(run):
+def test_the_table_of_pools_has_means_and_the_last_value_of_counts(run):
     rows = [
         row(step, START_S, **{"pool/actors/tokens_per_s": 100.0 * step, "pool/actors/preempted": step})
         for step in range(1, 4)
@@ -49,7 +49,7 @@ def test_a_table_of_pools_has_means_and_of_counts_the_last_value(run):
     assert table["slots_used"] == DASH
 
 
-def test_the_reward_of_a_long_run_is_the_mean_of_its_steps_and_not_of_its_spikes(run):
+def test_the_reward_of_a_long_run_is_the_mean_of_its_steps_not_of_its_spikes(run):
     rows = [
         row(step, START_S + step, **{"reward/mean": (0.2 if step <= 3000 else 0.6) + (step % 100 == 0)})
         for step in range(1, 6001)
@@ -59,7 +59,7 @@ def test_the_reward_of_a_long_run_is_the_mean_of_its_steps_and_not_of_its_spikes
     assert reward.value == "0.210 → 0.610"
 
 
-def test_mismatches_of_pools_are_on_a_logarithmic_axis_and_pools_without_a_curve_are_named(run):
+def test_mismatches_of_pools_have_a_log_axis_and_undrawn_pools_are_named(run):
     rows = []
     for step in range(1, 20):
         pools = {f"pool/p{number}/mismatch_lag0_abs": 10.0**-number for number in range(8)}

@@ -1,4 +1,4 @@
-"""A role's process as the supervisor asks it: an answer may be late, and silence is told."""
+"""Calls of the supervisor to a role's process: late replies and unresponsive processes."""
 
 import os
 from pathlib import Path
@@ -9,26 +9,26 @@ import pytest
 import ray
 from ray.exceptions import RayActorError, RaySystemError, RayTaskError
 
-from actors.tasks import TaskError
-from common.hf_folder import ModelFolderError
-from common.user_input import UserFileError
-from launch.processes import role_process
-from launch.processes.placement import Reservation, spawn
-from launch.processes.role_process import Restarts, RoleProcess, RunFailed, WrongInput, reason, results
+from leeway.actors.tasks import TaskError
+from leeway.common.hf_folder import ModelFolderError
+from leeway.common.user_input import UserFileError
+from leeway.launch.processes import role_process
+from leeway.launch.processes.placement import Reservation, spawn
+from leeway.launch.processes.role_process import Restarts, RoleProcess, RunFailed, WrongInput, reason, results
 
 SILENCE_S = 30.0
 
 
 class Clock:
-    """Stands in for Ray and for the clock: what is asked of the process is answered once `answer` is set."""
+    """Fake Ray and clock; a call to the process completes once `answer` is set."""
 
     def __init__(self, monkeypatch) -> None:
-        self.now_s, self.answer, self.told = 100.0, None, []
+        self.now_s, self.answer, self.events = 100.0, None, []
         self.handle = MagicMock()
         self.process = RoleProcess("actor", 1, self.handle, Path("logs/actor.1.log"), Restarts(3))
-        monkeypatch.setattr("launch.processes.role_process.time.monotonic", lambda: self.now_s)
+        monkeypatch.setattr("leeway.launch.processes.role_process.time.monotonic", lambda: self.now_s)
         monkeypatch.setattr(ray, "wait", lambda calls, timeout, **_: (calls, []) if self.answer else ([], calls))
-        monkeypatch.setattr("launch.processes.role_process.SILENCE_S", SILENCE_S)
+        monkeypatch.setattr("leeway.launch.processes.role_process.SILENCE_S", SILENCE_S)
         monkeypatch.setattr(ray, "get", self._get)
 
     def _get(self, call):
@@ -38,10 +38,10 @@ class Clock:
 
     def ask_at(self, now_s: float):
         self.now_s = now_s
-        return self.process.ask("report", 0.1, lambda kind, text: self.told.append((kind, text)))
+        return self.process.ask("report", 0.1, lambda kind, text: self.events.append((kind, text)))
 
     @property
-    def num_questions(self) -> int:
+    def num_calls(self) -> int:
         return self.handle.report.remote.call_count
 
 
@@ -50,41 +50,41 @@ def clock(monkeypatch):
     return Clock(monkeypatch)
 
 
-def test_silence_beyond_its_limit_is_told_with_the_log_and_told_again_after_as_much_more(clock):
+def test_an_unresponsive_process_is_reported_once_per_silence_limit(clock):
     for second in (100, 129, 130):
         assert clock.ask_at(second) is None
-    assert clock.told == []
+    assert clock.events == []
     clock.ask_at(131)
-    assert clock.told == [("silent", "actor.1 has not answered for 31 s; see logs/actor.1.log")]
+    assert clock.events == [("silent", "actor.1 has not responded for 31 s; see logs/actor.1.log")]
     clock.ask_at(160)
-    assert len(clock.told) == 1, "once for each silence of this length, not with each look"
+    assert len(clock.events) == 1, "once per silence limit, not per poll"
     clock.ask_at(162)
-    assert len(clock.told) == 2
+    assert len(clock.events) == 2
 
 
-def test_an_answer_that_is_owed_is_waited_for_and_not_asked_for_twice(clock):
+def test_a_pending_call_is_not_repeated(clock):
     assert clock.ask_at(100) is None
     assert clock.ask_at(110) is None
     clock.answer = "report 1"
     assert clock.ask_at(120) == "report 1"
-    assert clock.num_questions == 1
+    assert clock.num_calls == 1
     clock.answer = None
     clock.ask_at(140)
-    assert clock.num_questions == 2
+    assert clock.num_calls == 2
     clock.ask_at(165)
-    assert clock.told == [], "its silence counts from the question that it owes an answer to"
+    assert clock.events == [], "its silence counts from the pending call"
 
 
 @pytest.mark.parametrize("answer", ["report", RayActorError()])
-def test_who_answers_in_time_or_dies_is_not_called_silent(clock, answer):
+def test_a_process_that_replies_or_dies_is_not_reported_as_silent(clock, answer):
     clock.ask_at(100)
     clock.answer = answer
     assert clock.ask_at(200) == (answer if answer == "report" else None)
-    assert clock.told == []
+    assert clock.events == []
 
 
 @pytest.mark.parametrize(
-    ("raised", "said"),
+    ("raised", "expected"),
     [
         (TaskError("3 prompts are too long"), "actor.1: 3 prompts are too long"),
         (ModelFolderError("no tensor x"), "actor.1: no tensor x"),
@@ -97,45 +97,45 @@ def test_who_answers_in_time_or_dies_is_not_called_silent(clock, answer):
         ),
     ],
 )
-def test_what_a_role_says_of_the_task_or_the_model_is_told_apart_from_a_failure(clock, raised, said):
+def test_errors_of_task_and_model_are_distinguished_from_failures(clock, raised, expected):
     clock.answer = RayTaskError("start", "a page of text", raised)
     with pytest.raises(RunFailed) as caught:
         results([(clock.process, "call")], "to be ready", clock.now_s + 10.0)
-    assert str(caught.value) == said
-    assert isinstance(caught.value, WrongInput) is not said.endswith(".log")
+    assert str(caught.value) == expected
+    assert isinstance(caught.value, WrongInput) is not expected.endswith(".log")
 
 
-def test_what_a_users_code_raised_is_one_line_without_the_name_of_our_class():
+def test_an_error_of_user_code_is_one_line_without_the_name_of_our_class():
     raised = RayTaskError(
         "run", "a page of text", UserFileError("'mine.py:MINE', line 3 raised ValueError: two\nlines")
     )
     assert reason(raised) == "'mine.py:MINE', line 3 raised ValueError: two lines"
 
 
-def test_a_role_starts_with_the_variables_that_it_is_given_and_sees_no_gpu_that_it_has_not_reserved(monkeypatch):
+def test_a_role_gets_its_variables_and_sees_only_reserved_gpus(monkeypatch):
     options = []
-    remote = SimpleNamespace(options=lambda **told: options.append(told) or MagicMock())
+    remote = SimpleNamespace(options=lambda **given: options.append(given) or MagicMock())
     monkeypatch.setattr(ray, "remote", lambda _: remote)
-    told = {"NCCL_DEBUG": "INFO", "HF_HUB_OFFLINE": "0"}
+    variables = {"NCCL_DEBUG": "INFO", "HF_HUB_OFFLINE": "0"}
     for bundle in ({"CPU": 3.5}, {"GPU": 0.5}):
-        spawn(object, Path("log"), on=Reservation(bundle), concurrency=1, variables=told)
+        spawn(object, Path("log"), on=Reservation(bundle), concurrency=1, variables=variables)
     plain, on_gpu = (each["runtime_env"]["env_vars"] for each in options)
-    assert plain.items() >= {**told, "OMP_NUM_THREADS": "3", "CUDA_VISIBLE_DEVICES": ""}.items()
+    assert plain.items() >= {**variables, "OMP_NUM_THREADS": "3", "CUDA_VISIBLE_DEVICES": ""}.items()
     assert on_gpu.keys() == plain.keys() - {"CUDA_VISIBLE_DEVICES"}
 
 
-def test_a_log_is_bounded_and_whoever_writes_it_goes_on_in_the_file_by_which_it_is_found(tmp_path, monkeypatch):
+def test_a_log_is_bounded_and_its_writers_continue_in_the_same_file(tmp_path, monkeypatch):
     log, aside = tmp_path / "actor.0.log", tmp_path / "actor.0.log.1"
     role = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    engine = os.dup(role)  # as a process has it that the role starts
+    engine = os.dup(role)  # as a child process of the role inherits it
     monkeypatch.setattr(role_process, "LOG_BYTES", 1000)
     lines, found = iter([b"a" * 999, b"b" * 2, b"c" * 5, b"d" * 2000, b""]), []
 
-    def look(_):
+    def sleep(_):
         found.append((log.read_bytes()[:6], aside.read_bytes()[-6:] if aside.exists() else b""))
         os.write(engine, next(lines))
 
-    monkeypatch.setattr(role_process.time, "sleep", look)
+    monkeypatch.setattr(role_process.time, "sleep", sleep)
     with pytest.raises(StopIteration):
         role_process._rotate(log)
     assert found[2:] == [(b"", b"aaaabb"), (b"ccccc", b"aaaabb"), (b"", b"dddddd"), (b"", b"dddddd")]
@@ -144,11 +144,11 @@ def test_a_log_is_bounded_and_whoever_writes_it_goes_on_in_the_file_by_which_it_
         os.close(descriptor)
 
 
-def test_a_log_on_a_full_disk_is_looked_at_again(tmp_path, monkeypatch):
-    log, looks = tmp_path / "actor.0.log", iter(range(3))
+def test_a_log_on_a_full_disk_is_retried(tmp_path, monkeypatch):
+    log, polls = tmp_path / "actor.0.log", iter(range(3))
     log.write_bytes(b"x" * 2000)
     monkeypatch.setattr(role_process, "LOG_BYTES", 1000)
-    monkeypatch.setattr(role_process.time, "sleep", lambda _: next(looks))
+    monkeypatch.setattr(role_process.time, "sleep", lambda _: next(polls))
     monkeypatch.setattr(role_process.shutil, "copyfile", MagicMock(side_effect=OSError(28, "No space left on device")))
     with pytest.raises(StopIteration):
         role_process._rotate(log)
@@ -161,9 +161,9 @@ KV = (
     "Try increasing `gpu_memory_utilization` when initializing the engine.\n"
     "Process EngineCore:\nTraceback (most recent call last):\n    raise ValueError(\n"
     "ValueError: No available memory for the cache blocks.\n"
-    "2026-11-29 01:27:02,282 WARNING launch.processes.actor_role: actor-0 is told to end by SIGTERM\n"
+    "2026-11-29 01:27:02,282 WARNING launch.processes.actor_role: actor-0 received SIGTERM and shuts down\n"
 )
-"""Out of the log of an actor whose actors.kv_cache_gib was too small."""
+"""From the log of an actor whose actors.kv_cache_gib was too small."""
 WORKER = (
     "(Worker_TP0 pid=12) ERROR 01-01 00:00:00 [w.py:1] torch.OutOfMemoryError: CUDA out of memory. Tried 2 GiB\n"
     "(EngineCore pid=11) ERROR 01-01 00:00:01 [core.py:2] RuntimeError: Worker failed; see above for the root cause\n"
@@ -187,10 +187,12 @@ CHILD = (
         ("", ""),
     ],
 )
-def test_the_line_of_a_log_that_states_why_an_engine_failed_is_quoted(tmp_path, log, cause):
+def test_the_log_line_with_the_cause_of_a_failure_is_quoted(tmp_path, log, cause):
     path = tmp_path / "actor.0.log"
     path.write_text(log)
-    see = RoleProcess("actor", 0, None, path, Restarts(1)).see
-    assert see.endswith(f"see {path}")
-    assert (f"its log says '{cause}" in see) == bool(cause)
-    assert RoleProcess("actor", 0, None, tmp_path / "elsewhere", Restarts(1)).see == f"see {tmp_path / 'elsewhere'}"
+    hint = RoleProcess("actor", 0, None, path, Restarts(1)).log_hint
+    assert hint.endswith(f"see {path}")
+    assert (f"cause in log: '{cause}" in hint) == bool(cause)
+    assert (
+        RoleProcess("actor", 0, None, tmp_path / "elsewhere", Restarts(1)).log_hint == f"see {tmp_path / 'elsewhere'}"
+    )

@@ -1,6 +1,6 @@
-"""Services are started again where they end, on their folder and with their keys, and not for ever.
+"""Services are restarted on their folder and with their keys, up to a limit.
 
-That a service finds its port again in its folder is held by the tests of the services themselves.
+The tests of the services cover that a service finds its port in its folder.
 """
 
 import subprocess
@@ -13,17 +13,17 @@ import pytest
 import ray
 from ray.exceptions import RayActorError
 
-from launch.checks import check
-from launch.config import load_config
-from launch.processes import services as services_module
-from launch.processes.role_process import MAX_RESTARTS, RunFailed
-from launch.processes.services import BufferHost, WeightsHost
+from leeway.launch.checks import check
+from leeway.launch.config import load_config
+from leeway.launch.processes import services as services_module
+from leeway.launch.processes.role_process import MAX_RESTARTS, RunFailed
+from leeway.launch.processes.services import BufferHost, WeightsHost
 
 ROOT = Path(__file__).parents[2]
 
 
 class Service:
-    """Stands for a role that serves; binds the port it is told, or one that no other process had."""
+    """Fake service role; binds its port, or one that no earlier process had."""
 
     def __init__(self, role, log, service, given, host, keys, is_cluster, *, variables, **_: object) -> None:
         self.service, self.folder, self.run_id, self.keys = service, given[-1], given[-2], keys
@@ -38,7 +38,7 @@ class Service:
 
 @pytest.fixture
 def weights(tmp_path, monkeypatch):
-    """`weights(*overrides)`: the weight service of a run, and every process that it had."""
+    """`weights(*overrides)` returns the weight service of a run and all of its processes."""
     made: list[Service] = []
     cannot_bind: set[int] = set()
 
@@ -84,23 +84,23 @@ def test_the_weight_service_serves_the_runs_folder_and_its_address_is_known(weig
     assert [service.is_killed for service in run.made] == [True]
 
 
-def test_one_that_dies_is_started_again_on_its_folder_with_its_keys_and_told(weights):
+def test_a_dead_service_is_restarted_on_its_folder_with_its_keys(weights):
     run = weights("--launch.host", "127.0.0.1")
     run.service.start(deadline=1e9)
     run.made[0].has_ended = True
     run.service.watch()
-    # its address is what it says, whether or not that is the one of before
+    # the address is the one that it reports, which may be new
     assert (len(run.made), run.service.address) == (2, "tcp://127.0.0.1:4322")
     assert [one.folder for one in run.made] == [run.plan.weights_folder] * 2
     assert [one.keys for one in run.made] == [run.plan.service_keys] * 2
     assert run.plan.service_keys is not None
     kind, text = run.events[-1]
     assert kind == "restart"
-    assert text.startswith("the weight service ended (")
+    assert text.startswith("the weight service exited (")
 
 
 @pytest.mark.parametrize("which", ["weights", "buffer"])
-def test_a_new_command_takes_any_port_for_another_program_may_have_the_one_of_before(weights, monkeypatch, which):
+def test_a_new_launch_takes_any_port_because_the_old_one_may_be_in_use(weights, monkeypatch, which):
     run = weights("--launch.host", "127.0.0.1")
     service, port = run.service, run.plan.weights_folder / "PORT"
     if which == "buffer":
@@ -109,25 +109,25 @@ def test_a_new_command_takes_any_port_for_another_program_may_have_the_one_of_be
     port.parent.mkdir(parents=True)
     port.write_text("4711")
     service.start(deadline=1e9)
-    assert port.read_text() == "0"  # and not gone: it says that a store was served
+    assert port.read_text() == "0"  # not deleted: it marks that a store was served
     port.write_text("4321")
     run.made[0].has_ended = True
     service.watch()
-    assert port.read_text() == "4321"  # which clients of this command know
+    assert port.read_text() == "4321"  # clients of this launch use it
 
 
-def test_one_that_dies_again_and_again_ends_the_run_with_its_log(weights):
+def test_a_service_that_dies_repeatedly_ends_the_run_and_names_its_log(weights):
     run = weights()
     run.service.start(deadline=1e9)
     for _ in range(MAX_RESTARTS):
         run.made[-1].has_ended = True
         run.service.watch()
     run.made[-1].has_ended = True
-    with pytest.raises(RunFailed, match=r"ended 4 times in a row, last: .*; see .*weights.0.log"):
+    with pytest.raises(RunFailed, match=r"exited 4 times in a row, last: .*; see .*weights.0.log"):
         run.service.watch()
 
 
-def test_deaths_that_lie_hours_apart_never_end_the_run(weights, monkeypatch):
+def test_deaths_that_are_hours_apart_never_end_the_run(weights, monkeypatch):
     run = weights()
     run.service.start(deadline=float("inf"))
     now_s = time.monotonic()
@@ -138,14 +138,14 @@ def test_deaths_that_lie_hours_apart_never_end_the_run(weights, monkeypatch):
     assert run.service.processes[0].restarts.total == 3 * MAX_RESTARTS - 1
 
 
-def test_one_that_does_not_come_up_again_counts_as_a_restart_and_is_tried_once_more(weights):
+def test_a_failed_restart_of_a_service_counts_and_is_retried(weights):
     run = weights()
     run.service.start(float("inf"))
     run.cannot_bind.add(1)
     run.made[0].has_ended = True
     run.service.watch()
     assert [one.is_killed for one in run.made] == [False, True, False]
-    assert "is started once more" in run.events[1][1]
+    assert "failed and is retried" in run.events[1][1]
     run.cannot_bind |= {3, 4}
     run.made[2].has_ended = True
     with pytest.raises(RunFailed, match="failed"):
@@ -153,21 +153,19 @@ def test_one_that_does_not_come_up_again_counts_as_a_restart_and_is_tried_once_m
     assert len(run.made) == 1 + MAX_RESTARTS
 
 
-def test_where_all_weights_travel_through_the_folder_there_is_no_service(weights):
+def test_without_network_transport_there_is_no_weight_service(weights):
     run = weights("--weight_sync.transport", "folder")
     run.service.start(deadline=1e9)
     run.service.watch()
     assert (run.made, run.service.address) == ([], "")
-    assert run.service.ask_to_stop() == []
+    assert run.service.request_stop() == []
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("module", ["weight_sync.service", "buffer.service"])
-def test_a_service_is_light(module):
+@pytest.mark.parametrize("module", ["leeway.weight_sync.service", "leeway.buffer.service"])
+def test_a_service_imports_no_heavy_library(module):
     heavy = ("torch", "vllm", "transformers", "safetensors")
-    program = (
-        f"import sys, launch.processes.services, {module}; print([name for name in {heavy} if name in sys.modules])"
-    )
+    program = f"import sys, leeway.launch.processes.services, {module}; print([n for n in {heavy} if n in sys.modules])"
     ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     assert ended.stdout.strip() == "[]"
 
@@ -176,7 +174,7 @@ def test_a_service_is_light(module):
     ("host", "is_cluster", "bound"),
     [(None, True, "10.0.0.7"), ("10.1.0.7", True, "10.1.0.7"), (None, False, None), ("::1", False, "::1")],
 )
-def test_a_service_of_a_cluster_binds_the_address_of_its_host_there(monkeypatch, tmp_path, host, is_cluster, bound):
+def test_a_service_of_a_cluster_binds_the_address_of_its_host(monkeypatch, tmp_path, host, is_cluster, bound):
     made = []
     monkeypatch.setattr(services_module.Role, "__init__", lambda role, log: None)
     monkeypatch.setattr(services_module, "address_here", lambda: "10.0.0.7")

@@ -1,17 +1,17 @@
-"""The learner is started again as a whole where a rank is lost, and ends the run where that would not help."""
+"""The learner restarts as a whole if a rank is lost; an error that would recur ends the run."""
 
 import re
 
 import pytest
 from ray.exceptions import OutOfMemoryError, RayActorError
 
-from common.process import threads_of
-from common.run import STARTUP_S
-from launch.processes.learner_group import GRACE_S, StagePoll
-from launch.processes.role_process import RunFailed
-from learner.checkpoint_files import META_NAME, TrainingProgress, newest_progress, steps_in
-from learner.coordinator import CoordinatorFailed
-from learner.mesh import GpuFailed
+from leeway.common.process import threads_of
+from leeway.common.run import STARTUP_S
+from leeway.launch.processes.learner_group import GRACE_S, StagePoll
+from leeway.launch.processes.role_process import RunFailed
+from leeway.learner.checkpoint_files import META_NAME, TrainingProgress, newest_progress, steps_in
+from leeway.learner.coordinator import CoordinatorFailed
+from leeway.learner.mesh import GpuFailed
 from tests.unit.fake_stages import Learner, Rank, lost, raised, write_checkpoint
 from tests.unit.made_up_run import write_rows
 
@@ -21,7 +21,7 @@ def learner(tmp_path, monkeypatch):
     return Learner(tmp_path, monkeypatch)
 
 
-def test_when_a_stage_dies_all_are_killed_at_once_and_started_again_from_the_newest_checkpoint(learner):
+def test_if_a_stage_dies_all_stages_restart_from_the_newest_checkpoint(learner):
     learner.start()
     learner.checkpoint(4)
     learner.checkpoint(6)
@@ -34,40 +34,40 @@ def test_when_a_stage_dies_all_are_killed_at_once_and_started_again_from_the_new
     assert kind == "restart"
     assert re.match(r"stage.0 died .* from the checkpoint of step 6; see .*stage.0.log", text), text
     learner.get_ready()
-    assert all("run" in rank.calls for rank in learner.living)
-    assert learner.events[-1] == ("resumed", "the learner trains on from step 6")
+    assert all("run" in rank.calls for rank in learner.live)
+    assert learner.events[-1] == ("resumed", "the learner resumes from step 6")
     learner.end_all("run")
     assert learner.stages.are_finished
 
 
-def test_watching_never_waits_for_a_learner_that_is_being_started_again(learner):
+def test_watching_never_waits_for_a_restarting_learner(learner):
     learner.start()
     learner.ranks[1]("run").end(error=RayActorError())
     learner.stages.watch()
-    for _ in range(3):  # the clock and `sleep` of the fixture would fail a wait
+    for _ in range(3):  # the clock and `sleep` of the fixture fail on a wait
         learner.stages.watch()
-        assert "started again" in learner.stages.poll(0.0).learner_waits_for
+        assert "the restart" in learner.stages.poll(0.0).learner_waits_for
     assert not learner.stages.are_finished
 
 
-def test_a_neighbour_that_notices_first_is_not_blamed_for_a_death(learner):
+def test_a_neighbour_that_reports_a_loss_first_is_not_named_as_dead(learner):
     learner.start()
     learner.ranks[0]("run").end(error=lost(0))
     learner.stages.watch()
-    assert not learner.events, "the other may be about to be seen dead"
+    assert not learner.events, "the other may be detected as dead next"
     learner.ranks[1]("run").end(error=RayActorError())
     learner.stages.watch()
     assert learner.events[-1][1].startswith("stage.1 died")
 
 
-def test_a_stage_that_hangs_is_named_once_the_others_gave_it_up(learner):
+def test_a_stage_that_hangs_is_named_after_the_grace_period(learner):
     learner.start()
     learner.ranks[0]("run").end(error=lost(0))
     learner.stages.watch()
     learner.now_s = GRACE_S + 0.1
     learner.stages.watch()
     kind, text = learner.events[-1]
-    assert (kind, text.startswith("stage.1 did not answer the others (")) == ("restart", True), text
+    assert (kind, text.startswith("stage.1 did not respond to the other ranks (")) == ("restart", True), text
     assert learner.ranks[1].is_killed
 
 
@@ -80,7 +80,7 @@ def test_a_stage_that_hangs_is_named_once_the_others_gave_it_up(learner):
         TimeoutError("no batch within 600 s"),
     ],
 )
-def test_what_would_come_again_ends_the_run_with_its_own_words(learner, error):
+def test_an_error_that_would_recur_ends_the_run_with_its_message(learner, error):
     learner.start()
     learner.ranks[1]("run").end(error=raised(error))
     learner.stages.watch()
@@ -92,7 +92,7 @@ def test_what_would_come_again_ends_the_run_with_its_own_words(learner, error):
 
 
 @pytest.mark.parametrize("lead_is_first", [True, False])
-def test_what_the_lead_says_itself_goes_before_what_the_others_heard_of_it(learner, lead_is_first):
+def test_the_error_of_the_lead_takes_precedence_over_reports_of_other_ranks(learner, lead_is_first):
     learner.start()
     failures = {0: CoordinatorFailed("the coordinator, rank 1, gave up: no batch"), 1: TimeoutError("no batch")}
     for rank in sorted(failures, reverse=lead_is_first):
@@ -101,7 +101,7 @@ def test_what_the_lead_says_itself_goes_before_what_the_others_heard_of_it(learn
         learner.stages.watch()
 
 
-def test_a_death_explains_whatever_else_went_wrong_with_it(learner):
+def test_a_death_takes_precedence_over_other_errors(learner):
     learner.start()
     learner.ranks[0]("run").end(error=raised(RuntimeError("a write of the checkpoint failed")))
     learner.ranks[1]("run").end(error=RayActorError())
@@ -109,7 +109,7 @@ def test_a_death_explains_whatever_else_went_wrong_with_it(learner):
     assert learner.events[-1][1].startswith("stage.1 died")
 
 
-def test_a_stage_whose_gpu_failed_is_named_at_once_and_not_those_that_wait_for_it(learner):
+def test_a_stage_whose_gpu_failed_is_named_at_once(learner):
     learner.start()
     failed = "stage 0 could not train: its GPU cuda:0 failed: CUDA error: uncorrectable ECC error encountered"
     learner.ranks[0]("run").end(error=raised(GpuFailed(failed)))
@@ -119,9 +119,9 @@ def test_a_stage_whose_gpu_failed_is_named_at_once_and_not_those_that_wait_for_i
     assert all(rank.is_killed for rank in learner.ranks[:2])
 
 
-def test_restarts_that_lead_to_no_new_checkpoint_end_the_run_and_a_new_one_starts_the_count_anew(learner):
+def test_restarts_without_a_new_checkpoint_end_the_run(learner):
     def lose() -> None:
-        learner.living[0]("run").end(error=RayActorError())
+        learner.live[0]("run").end(error=RayActorError())
         learner.stages.watch()
 
     learner.start()
@@ -145,75 +145,75 @@ def test_without_restarts_a_dead_stage_ends_the_run_with_its_name_and_log(tmp_pa
         learner.stages.watch()
 
 
-def test_a_rank_lost_while_it_is_set_up_again_is_one_more_restart(learner):
+def test_a_rank_lost_during_a_restart_is_one_more_restart(learner):
     learner.start()
     learner.ranks[0]("run").end(error=RayActorError())
     learner.stages.watch()
     learner.stages.watch()
-    learner.living[1]("setup").end(error=RayActorError())
+    learner.live[1]("setup").end(error=RayActorError())
     learner.stages.watch()
     assert learner.stages.num_restarts == 2
     learner.get_ready()
-    assert all("run" in rank.calls for rank in learner.living)
+    assert all("run" in rank.calls for rank in learner.live)
 
 
-def test_a_rank_that_is_not_ready_again_in_time_is_one_more_restart_until_there_were_too_many(learner):
-    def wait_in_vain() -> None:
+def test_a_rank_that_restarts_too_slowly_is_one_more_restart_up_to_the_limit(learner):
+    def time_out() -> None:
         learner.stages.watch()
-        learner.living[1]("setup").end()
+        learner.live[1]("setup").end()
         learner.now_s += STARTUP_S + 1.0
         learner.stages.watch()
 
     learner.start()
     learner.ranks[0]("run").end(error=RayActorError())
     learner.stages.watch()
-    wait_in_vain()
+    time_out()
     assert learner.stages.num_restarts == 2
-    assert learner.events[-1][1].startswith("stage.0 did not get ready again within 1800 s:")
-    with pytest.raises(RunFailed, match=r"stage.0 did not get ready again .* 2 restarts in a row .*stage.0.log"):
-        wait_in_vain()
+    assert learner.events[-1][1].startswith("stage.0 did not become ready again within 1800 s:")
+    with pytest.raises(RunFailed, match=r"stage.0 did not become ready again .* 2 restarts in a row .*stage.0.log"):
+        time_out()
 
 
-def test_an_export_that_is_not_done_in_time_ends_the_run_also_after_a_restart(learner, tmp_path):
+def test_an_export_that_times_out_ends_the_run_also_after_a_restart(learner, tmp_path):
     learner.start()
     learner.ranks[0]("run").end(error=RayActorError())
     learner.stages.watch()
     learner.get_ready()
     learner.end_all("run")
     learner.on_sleep = lambda: setattr(learner, "now_s", learner.now_s + STARTUP_S + 1.0)
-    with pytest.raises(RunFailed, match=r"waited 1800 s for stage.0, stage.1 and gave up; see"):
+    with pytest.raises(RunFailed, match=r"timed out after 1800 s waiting for stage.0, stage.1; see"):
         learner.stages.export(tmp_path / "model")
     assert learner.stages.num_restarts == 1
 
 
-def test_reports_of_the_steps_before_a_loss_are_not_lost_and_say_which_learner_took_them(learner):
+def test_rows_of_steps_before_a_loss_are_kept_with_their_number_of_restarts(learner):
     learner.start()
     assert learner.stages.poll(0.0).steps == []
     write_rows(learner.folder, {"step": 1, "restarts": 0}, {"step": 2, "restarts": 0})
     learner.ranks[0]("run").end(error=RayActorError())
     learner.stages.watch()
     assert learner.stages.poll(0.0).steps == [{"step": 1, "restarts": 0}, {"step": 2, "restarts": 0}]
-    write_rows(learner.folder)  # as the coordinator of the next start cuts it
+    write_rows(learner.folder)  # truncated as by the coordinator of the next start
     learner.get_ready()
-    news = learner.stages.poll(0.0)
-    assert (news.steps, news.resumed_at) == ([], 0)
+    poll = learner.stages.poll(0.0)
+    assert (poll.steps, poll.resumed_at) == ([], 0)
     write_rows(learner.folder, {"step": 1, "restarts": 1})
-    news = learner.stages.poll(0.0)
-    assert (news.steps, news.resumed_at) == ([{"step": 1, "restarts": 1}], None)
+    poll = learner.stages.poll(0.0)
+    assert (poll.steps, poll.resumed_at) == ([{"step": 1, "restarts": 1}], None)
 
 
-def test_what_keeps_weights_from_being_published_is_told_and_silence_is_not_taken_for_nothing(learner):
+def test_a_wait_of_the_publisher_is_reported_and_unknown_without_a_reply(learner):
     learner.start()
-    assert learner.stages.poll(0.0).publishing is None, "asked, and the answer is owed"
+    assert learner.stages.poll(0.0).publishing is None, "the call is pending"
     learner.ranks[1]("poll").end(StagePoll("", "space in /w"))
     assert learner.stages.poll(0.0).publishing == "space in /w"
     assert learner.stages.poll(0.0).publishing is None
     learner.ranks[0]("run").end(error=RayActorError())
     learner.stages.watch()
-    assert learner.stages.poll(0.0).publishing == "", "who is being started again publishes nothing"
+    assert learner.stages.poll(0.0).publishing == "", "a restarting learner publishes nothing"
 
 
-def test_a_checkpoint_that_cannot_be_removed_is_an_event_once(learner):
+def test_a_checkpoint_that_cannot_be_removed_is_reported_once(learner):
     learner.start()
     for _ in range(3):
         learner.stages.poll(0.0)
@@ -222,33 +222,33 @@ def test_a_checkpoint_that_cannot_be_removed_is_an_event_once(learner):
     assert learner.events == [("leftover", "/c/.step-4.old cannot be removed")]
 
 
-def test_every_stage_is_told_where_weights_go_and_in_which_dtype(tmp_path, monkeypatch):
+def test_every_stage_receives_the_destination_and_dtype_of_weights(tmp_path, monkeypatch):
     learner = Learner(tmp_path, monkeypatch, "--actors.dtype", "bfloat16", "--weight_sync.folder", str(tmp_path / "w"))
-    told = []
-    monkeypatch.setattr(Rank, "told", lambda self, *arguments: told.append(arguments), raising=False)
+    received = []
+    monkeypatch.setattr(Rank, "on_setup", lambda self, *arguments: received.append(arguments))
     learner.start()
-    assert [(rank, rendezvous) for _, rank, rendezvous in told] == [(0, "tcp://here:1"), (1, "tcp://here:1")]
-    for context, _, _ in told:
+    assert [(rank, rendezvous) for _, rank, rendezvous in received] == [(0, "tcp://here:1"), (1, "tcp://here:1")]
+    for context, _, _ in received:
         assert (context.weights_folder, context.weights_address) == (tmp_path / "w", "tcp://weights:1")
         assert context.serving_dtypes == ("bfloat16",)
 
 
-def test_a_stop_that_is_asked_for_during_a_restart_is_told_to_the_new_learner(learner):
+def test_a_stop_requested_during_a_restart_reaches_the_new_learner(learner):
     learner.start()
     learner.ranks[0]("run").end(error=RayActorError())
     learner.stages.watch()
     learner.stages.request_stop()
     learner.get_ready()
-    assert all("request_stop" in rank.calls and "run" in rank.calls for rank in learner.living)
+    assert all("request_stop" in rank.calls and "run" in rank.calls for rank in learner.live)
 
 
-def test_a_rank_that_dies_in_the_export_is_started_again_and_the_export_with_it(learner, tmp_path):
+def test_a_rank_that_dies_in_the_export_is_restarted_with_the_export(learner, tmp_path):
     learner.start()
     learner.end_all("run")
     learner.checkpoint(12)
     turns = iter(
         [
-            lambda: learner.living[0]("export").end(error=RayActorError()),
+            lambda: learner.live[0]("export").end(error=RayActorError()),
             learner.get_ready,
             lambda: learner.end_all("run"),
             lambda: None,
@@ -274,37 +274,37 @@ def test_an_unfinished_checkpoint_is_not_the_newest(tmp_path):
     write_checkpoint(tmp_path, 10)
     write_checkpoint(tmp_path, 2)
     write_checkpoint(tmp_path, 14).rename(tmp_path / "damaged-step-00000014")
-    for name in (".step-00000012.tmp", "step-x", "step-00000016"):  # the last one without a document
+    for name in (".step-00000012.tmp", "step-x", "step-00000016"):  # the last one without metadata
         (tmp_path / name).mkdir()
     assert steps_in(tmp_path) == [2, 10]
     assert newest_progress(tmp_path) == TrainingProgress(10, 20, 0)
 
 
-def test_a_checkpoint_whose_document_is_damaged_is_not_where_training_goes_on(tmp_path):
+def test_training_does_not_resume_from_a_checkpoint_with_damaged_metadata(tmp_path):
     write_checkpoint(tmp_path, 2)
-    document = write_checkpoint(tmp_path, 10) / META_NAME
-    document.write_text(document.read_text().replace('"version": 20', '"version": 21'))
+    meta = write_checkpoint(tmp_path, 10) / META_NAME
+    meta.write_text(meta.read_text().replace('"version": 20', '"version": 21'))
     assert newest_progress(tmp_path) == TrainingProgress(2, 4, 0)
 
 
-def test_a_restarted_learner_is_told_to_stand_where_its_checkpoint_does(learner):
+def test_a_restarted_learner_resumes_at_the_step_of_its_checkpoint(learner):
     learner.start()
     learner.checkpoint(10)
     learner.ranks[1]("run").end(error=RayActorError())
     learner.stages.watch()
     learner.get_ready()
-    news = learner.stages.poll(0.0)
-    assert (news.resumed_at, news.resumed_version) == (10, 20)
+    poll = learner.stages.poll(0.0)
+    assert (poll.resumed_at, poll.resumed_version) == (10, 20)
 
 
-def test_a_process_that_was_killed_for_memory_died_too(learner):
+def test_a_process_killed_for_memory_counts_as_dead(learner):
     learner.start()
     learner.ranks[0]("run").end(error=OutOfMemoryError("the node was low on memory"))
     learner.stages.watch()
     assert learner.events[-1][1].startswith("stage.0 died (the node was low on memory)")
 
 
-def test_ranks_whose_host_was_lost_wait_for_another_but_not_for_ever(learner):
+def test_ranks_of_a_lost_host_wait_for_another_up_to_a_timeout(learner):
     learner.start()
     learner.ranks[0]("run").end(error=RayActorError())
     learner.room.is_placed = False
@@ -312,32 +312,32 @@ def test_ranks_whose_host_was_lost_wait_for_another_but_not_for_ever(learner):
     learner.stages.watch()
     assert [kind for kind, _ in learner.events] == ["restart"]
     learner.room.missing_s = 61.0
-    with pytest.raises(RunFailed, match="the learner cannot start again: no room"):
+    with pytest.raises(RunFailed, match="the learner cannot restart: no room"):
         learner.stages.watch()
 
 
-def test_a_rank_is_told_of_what_its_own_pool_reserves_and_has_the_environment_of_a_gpu(tmp_path, monkeypatch):
-    told = []
+def test_a_rank_receives_the_resources_of_its_pool_and_the_variables_of_a_gpu(tmp_path, monkeypatch):
+    received = []
 
-    def tell(_self, context, rank, _rendezvous):
+    def on_setup(_self, context, rank, _rendezvous):
         learner = context.config.learner
-        told.append((rank, learner.gpus, threads_of(learner.cpus)))
+        received.append((rank, learner.gpus, threads_of(learner.cpus)))
 
-    monkeypatch.setattr(Rank, "told", tell)
+    monkeypatch.setattr(Rank, "on_setup", on_setup)
     first = '{role = "learner", count = 1, gpus = 1, cpus = 3}'
     pools = ["--pools.a", first, "--pools.b", '{role = "learner", gpus = 1}']
     learner = Learner(tmp_path, monkeypatch, *pools, "--launch.env.NCCL_DEBUG", "INFO")
     learner.start()
-    assert told == [(0, 1.0, 3), (1, 1.0, 1)]
+    assert received == [(0, 1.0, 3), (1, 1.0, 1)]
     expected = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "NCCL_DEBUG": "INFO"}
     assert [rank.variables for rank in learner.ranks] == [expected, expected]
 
 
-def test_a_rank_on_the_cpu_has_the_variables_of_the_config_alone_which_come_last_on_a_gpu(tmp_path, monkeypatch):
+def test_variables_of_the_config_take_precedence_over_those_of_a_gpu(tmp_path, monkeypatch):
     learner = Learner(tmp_path, monkeypatch, "--launch.env.NCCL_DEBUG", "INFO")
     learner.start()
     assert [rank.variables for rank in learner.ranks] == [{"NCCL_DEBUG": "INFO"}] * 2
-    told = ["--learner.gpus", "1", "--launch.env.PYTORCH_ALLOC_CONF", "backend:native"]
-    other = Learner(tmp_path / "other", monkeypatch, *told)
+    overrides = ["--learner.gpus", "1", "--launch.env.PYTORCH_ALLOC_CONF", "backend:native"]
+    other = Learner(tmp_path / "other", monkeypatch, *overrides)
     other.start()
     assert other.ranks[0].variables == {"PYTORCH_ALLOC_CONF": "backend:native"}

@@ -1,4 +1,4 @@
-"""A run that drains goes on draining, whatever happens to its learner; an actor can be taken out of it."""
+"""The supervisor: draining across learner restarts, quarantine, scaling and lost actors."""
 
 import time
 from dataclasses import replace
@@ -9,31 +9,31 @@ import pytest
 import ray
 from ray.exceptions import ActorUnavailableError
 
-from buffer.protocol import Nonsense
-from launch.checks import check
-from launch.config import load_config
-from launch.observe.status import PollResult
-from launch.pools import actor_pools
-from launch.processes import actor_pools as pools_module
-from launch.processes import ray_cluster as ray_module
-from launch.processes import supervisor as supervisor_module
-from launch.processes.actor_pools import ActorProcess
-from launch.processes.ray_cluster import was_abandoned
-from launch.processes.role_process import LASTING_S, MAX_RESTARTS, RunFailed
-from launch.processes.supervisor import Supervisor
+from leeway.buffer.protocol import InvalidMessages
+from leeway.launch.checks import check
+from leeway.launch.config import load_config
+from leeway.launch.observe.status import PollResult
+from leeway.launch.pools import actor_pools
+from leeway.launch.processes import actor_pools as pools_module
+from leeway.launch.processes import ray_cluster as ray_module
+from leeway.launch.processes import supervisor as supervisor_module
+from leeway.launch.processes.actor_pools import ActorProcess
+from leeway.launch.processes.ray_cluster import was_abandoned
+from leeway.launch.processes.role_process import MAX_RESTARTS, RESTART_RESET_S, RunFailed
+from leeway.launch.processes.supervisor import Supervisor
 from tests.unit.fake_actor_process import Handle, Room, worker
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo.toml"
 
 
 class Admission:
-    """Stands for the buffer services and their client: open or closed."""
+    """Fake buffer service and client, whose admission is open or closed."""
 
     processes = ()
 
     def __init__(self, *_: object) -> None:
         self.is_open = True
-        self.nonsense: dict[str, Nonsense] = {}
+        self.invalid_messages: dict[str, InvalidMessages] = {}
 
     def watch(self) -> None:
         pass
@@ -42,7 +42,7 @@ class Admission:
         self.is_open = False
 
     def status(self) -> SimpleNamespace:
-        return SimpleNamespace(nonsense=dict(self.nonsense))
+        return SimpleNamespace(invalid_messages=dict(self.invalid_messages))
 
     def ask(self, request) -> object:
         return request(self)
@@ -55,15 +55,15 @@ class Admission:
 
 
 class RestartedLearner:
-    """Stands for the stages; each restart opens admission, as a new incarnation does."""
+    """Fake stages; each restart opens admission like a new incarnation."""
 
     def __init__(self, *_: object) -> None:
-        self.news: list[PollResult] = []
+        self.polls: list[PollResult] = []
         self.restarts_in_export: list[Admission] = []
 
     def restart(self, admission: Admission, step: int) -> None:
         admission.is_open = True
-        self.news.append(PollResult(resumed_at=step, resumed_version=2 * step))
+        self.polls.append(PollResult(resumed_at=step, resumed_version=2 * step))
 
     def watch(self) -> None:
         pass
@@ -72,7 +72,7 @@ class RestartedLearner:
         return []
 
     def poll(self, patience_s: float) -> PollResult:
-        return self.news.pop(0) if self.news else PollResult()
+        return self.polls.pop(0) if self.polls else PollResult()
 
     def request_stop(self) -> None:
         pass
@@ -101,27 +101,27 @@ def run(tmp_path, monkeypatch):
     )
 
 
-def test_a_learner_that_is_started_again_leaves_admission_open_while_the_run_goes_on(run):
+def test_a_restart_of_the_learner_leaves_admission_open(run):
     run.learner.restart(run.admission, 4)
-    news = run.supervisor.poll()
-    assert (news.resumed_at, news.resumed_version) == (4, 8)
+    poll = run.supervisor.poll()
+    assert (poll.resumed_at, poll.resumed_version) == (4, 8)
     assert run.admission.is_open
 
 
-def test_who_sends_the_buffer_nonsense_is_told_once_however_much_it_sends(run):
+def test_a_sender_of_invalid_messages_is_reported_once(run):
     for count in (1, 20_000):
-        run.admission.nonsense = {"actor-1": Nonsense(count, "failed validation: header")}
+        run.admission.invalid_messages = {"actor-1": InvalidMessages(count, "failed validation: header")}
         run.supervisor.poll()
-    run.admission.nonsense["others"] = Nonsense(1, "Drain is for launch")
+    run.admission.invalid_messages["others"] = InvalidMessages(1, "Drain is for launch")
     run.supervisor.poll()
-    said = "the buffer refuses some of what {} sends, at first: {}"
+    text = "the buffer rejects messages from {}; the first: {}"
     assert run.events == [
-        ("nonsense", said.format("actor-1", "failed validation: header")),
-        ("nonsense", said.format("others", "Drain is for launch")),
+        ("invalid_messages", text.format("actor-1", "failed validation: header")),
+        ("invalid_messages", text.format("others", "Drain is for launch")),
     ]
 
 
-def test_after_an_interrupt_admission_stays_closed_although_the_learner_is_started_again(run):
+def test_after_an_interrupt_admission_stays_closed_across_restarts(run):
     run.supervisor.request_stop()
     assert not run.admission.is_open
     for step in (4, 6):
@@ -130,15 +130,15 @@ def test_after_an_interrupt_admission_stays_closed_although_the_learner_is_start
         assert not run.admission.is_open
 
 
-def test_an_interrupt_in_the_middle_of_a_restart_closes_admission_once_the_learner_is_back(run):
+def test_an_interrupt_during_a_restart_closes_admission_after_it(run):
     run.supervisor.poll()
-    run.supervisor.request_stop()  # the learner is not there yet
+    run.supervisor.request_stop()  # the learner is restarting
     run.learner.restart(run.admission, 4)
     run.supervisor.poll()
     assert not run.admission.is_open
 
 
-def test_a_restart_in_the_export_leaves_admission_closed_and_is_told(run, tmp_path):
+def test_a_restart_in_the_export_leaves_admission_closed_and_is_reported(run, tmp_path):
     run.supervisor.drain()
     run.learner.restarts_in_export = [run.admission]
     run.supervisor.export(tmp_path / "model")
@@ -148,7 +148,7 @@ def test_a_restart_in_the_export_leaves_admission_closed_and_is_told(run, tmp_pa
 
 @pytest.fixture
 def two_actors(run, tmp_path, monkeypatch):
-    """The run with two actors that work; `run.killed` are the handles of those that were killed."""
+    """The run with two working actors; `run.killed` lists the handles of killed actors."""
     run.killed = []
     monkeypatch.setattr(ray, "kill", lambda handle, no_restart: run.killed.append(handle))
     run.pools = run.supervisor.actors
@@ -157,34 +157,32 @@ def two_actors(run, tmp_path, monkeypatch):
     return run
 
 
-def test_an_actor_that_is_taken_out_is_killed_never_started_again_and_told(two_actors):
+def test_a_quarantined_actor_is_killed_and_reported_and_not_restarted(two_actors):
     supervisor = two_actors.supervisor
     assert supervisor.poll().working == {"actor-0", "actor-1"}
     for _ in range(2):
         supervisor.actors.quarantine("actor-1", "its weights are not the learner's")
     assert two_actors.killed == [supervisor.actors.actors[1].handle]
-    news = supervisor.poll()
-    assert (news.working, news.quarantined) == ({"actor-0"}, ("actor-1",))
+    poll = supervisor.poll()
+    assert (poll.working, poll.quarantined) == ({"actor-0"}, ("actor-1",))
     assert [kind for kind, _ in two_actors.events] == ["quarantined"]
     assert "its weights are not the learner's" in two_actors.events[0][1]
 
 
-def test_when_the_last_actor_is_taken_out_the_run_fails_with_the_reason(two_actors):
+def test_quarantine_of_the_last_actor_fails_the_run_with_the_reason(two_actors):
     two_actors.supervisor.actors.quarantine("actor-0", "of one thing")
-    with pytest.raises(RunFailed, match=r"no actor is left: actor-1 was the last, .*: of another"):
+    with pytest.raises(RunFailed, match=r"no actor is left: actor-1, the last one, .*: of another"):
         two_actors.supervisor.actors.quarantine("actor-1", "of another")
 
 
-def test_the_services_are_asked_to_stop_only_after_the_actorshave_ended_for_these_hand_back_what_they_hold(
-    two_actors, monkeypatch
-):
+def test_services_stop_after_the_actors_which_return_their_leases(two_actors, monkeypatch):
     order: list[str] = []
     waits: list[list[str]] = []
     for actor in two_actors.pools.actors:
         actor.handle.stop = SimpleNamespace(remote=lambda name=actor.name: order.append(name) or name)
     for service in ("_buffer", "_weights"):
-        asked = getattr(two_actors.supervisor, service)
-        asked.ask_to_stop = lambda name=service: order.append(name) or [name]
+        service_host = getattr(two_actors.supervisor, service)
+        service_host.request_stop = lambda name=service: order.append(name) or [name]
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     monkeypatch.setattr(ray, "wait", lambda calls, num_returns, timeout: (order.append("waited"), waits.append(calls)))
     monkeypatch.setattr(supervisor_module, "end_ray", lambda: None)
@@ -195,7 +193,7 @@ def test_the_services_are_asked_to_stop_only_after_the_actorshave_ended_for_thes
 
 @pytest.fixture
 def ended(monkeypatch):
-    """Calls that have ended, with their error or ''; `room` says what a place is like."""
+    """Ended calls -> their error or ''."""
     calls: dict[str, str] = {}
     monkeypatch.setattr(pools_module, "done", lambda call: call in calls)
     monkeypatch.setattr(pools_module, "outcome", lambda call: calls[call])
@@ -204,7 +202,7 @@ def ended(monkeypatch):
 
 @pytest.fixture
 def started(two_actors, monkeypatch):
-    """Every actor that is started; the places are given out by `Room`."""
+    """Handles of all started actors, which are placed by `Room`."""
     handles: list[Handle] = []
 
     def spawn(*_: object, variables: dict[str, str], **__: object) -> Handle:
@@ -222,9 +220,9 @@ def states(run) -> dict[str, str]:
     return {actor.name: actor.state for actor in run.pools.actors}
 
 
-def test_a_pool_that_is_made_larger_starts_actorswith_new_numbers_where_there_is_room(two_actors, started, ended):
+def test_a_larger_pool_starts_actors_with_new_numbers_on_free_hosts(two_actors, started, ended):
     pools = two_actors.pools
-    assert pools.scale("actors", 4) == "pool 'actors' had 2 actors and is to have 4"
+    assert pools.scale("actors", 4) == "pool 'actors' scales from 2 to 4 actors"
     assert states(two_actors) == {
         **{"actor.0": "working", "actor.1": "working"},
         **{"actor.2": "waiting for resources", "actor.3": "waiting for resources"},
@@ -236,10 +234,10 @@ def test_a_pool_that_is_made_larger_starts_actorswith_new_numbers_where_there_is
     pools.watch()
     assert states(two_actors)["actor.3"] == "lost: given up: no host has room"
     assert two_actors.events[-1] == ("given_up", "actor.3 is given up: no host has room")
-    assert [actor.number for actor in pools.watch()] == [0, 1], "the run goes on with what is left"
+    assert [actor.number for actor in pools.watch()] == [0, 1], "the run continues with the others"
 
 
-def test_an_actor_is_told_how_long_its_engine_may_take_and_the_variables_of_the_config(two_actors, started, ended):
+def test_an_actor_receives_the_engine_timeout_and_the_variables_of_the_config(two_actors, started, ended):
     pools = two_actors.pools
     pools._config = load_config(DEMO, ["--actors.gpus", "1", "--launch.env.NCCL_DEBUG", "INFO"])
     pools.scale("actors", 3)
@@ -247,12 +245,12 @@ def test_an_actor_is_told_how_long_its_engine_may_take_and_the_variables_of_the_
     assert started[0].variables == {"VLLM_ENGINE_READY_TIMEOUT_S": "1800", "NCCL_DEBUG": "INFO"}
 
 
-def test_an_actor_that_shares_its_gpu_with_the_learner_stays_alone(two_actors, started, ended):
+def test_an_actor_colocated_with_the_learner_stays_alone(two_actors, started, ended):
     pools = two_actors.pools
     pools._config = load_config(DEMO, ["--launch.colocate", "true"])
-    with pytest.raises(ValueError, match=r"^launch\.colocate = true is for one actor"):
+    with pytest.raises(ValueError, match=r"^launch\.colocate = true supports one actor"):
         pools.scale("actors", 3)
-    assert (pools.wanted, len(pools.actors), pools.room("actors")) == ({"actors": 2}, 2, 0)
+    assert (pools.desired, len(pools.actors), pools.room("actors")) == ({"actors": 2}, 2, 0)
 
 
 @pytest.mark.parametrize(
@@ -263,7 +261,7 @@ def test_an_actor_that_shares_its_gpu_with_the_learner_stays_alone(two_actors, s
         ([{"CPU": 0.5, "GPU": 1.0}, {"CPU": 8.0, "GPU": 3.0}, {"CPU": 9.0}], 3),
     ],
 )
-def test_a_pool_has_room_for_what_each_host_holds(two_actors, monkeypatch, free, room):
+def test_the_room_of_a_pool_is_counted_by_host(two_actors, monkeypatch, free, room):
     two_actors.pools._config = load_config(DEMO, ["--actors.gpus", "1", "--actors.cpus", "1"])
     two_actors.pools.pools = {pool.name: pool for pool in actor_pools(two_actors.pools._config)}
     state = SimpleNamespace(available_resources_per_node=lambda: dict(enumerate(free)))
@@ -271,98 +269,96 @@ def test_a_pool_has_room_for_what_each_host_holds(two_actors, monkeypatch, free,
     assert two_actors.pools.room("actors") == room
 
 
-def test_room_is_counted_from_the_actors_that_are_there_and_thirds_of_a_host_are_three(two_actors, monkeypatch):
+def test_lost_actors_do_not_stay_and_room_is_counted_without_rounding_errors(two_actors, monkeypatch):
     pools = two_actors.pools
     pools.actors[1].lost = "given up"
-    pools.wanted["actors"] = 2
+    pools.desired["actors"] = 2
     assert pools.staying("actors") == pools.actors[:1]
     pools.pools = {"actors": replace(pools.pools["actors"], bundle={"CPU": 0.1})}
     state = SimpleNamespace(available_resources_per_node=lambda: {"a": {"CPU": 0.3}})
     monkeypatch.setattr(ray._private, "state", state)
     assert pools.room("actors") == 3
     pools.pools = {"actors": replace(pools.pools["actors"], bundle={})}
-    assert pools.room("actors") > 100, "who reserves nothing has a place anywhere"
+    assert pools.room("actors") > 100, "actors without a reservation fit anywhere"
 
 
-def test_a_pool_that_is_made_smaller_ends_its_youngest_politely_and_gives_the_place_back(two_actors, ended):
+def test_a_smaller_pool_drains_its_newest_actor_and_releases_its_place(two_actors, ended):
     pools = two_actors.pools
-    leaver = pools.actors[1]
-    leaver.handle.stop = SimpleNamespace(remote=lambda: "goodbye")
+    leaving = pools.actors[1]
+    leaving.handle.stop = SimpleNamespace(remote=lambda: "a stop call")
     pools.scale("actors", 1)
     assert (states(two_actors)["actor.1"], two_actors.killed) == ("leaving", [])
     assert [actor.number for actor in pools.watch()] == [0]
-    assert not leaver.is_ready, "nobody asks it to evaluate"
-    ended["goodbye"] = ""
+    assert not leaving.is_ready, "it gets no evaluation"
+    ended["a stop call"] = ""
     pools.watch()
-    assert (states(two_actors).keys(), two_actors.killed) == ({"actor.0"}, [leaver.handle])
-    assert leaver.placement.released
+    assert (states(two_actors).keys(), two_actors.killed) == ({"actor.0"}, [leaving.handle])
+    assert leaving.placement.released
     assert [kind for kind, _ in two_actors.events] == ["scaled", "left"]
 
 
-def test_an_actor_that_does_not_leave_is_killed_after_a_while(two_actors, ended, monkeypatch):
-    monkeypatch.setattr(pools_module, "GOODBYE_S", 0.0)
-    leaver = two_actors.pools.actors[1]
+def test_an_actor_that_does_not_leave_is_killed_after_the_grace_period(two_actors, ended, monkeypatch):
+    monkeypatch.setattr(pools_module, "SHUTDOWN_GRACE_S", 0.0)
+    leaving = two_actors.pools.actors[1]
     two_actors.pools.scale("actors", 1)
     two_actors.pools.watch()
-    assert two_actors.killed == [leaver.handle]
+    assert two_actors.killed == [leaving.handle]
 
 
 def test_the_last_actor_stays_and_unknown_pools_are_refused(two_actors):
     with pytest.raises(ValueError, match="would leave the run with 0"):
         two_actors.pools.scale("actors", 0)
-    with pytest.raises(ValueError, match="no pool 'big'; the pools of actors are actors"):
+    with pytest.raises(ValueError, match="unknown pool 'big': use one of actors"):
         two_actors.pools.scale("big", 2)
     assert two_actors.events == []
 
 
-def test_an_actor_that_keeps_dying_is_started_again_so_often_and_then_given_up_with_its_reason(
-    two_actors, started, ended
-):
+def test_an_actor_that_keeps_dying_is_restarted_up_to_a_limit_and_given_up(two_actors, started, ended):
     ended["a call"] = "out of memory"
     pools = two_actors.pools
     for actor in pools.actors:
         for _ in range(MAX_RESTARTS):
             actor.restarts.count()
     first = pools.actors[0]
-    first.restarts.working_since_s = time.monotonic() - LASTING_S  # an hour of work forgives its restarts
+    first.restarts.working_since_s = time.monotonic() - RESTART_RESET_S  # an hour of work resets its restarts
     pools.watch()
     assert (len(started), first.state, pools.actors[1].state) == (1, "starting", "lost: given up: out of memory")
     assert [kind for kind, _ in two_actors.events] == ["restart", "given_up"]
     assert "out of memory; 1 other actor left" in two_actors.events[1][1]
     pools.scale("actors", 2)
-    assert [actor.number for actor in pools.actors] == [0, 1, 2], "who was given up is replaced"
-    assert two_actors.supervisor.poll().wanted == {"actors": 2}
+    assert [actor.number for actor in pools.actors] == [0, 1, 2], "an actor that was given up is replaced"
+    assert two_actors.supervisor.poll().desired == {"actors": 2}
     pools.scale("actors", 1)
-    assert two_actors.supervisor.poll().wanted == {"actors": 1}
+    assert two_actors.supervisor.poll().desired == {"actors": 1}
 
 
-def test_an_actor_whose_host_was_cut_off_is_asked_again_and_not_started_again(two_actors, started, ended, monkeypatch):
+def test_an_unreachable_actor_is_called_again_and_not_restarted(two_actors, started, ended, monkeypatch):
     pools = two_actors.pools
     cut, other = pools.actors
-    other.running = "goes on"
+    other.running = "pending"
     handle = cut.handle
-    handle.run = SimpleNamespace(remote=lambda: "asked again")
+    handle.run = SimpleNamespace(remote=lambda: "second call")
     ended["a call"] = "unavailable"
     monkeypatch.setattr(pools_module, "failure", lambda call: ActorUnavailableError("reset by peer", None))
     pools.watch()
-    assert (cut.running, cut.state, two_actors.killed, started) == ("asked again", "working", [], [])
+    assert (cut.running, cut.state, two_actors.killed, started) == ("second call", "working", [], [])
     ((kind, text),) = two_actors.events
     assert kind == "unreachable"
     assert "reset by peer" in text
-    later_s = cut._cut_since_s + 61.0
+    later_s = cut._disconnected_s + 61.0
     monkeypatch.setattr(pools_module.time, "monotonic", lambda: later_s)
-    ended["asked again"] = "unavailable"
+    ended["second call"] = "unavailable"
     pools.watch()
     assert (two_actors.killed, [kind for kind, _ in two_actors.events]) == ([handle], ["unreachable", "restart"])
 
 
 class WithReadiness(ActorProcess):
-    """An actor of which the test says whether it is ready."""
+    """An actor whose readiness the test sets."""
 
     is_ready = True
 
 
-def test_who_waits_for_a_host_leaves_before_who_works(two_actors):
+def test_an_actor_that_waits_for_a_host_leaves_before_a_working_one(two_actors):
     pools = two_actors.pools
     for actor in pools.actors:
         actor.__class__ = WithReadiness
@@ -373,7 +369,7 @@ def test_who_waits_for_a_host_leaves_before_who_works(two_actors):
     assert not pools.actors[0].is_going
 
 
-def test_the_last_actor_that_lives_stays_though_another_pool_is_to_have_one_that_is_lost(two_actors):
+def test_the_last_live_actor_stays_although_another_pool_has_a_lost_one(two_actors):
     pools = two_actors.pools
     pools.pools["other"] = pools.pools["actors"]
     pools.actors[1].pool, pools.actors[1].lost = "other", "given up"
@@ -381,7 +377,7 @@ def test_the_last_actor_that_lives_stays_though_another_pool_is_to_have_one_that
         pools.scale("actors", 0)
 
 
-def test_only_actorsthat_are_up_begin(two_actors):
+def test_only_ready_actors_begin(two_actors):
     pools = two_actors.pools
     for actor in pools.actors:
         actor.__class__, actor.running = WithReadiness, None
@@ -391,28 +387,28 @@ def test_only_actorsthat_are_up_begin(two_actors):
     assert [actor.running for actor in pools.actors] == [None, "a call"]
 
 
-def test_an_actor_is_called_what_it_is_before_it_works_and_is_heard_while_it_evaluates(run, ended, monkeypatch):
+def test_an_actor_has_a_state_before_it_works_and_reports_while_it_evaluates(run, ended, monkeypatch):
     actor = run.supervisor.actors.actors[0]
     answers: list[object] = []
     monkeypatch.setattr(actor, "ask", lambda method, patience_s, notify: answers.pop() if answers else None)
     report = SimpleNamespace(task_fingerprint=run.supervisor._plan.task.fingerprint)
-    assert (actor.state, run.supervisor.hear_actors().working) == ("starting", frozenset())
-    ended["a call"] = ""  # that of its start
+    assert (actor.state, run.supervisor.poll_actors().working) == ("starting", frozenset())
+    ended["a call"] = ""  # the call of its start
     assert actor.state == "ready"
     actor.handle.evaluate = SimpleNamespace(remote=lambda request: "an evaluation")
     run.supervisor.actors.ready = lambda: [actor]
     run.supervisor.evaluate(8, None)
     answers.append(report)
-    news = run.supervisor.hear_actors()
-    assert (news.actors, news.working, actor.state) == ([report], {"actor-0"}, "evaluating")
-    assert actor.running is None, "nothing is begun meanwhile"
+    poll = run.supervisor.poll_actors()
+    assert (poll.actors, poll.working, actor.state) == ([report], {"actor-0"}, "evaluating")
+    assert actor.running is None, "no work begins meanwhile"
     actor.running = "its work"
     assert actor.state == "working"
     actor.running, ended["an evaluation"] = None, ""
     assert actor.state == "ready"
 
 
-def test_services_are_watched_also_while_an_evaluation_is_all_that_goes_on(run, monkeypatch):
+def test_services_are_watched_during_an_evaluation(run, monkeypatch):
     watched: list[str] = []
     monkeypatch.setattr(run.supervisor._weights, "watch", lambda: watched.append("weights"))
     monkeypatch.setattr(run.admission, "watch", lambda: watched.append("buffers"))
@@ -423,20 +419,20 @@ def test_services_are_watched_also_while_an_evaluation_is_all_that_goes_on(run, 
     assert watched == ["weights", "buffers"]
 
 
-def test_where_ray_is_dead_nothing_is_asked_of_it_in_the_end(two_actors, monkeypatch):
-    asked: list[str] = []
-    watch = SimpleNamespace(is_dead=False, end_all=lambda: asked.append("ended"), close=lambda: asked.append("closed"))
+def test_a_dead_ray_is_not_called_at_the_end(two_actors, monkeypatch):
+    calls: list[str] = []
+    watch = SimpleNamespace(is_dead=False, end_all=lambda: calls.append("ended"), close=lambda: calls.append("closed"))
 
     def check() -> None:
-        watch.is_dead = True  # it is seen only now
+        watch.is_dead = True  # detected only now
         raise RunFailed("Ray's node manager died")
 
     watch.check = check
     two_actors.supervisor._ray = watch
     monkeypatch.setattr(ray_module, "_abandoned", False)
-    monkeypatch.setattr(ray, "is_initialized", lambda: pytest.fail("Ray was asked"))
+    monkeypatch.setattr(ray, "is_initialized", lambda: pytest.fail("Ray was called"))
     with pytest.raises(RunFailed, match="node manager died"):
         two_actors.supervisor.poll()
     two_actors.supervisor.stop()
-    assert asked == ["ended", "closed"]
+    assert calls == ["ended", "closed"]
     assert was_abandoned()

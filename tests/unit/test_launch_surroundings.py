@@ -1,4 +1,4 @@
-"""The command in odd surroundings: files that hide modules, no home folder, no locks, lost outputs."""
+"""The command in unusual environments: files that hide modules, no home folder, no locks, lost outputs."""
 
 import os
 import shutil
@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from launch import host
-from launch.cli import main
-from launch.errors import ConfigError, ExitStatus, failed, hiding_module
-from launch.host import settle_home
-from launch.observe.status import find_run, look, read_status, write_status
-from launch.run_folder import RunFolder, check_writable, claimed, owner_of
+from leeway.launch import host
+from leeway.launch.cli import main
+from leeway.launch.errors import ConfigError, ExitStatus, hiding_module, report_failure
+from leeway.launch.host import ensure_home
+from leeway.launch.observe.status import find_run, read_status, view_run, write_status
+from leeway.launch.run_folder import RunFolder, check_writable, claimed, owner_of
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "examples" / "demo.toml"
@@ -21,7 +21,7 @@ RECORDED = ROOT / "tests" / "data" / "status"
 
 
 def leeway(*arguments: str, path: str = "", **options) -> subprocess.CompletedProcess:
-    """The command in a process of its own."""
+    """Run the command in its own process."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (path, str(ROOT))))}
     environment |= options.pop("env", {})
     given = {
@@ -31,13 +31,13 @@ def leeway(*arguments: str, path: str = "", **options) -> subprocess.CompletedPr
         "timeout": 120,
         **options,
     }
-    command = [sys.executable, "-P", "-m", "launch.cli", *arguments]
+    command = [sys.executable, "-P", "-m", "leeway", *arguments]
     return subprocess.run(command, env=environment, check=False, **given)
 
 
 @pytest.fixture
 def folder(tmp_path):
-    """A run that is over."""
+    """A finished run."""
     folder = RunFolder(tmp_path / "run-\u00e4")
     folder.root.mkdir()
     shutil.copy(RECORDED / "config.toml", folder.config)
@@ -49,16 +49,16 @@ def folder(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("file", "whose"),
+    ("file", "owner"),
     [
         ("calendar.py", "Python's own calendar"),
         ("queue/__init__.py", "Python's own queue"),
         ("scipy.py", "the library scipy"),
         ("transformers/__init__.py", "the library transformers"),
-        ("learner/__init__.py", "Leeway's own learner"),
+        ("leeway/__init__.py", "Leeway's own leeway"),
     ],
 )
-def test_a_file_that_hides_a_module_is_named_here_and_in_pythonpath(tmp_path, monkeypatch, file, whose):
+def test_a_file_that_hides_a_module_is_named_in_a_folder_and_in_pythonpath(tmp_path, monkeypatch, file, owner):
     (tmp_path / "empty").mkdir()
     path = tmp_path / "mine" / file
     path.parent.mkdir(parents=True)
@@ -66,7 +66,7 @@ def test_a_file_that_hides_a_module_is_named_here_and_in_pythonpath(tmp_path, mo
     monkeypatch.chdir(tmp_path / "empty")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     assert hiding_module(os.getcwd()) == ""
-    assert f"{path} would be imported in place of {whose}, " in hiding_module(str(tmp_path / "mine"))
+    assert f"{path} would be imported in place of {owner}, " in hiding_module(str(tmp_path / "mine"))
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{tmp_path / 'mine'}")
     assert str(path) in hiding_module()
     assert main(["train", str(DEMO), "--dry-run"]) == ExitStatus.WRONG_INPUT
@@ -75,14 +75,14 @@ def test_a_file_that_hides_a_module_is_named_here_and_in_pythonpath(tmp_path, mo
 @pytest.mark.parametrize(
     "name", ["os.py", "sys.py", "my_reward.py", "numpy.txt", "numpy/data.csv", "tests/__init__.py", "sitecustomize.py"]
 )
-def test_a_file_that_hides_nothing_is_not_complained_about(tmp_path, monkeypatch, name):
+def test_a_file_that_hides_nothing_is_not_reported(tmp_path, monkeypatch, name):
     monkeypatch.delenv("PYTHONPATH", raising=False)
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).touch()
     assert hiding_module(str(tmp_path)) == ""
 
 
-def test_an_installation_in_pythonpath_may_have_other_versions_of_libraries_but_no_modules_of_python(tmp_path):
+def test_an_installation_in_pythonpath_may_hide_libraries_but_not_python(tmp_path):
     (tmp_path / "numpy").mkdir()
     (tmp_path / "numpy" / "__init__.py").touch()
     (tmp_path / "numpy-9.9.dist-info").mkdir()
@@ -93,30 +93,30 @@ def test_an_installation_in_pythonpath_may_have_other_versions_of_libraries_but_
 
 @pytest.mark.process
 @pytest.mark.parametrize("name", ["inspect", "select"])
-def test_what_the_command_itself_imports_may_be_hidden_too(tmp_path, name):
+def test_a_hidden_import_of_the_command_itself_is_reported(tmp_path, name):
     (tmp_path / f"{name}.py").write_text("value = 1")
     done = leeway("status", path=str(tmp_path))
-    said = done.stderr.decode()
-    assert (done.returncode, said.count("\n"), "Traceback" in said) == (ExitStatus.WRONG_INPUT, 1, False), said
-    assert f"{tmp_path}/{name}.py would be imported in place of Python's own {name}" in said
+    error = done.stderr.decode()
+    assert (done.returncode, error.count("\n"), "Traceback" in error) == (ExitStatus.WRONG_INPUT, 1, False), error
+    assert f"{tmp_path}/{name}.py would be imported in place of Python's own {name}" in error
 
 
 @pytest.mark.parametrize("code", ["raise ImportError('no such symbol')", "1 / 0", "import not_installed_here", "x = ("])
-def test_a_library_that_breaks_at_its_import_is_a_sentence(tmp_path, monkeypatch, capsys, code):
+def test_a_library_that_fails_to_import_is_one_sentence(tmp_path, monkeypatch, capsys, code):
     (tmp_path / "cut_off.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "cut_off", raising=False)
     with pytest.raises(Exception) as raised:
         import cut_off  # noqa: F401
-    assert failed(raised.value, 0) == ExitStatus.WRONG_INPUT
-    said = capsys.readouterr().err
-    assert "cannot be imported" in said
-    assert "leeway doctor" in said
+    assert report_failure(raised.value, 0) == ExitStatus.WRONG_INPUT
+    error = capsys.readouterr().err
+    assert "cannot be imported" in error
+    assert "leeway doctor" in error
 
 
-def test_a_fault_of_our_own_keeps_its_traceback():
+def test_an_internal_error_keeps_its_traceback():
     with pytest.raises(ZeroDivisionError):
-        failed(ZeroDivisionError("ours"), 0)
+        report_failure(ZeroDivisionError("ours"), 0)
 
 
 # --- home ---------------------------------------------------------------------------------------------
@@ -124,39 +124,39 @@ def test_a_fault_of_our_own_keeps_its_traceback():
 
 @pytest.fixture
 def spare(tmp_path, monkeypatch):
-    """Where a folder of this user's is made, and no rights of root."""
+    """The replacement for the home folder, without the rights of root."""
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path / "tmp"))
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr("os.access", lambda path, _: not str(path).startswith(str(tmp_path / "fixed")))
     return tmp_path / "tmp" / f"leeway-{os.geteuid()}-home"
 
 
-def test_a_home_that_can_be_written_stays(tmp_path, monkeypatch, spare):
+def test_a_writable_home_is_kept(tmp_path, monkeypatch, spare):
     monkeypatch.setenv("HOME", str(tmp_path))
-    environment = {"LOGNAME": "somebody"}
-    settle_home(environment)
-    assert environment == {"LOGNAME": "somebody", "HOME": str(tmp_path)}
+    environment = {"LOGNAME": "user"}
+    ensure_home(environment)
+    assert environment == {"LOGNAME": "user", "HOME": str(tmp_path)}
     assert not spare.exists()
 
 
 @pytest.mark.parametrize("home", ["~", "gone"])
-def test_without_a_home_folder_there_is_one_of_this_user_alone(tmp_path, monkeypatch, spare, home):
+def test_without_a_home_folder_a_private_one_is_created(tmp_path, monkeypatch, spare, home):
     monkeypatch.setattr("os.path.expanduser", lambda _: home if home == "~" else str(tmp_path / home))
     environment: dict[str, str] = {}
-    settle_home(environment)
+    ensure_home(environment)
     assert environment == {"HOME": str(spare), "USER": f"user-{os.geteuid()}"}
     assert spare.stat().st_mode & 0o777 == 0o700
     spare.chmod(0o777)
-    with pytest.raises(ConfigError, match="set HOME to a folder that can be written"):
-        settle_home({})
+    with pytest.raises(ConfigError, match="set HOME to a writable folder"):
+        ensure_home({})
 
 
-def test_a_home_that_cannot_be_written_is_read_all_the_same(tmp_path, monkeypatch, spare):
+def test_a_read_only_home_is_still_read(tmp_path, monkeypatch, spare):
     home = tmp_path / "fixed"
     (home / ".cache" / "huggingface").mkdir(parents=True)
     monkeypatch.setenv("HOME", str(home))
     environment = {"HOME": str(home), "XDG_DATA_HOME": "/mine"}
-    settle_home(environment)
+    ensure_home(environment)
     assert environment["HOME"] == str(home)
     assert environment["HF_HOME"] == str(home / ".cache" / "huggingface")
     assert (environment["XDG_CACHE_HOME"], environment["XDG_DATA_HOME"]) == (str(spare), "/mine")
@@ -164,31 +164,31 @@ def test_a_home_that_cannot_be_written_is_read_all_the_same(tmp_path, monkeypatc
     (home / ".ray").mkdir()
     (home / ".ray" / "auth_token").write_text("token")
     known = {"HOME": str(home)}
-    settle_home(known)
+    ensure_home(known)
     assert "RAY_AUTH_TOKEN" not in known
 
 
 # --- locks --------------------------------------------------------------------------------------------
 
 
-def test_without_locks_a_run_is_refused_and_looked_at_all_the_same(tmp_path, monkeypatch, folder):
+def test_without_locks_a_new_run_is_refused_and_an_old_one_is_shown(tmp_path, monkeypatch, folder):
     def flock(*_):
         raise OSError(37, "No locks available")
 
     with claimed(folder):
         pass
     monkeypatch.setattr("fcntl.flock", flock)
-    with pytest.raises(ConfigError, match=r"run.dir = .* has no locks \(No locks available\)"):
+    with pytest.raises(ConfigError, match=r"run.dir = .* does not support locks \(No locks available\)"):
         check_writable(tmp_path / "runs", "run.dir")
-    assert owner_of(folder) == os.getpid(), "such a process lives"
+    assert owner_of(folder) == os.getpid(), "the process is alive"
     folder.claim.write_text(f"{2**31 - 1}\n")
     assert owner_of(folder) is None
-    assert look(find_run(folder.root)).is_well
+    assert view_run(find_run(folder.root)).is_healthy
 
 
 # --- outputs ------------------------------------------------------------------------------------------
 
-ODD = [
+ENVIRONMENTS = [
     {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"},
     {"PYTHONIOENCODING": "ascii"},
     {"TERM": "dumb", "COLUMNS": "1"},
@@ -197,7 +197,7 @@ ODD = [
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("environment", ODD, ids=str)
+@pytest.mark.parametrize("environment", ENVIRONMENTS, ids=str)
 def test_any_terminal_and_encoding_gets_a_view_and_a_page(folder, environment):
     for arguments in (["top"], ["report"]):
         done = leeway(*arguments, str(folder.root), env=environment)
@@ -207,7 +207,7 @@ def test_any_terminal_and_encoding_gets_a_view_and_a_page(folder, environment):
 
 @pytest.mark.process
 @pytest.mark.parametrize("verb", ["status", "top"])
-def test_an_output_that_is_full_or_closed_is_no_traceback(folder, verb):
+def test_a_full_or_closed_output_gives_no_traceback(folder, verb):
     with open("/dev/full", "wb") as full:
         done = leeway(verb, str(folder.root), stdout=full)
     assert (done.returncode, done.stderr) == (1, b"leeway: the output cannot be written: No space left on device\n")
@@ -216,13 +216,13 @@ def test_an_output_that_is_full_or_closed_is_no_traceback(folder, verb):
 
 
 @pytest.mark.parametrize("out", ["no/such/folder/page", "f" * 300, "run.pipe"])
-def test_a_page_that_cannot_be_written_is_a_sentence(folder, tmp_path, capsys, out):
+def test_a_page_that_cannot_be_written_is_one_sentence(folder, tmp_path, capsys, out):
     os.mkfifo(tmp_path / "run.pipe")
     assert main(["report", str(folder.root), "--out", str(tmp_path / out)]) in (1, 2)
     assert capsys.readouterr().err.startswith("leeway: ")
 
 
-def test_the_limits_of_this_machine_are_those_of_its_groups(monkeypatch):
-    monkeypatch.setattr(host, "group_figures", lambda *_: iter([(Path("/group"), [300, 40])]))
+def test_process_limits_include_those_of_control_groups(monkeypatch):
+    monkeypatch.setattr(host, "cgroup_values", lambda *_: iter([(Path("/group"), [300, 40])]))
     assert "the limit of 300 (pids.max of /group) leaves room for 260 " in host.low_limits()
     assert host.low_limits(0) == ""

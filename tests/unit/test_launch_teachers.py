@@ -1,17 +1,17 @@
-"""Several teachers, each of its own prompts: what a config may say of them, and what every process is then told."""
+"""Several teachers with their own prompts: checks of the config, and the context of each process."""
 
 import json
 from pathlib import Path
 
 import pytest
 
-from actors.tasks import Problem, TaskError, check_task, load_task
-from actors.tasks.prompts import teachers_of
-from launch.checks import Plan, check, check_fetched
-from launch.cli import main
-from launch.config import load_config, to_toml
-from launch.errors import ConfigError, ExitStatus
-from launch.resources import stage_need
+from leeway.actors.tasks import Problem, TaskError, check_task, load_task
+from leeway.actors.tasks.prompts import teachers_of
+from leeway.launch.checks import Plan, check, check_fetched
+from leeway.launch.cli import main
+from leeway.launch.config import load_config, to_toml
+from leeway.launch.errors import ConfigError, ExitStatus
+from leeway.launch.resources import stage_need
 from tests.unit.made_up_run import context
 from tests.unit.small_models import Model
 
@@ -39,7 +39,7 @@ wandb = "disabled"
 
 
 def rows() -> list[dict[str, object]]:
-    """Sums of odd numbers are of code."""
+    """Return sums; those with an odd first number have the domain "code"."""
     return [
         {"question": f"{a}+{b}", "answer": str(a + b), "domain": "code" if a % 2 else "math"}
         for a in range(10, 40)
@@ -49,7 +49,7 @@ def rows() -> list[dict[str, object]]:
 
 @pytest.fixture
 def write(tmp_path):
-    """`write(old, new, ..., rows=rows())`: a config with some of its text replaced, and the rows beside it."""
+    """`write((old, new), ..., rows=rows())` writes the config with replaced text, and the rows beside it."""
 
     def written(*replaced: tuple[str, str], rows=rows()) -> Path:  # noqa: B008 -- never changed
         (tmp_path / "questions.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -67,27 +67,27 @@ def plan(path: Path, *overrides: str) -> Plan:
     return check(load_config(path, overrides), path.parent / "runs" / "one")
 
 
-def test_every_process_is_told_the_models_in_order_and_whose_each_prompt_is(write, tmp_path, capsys):
+def test_every_process_receives_the_teachers_and_the_teacher_of_each_prompt(write, tmp_path, capsys):
     other = Model("llama", tied=False).save(tmp_path / "other", vocab_size=16, max_position_embeddings=64)
     path = write((f'code = "{STUDENT}"', 'code = "other"'))
     made = plan(path)
-    told = context(made)
-    assert told.reference_paths == (STUDENT, other), "a path is relative to the file that names it"
+    received = context(made)
+    assert received.reference_paths == (STUDENT, other), "a path is relative to the file that names it"
     train = load_task(made.config.task).train
-    assert told.teacher_of_prompt == bytes(problem.columns["domain"] == "code" for problem in train)
-    assert len(told.teacher_of_prompt) == told.facts.num_prompts
+    assert received.teacher_of_prompt == bytes(problem.columns["domain"] == "code" for problem in train)
+    assert len(received.teacher_of_prompt) == received.facts.num_prompts
     assert main(["train", str(path), "--run.dir", str(tmp_path / "runs"), "--dry-run"]) == ExitStatus.OK
-    num_code = sum(told.teacher_of_prompt)
-    said = f"teachers   math of {len(train) - num_code} prompts, code of {num_code} prompts\n"
-    assert said in capsys.readouterr().out
+    num_code = sum(received.teacher_of_prompt)
+    line = f"teachers   math for {len(train) - num_code} prompts, code for {num_code} prompts\n"
+    assert line in capsys.readouterr().out
 
 
-def test_without_teachers_one_reference_has_all_prompts(write):
+def test_without_teachers_one_reference_scores_all_prompts(write):
     path = write(
         (f'[model.teachers]\nmath = "{STUDENT}"\ncode = "{STUDENT}"\n', ""), ('teacher_column = "domain"\n', "")
     )
-    told = context(plan(path, "--model.reference_path", str(STUDENT)))
-    assert (told.reference_paths, told.teacher_of_prompt) == ((STUDENT,), b"")
+    received = context(plan(path, "--model.reference_path", str(STUDENT)))
+    assert (received.reference_paths, received.teacher_of_prompt) == ((STUDENT,), b"")
     model_itself = context(plan(path, "--algorithm.type", "trajectory_balance"))
     assert model_itself.reference_paths == (model_itself.model_path,)
 
@@ -102,34 +102,34 @@ LONE = f'[model.teachers]\nmath = "{STUDENT}"\ncode = "{STUDENT}"\n'
 @pytest.mark.parametrize(
     ("replaced", "data", "expected"),
     [
-        ([], with_row(domain="maths"), "'domain' says 'maths' in row 10 ('12+11'), and model.teachers has no teacher"),
+        ([], with_row(domain="maths"), "'domain' is 'maths' in row 10 ('12+11'), but model.teachers has no teacher"),
         ([], with_row(domain="maths"), "known: code, math; did you mean 'math'?"),
-        ([], with_row(domain=None), "says nothing in row 10"),
-        ([], with_row(domain=7), "says 7 in row 10"),
+        ([], with_row(domain=None), "is null in row 10"),
+        ([], with_row(domain=7), "is 7 in row 10"),
         ([('"domain"', '"domains"')], rows(), "task.teacher_column = 'domains' is not in row"),
         ([('"domain"', '"domains"')], rows(), "known: answer, domain, question; did you mean 'domain'?"),
-        ([('"domain"', '"domain[source]"')], rows(), "task.teacher_column = 'domain[source]' says nothing in row"),
-        ([], [{**row, "domain": "math"} for row in rows()], "model.teachers.code would teach nothing"),
-        ([('"distillation"', '"off_policy_ppo"')], rows(), "model.teachers.math would teach nobody: algorithm.type = "),
-        ([('teacher_column = "domain"\n', "")], rows(), "model.teachers has math, code, and nothing says which"),
-        ([(LONE, "")], rows(), "task.teacher_column = 'domain', and there are no teachers"),
-        ([(LONE, ""), ('teacher_column = "domain"\n', "")], rows(), "there is no teacher but the model itself"),
+        ([('"domain"', '"domain[source]"')], rows(), "task.teacher_column = 'domain[source]' is null in row"),
+        ([], [{**row, "domain": "math"} for row in rows()], "model.teachers.code has no prompts"),
+        ([('"distillation"', '"off_policy_ppo"')], rows(), "model.teachers.math has no effect: algorithm.type = "),
+        ([('teacher_column = "domain"\n', "")], rows(), "model.teachers has math, code, but no prompt is assigned"),
+        ([(LONE, "")], rows(), "task.teacher_column = 'domain', but there are no teachers"),
+        ([(LONE, ""), ('teacher_column = "domain"\n', "")], rows(), "there is no teacher"),
         (
             [("[model.teachers]", f'reference_path = "{STUDENT}"\n[model.teachers]')],
             rows(),
-            "model.reference_path scores every prompt, and model.teachers each its own: give one of the two",
+            "model.reference_path scores every prompt, but each of model.teachers only its own: set one of the two",
         ),
         ([(f'math = "{STUDENT}"', 'math = "nowhere"')], rows(), "model.teachers.math: model "),
-        ([(f'math = "{STUDENT}"', 'math = "other"')], rows(), "model.teachers.math has a vocabulary of 48 tokens and"),
+        ([(f'math = "{STUDENT}"', 'math = "other"')], rows(), "model.teachers.math has a vocabulary of 48 tokens, but"),
         ([(f'math = "{STUDENT}"', "math = 3")], rows(), "model.teachers.math = 3: input should be a valid string"),
     ],
 )
-def test_what_could_not_be_taught_is_one_sentence_and_status_2(write, tmp_path, capsys, replaced, data, expected):
+def test_invalid_teachers_are_one_sentence_and_status_2(write, tmp_path, capsys, replaced, data, expected):
     Model("llama", tied=True).save(tmp_path / "other", max_position_embeddings=64)
-    capsys.readouterr()  # of who has saved it
+    capsys.readouterr()  # discard the output of saving
     status = main(["train", str(write(*replaced, rows=data)), "--run.dir", str(tmp_path / "runs")])
-    said = capsys.readouterr().err
-    assert (status, expected in said, said.count("\n")) == (ExitStatus.WRONG_INPUT, True, 1), said
+    error = capsys.readouterr().err
+    assert (status, expected in error, error.count("\n")) == (ExitStatus.WRONG_INPUT, True, 1), error
     assert not (tmp_path / "runs").exists()
 
 
@@ -137,24 +137,22 @@ def test_recorded_samples_have_no_teachers(write, tmp_path):
     samples = {"prompt_ids": [3, 12], "completion_ids": [4, 1], "logprobs": [-0.5, -0.25], "reward": 1.0}
     (tmp_path / "samples.jsonl").write_text(json.dumps(samples))
     recorded = ("--buffer.source", str(tmp_path / "samples.jsonl"), "--weight_sync.max_lag", "unbounded")
-    with pytest.raises(
-        ConfigError, match=r"model\.teachers score the prompts of \[task\], which are not those of the recorded"
-    ):
+    with pytest.raises(ConfigError, match=r"model\.teachers score the prompts of \[task\], but the recorded"):
         plan(write(), *recorded)
 
 
-def test_a_model_that_came_later_is_held_against_its_teachers_too(write, tmp_path):
+def test_a_model_fetched_later_is_checked_against_its_teachers(write, tmp_path):
     made = plan(write((f'path = "{STUDENT}"\n[model', 'path = "some/body"\n[model')))
     assert made.model is None
     assert check_fetched(made, STUDENT).model.vocab_size == 16
-    came = Model("llama", tied=True).save(tmp_path / "came", max_position_embeddings=64)
+    later = Model("llama", tied=True).save(tmp_path / "later", max_position_embeddings=64)
     for file in STUDENT.glob("tokenizer*"):
-        (came / file.name).write_bytes(file.read_bytes())
-    with pytest.raises(ConfigError, match="has a vocabulary of 16 tokens and the model one of 48"):
-        check_fetched(made, came)
+        (later / file.name).write_bytes(file.read_bytes())
+    with pytest.raises(ConfigError, match="has a vocabulary of 16 tokens, but the model has 48"):
+        check_fetched(made, later)
 
 
-def test_any_name_is_a_name_and_the_runs_own_config_names_the_same_folders(write, tmp_path):
+def test_a_teacher_may_have_any_name_and_the_resolved_config_keeps_its_folder(write, tmp_path):
     odd = [{**row, "domain": "a.b/c d" if row["domain"] == "code" else "math"} for row in rows()]
     (tmp_path / "code").symlink_to(STUDENT)
     path = write((f'code = "{STUDENT}"', '"a.b/c d" = "code"'), rows=odd)
@@ -165,7 +163,7 @@ def test_any_name_is_a_name_and_the_runs_own_config_names_the_same_folders(write
     assert load_config(tmp_path / "elsewhere" / "config.toml") == config
 
 
-def test_a_task_whose_prompts_change_their_teachers_is_another_task(write):
+def test_prompts_with_other_teachers_are_another_task(write):
     def fingerprint(data) -> str:
         config = load_config(write(rows=data))
         return check_task(config.task, teachers=tuple(config.model.teachers)).fingerprint
@@ -175,13 +173,13 @@ def test_a_task_whose_prompts_change_their_teachers_is_another_task(write):
     assert fingerprint(rows()) != fingerprint(swapped)
 
 
-def test_a_column_may_lie_in_another_and_a_name_that_is_a_number_is_none():
+def test_the_teacher_column_may_be_nested_and_must_be_text():
     def problem(**columns: object) -> Problem:
         return Problem("q", "q", columns)
 
     found = teachers_of([problem(meta={"source": name}) for name in "bab"], "meta[source]", ["a", "b"])
     assert found == bytes([1, 0, 1])
-    with pytest.raises(TaskError, match="says 1 in row 0"):
+    with pytest.raises(TaskError, match="is 1 in row 0"):
         teachers_of([problem(meta={"source": 1})], "meta[source]", ["1"])
 
 

@@ -1,4 +1,4 @@
-"""Which attention kernels are asked, with what, and what is kept for the backward pass."""
+"""Attention kernels: the calls, their arguments, and the tensors stored for the backward pass."""
 
 import itertools
 from types import SimpleNamespace
@@ -10,8 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from learner import attention
-from learner.attention import AttentionLayout, packed_attention
+from leeway.learner import attention
+from leeway.learner.attention import AttentionLayout, packed_attention
 from tests.unit.small_models import LOCAL, Model, assert_close, load, packed_batch, run
 
 BOUNDS = np.array([0, 17, 22, 40])
@@ -34,7 +34,7 @@ def with_gradients(inputs, **options):
 
 
 class Operators(TorchDispatchMode):
-    """Counts operators by name, and notes the bytes of the largest tensor that is made."""
+    """Count operators by name and record the bytes of the largest tensor created."""
 
     def __init__(self):
         super().__init__()
@@ -42,20 +42,20 @@ class Operators(TorchDispatchMode):
         self.largest = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        made = function(*args, **(kwargs or {}))
+        result = function(*args, **(kwargs or {}))
         name = function.name()
         self.count[name] = self.count.get(name, 0) + 1
-        for tensor in made if isinstance(made, (tuple, list)) else (made,):
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(tensor, torch.Tensor):
                 self.largest = max(self.largest, tensor.untyped_storage().nbytes())
-        return made
+        return result
 
 
 # --- grouped heads and dtypes ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("device", "dtype", "takes"),
+    ("device", "dtype", "supported"),
     [
         ("cpu", torch.float32, True),
         ("cpu", torch.float64, True),
@@ -64,13 +64,13 @@ class Operators(TorchDispatchMode):
         ("cuda", torch.float64, False),
     ],
 )
-def test_grouped_heads_are_left_to_kernels_that_keep_no_scores(device, dtype, takes):
+def test_grouped_heads_run_only_on_kernels_that_store_no_scores(device, dtype, supported):
     query = SimpleNamespace(device=torch.device(device), dtype=dtype)
-    assert attention._takes_grouped_heads(query, is_plain=True) == takes
-    assert attention._takes_grouped_heads(query, is_plain=False) == (device == "cpu")
+    assert attention._supports_grouped_heads(query, is_plain=True) == supported
+    assert attention._supports_grouped_heads(query, is_plain=False) == (device == "cpu")
 
 
-def test_repeated_heads_give_what_grouped_ones_do(monkeypatch):
+def test_repeated_and_grouped_heads_give_equal_outputs(monkeypatch):
     heads, sdpa = [], F.scaled_dot_product_attention
 
     def counting(query, key, value, *args, **kwargs):
@@ -82,32 +82,32 @@ def test_repeated_heads_give_what_grouped_ones_do(monkeypatch):
     grouped = attend(*inputs)
     assert set(heads) == {(6, 2, 2, True)}
     heads.clear()
-    monkeypatch.setattr(attention, "_takes_grouped_heads", lambda *_: False)
+    monkeypatch.setattr(attention, "_supports_grouped_heads", lambda *_: False)
     repeated = attend(*inputs)
     assert set(heads) == {(6, 6, 6, False)}
     assert_close(repeated, grouped)
 
 
 @pytest.mark.parametrize("model", [Model("qwen2", tied=True), Model("gemma3_text", tied=True, changes=LOCAL)])
-def test_under_autocast_all_that_reaches_attention_is_of_16_bits(model, monkeypatch, tmp_path):
-    """Rotations are float32, and leave queries and keys in it."""
+def test_attention_inputs_have_16_bits_under_autocast(model, monkeypatch, tmp_path):
+    """Rotations run in float32 and return float32 queries and keys."""
     seen, gathered = set(), set()
     sdpa, to_grid = F.scaled_dot_product_attention, attention._to_grid
 
-    def noting(query, key, value, *args, **kwargs):
+    def recording(query, key, value, *args, **kwargs):
         seen.add((query.dtype, key.dtype, value.dtype))
         return sdpa(query, key, value, *args, **kwargs)
 
-    monkeypatch.setattr(F, "scaled_dot_product_attention", noting)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", recording)
     monkeypatch.setattr(attention, "_to_grid", lambda each, cells: gathered.add(each.dtype) or to_grid(each, cells))
     stage = load(model.save(tmp_path), dtype=torch.float32)
     stage.compute_in_bfloat16()
     run([stage], packed_batch())
     assert seen == {(torch.bfloat16,) * 3}
-    assert gathered == {torch.bfloat16}, "what is gathered is not twice as large as what is computed"
+    assert gathered == {torch.bfloat16}, "tensors are cast before they are gathered"
 
 
-def test_attention_never_waits_for_plans_of_cudnn():
+def test_cudnn_attention_is_disabled():
     assert not torch.backends.cuda.cudnn_sdp_enabled()
 
 
@@ -119,9 +119,9 @@ def test_attention_never_waits_for_plans_of_cudnn():
 @pytest.mark.parametrize(
     "options", [{}, {"sliding_window": 4}, {"softcap": 2.0}, {"softcap": 2.0, "sliding_window": 6}]
 )
-def test_a_prompt_that_sequences_share_is_to_each_as_one_of_its_own(options, prompt, is_packed, monkeypatch):
-    """In a grid the shorter one asks anew for each sequence; in one call of packed sequences neither does."""
-    own = [prompt + 4, 0, 13, 9, 20]  # tokens that a sequence has for itself: the first holds the prompt
+def test_a_shared_prompt_equals_a_separate_copy_for_each_sequence(options, prompt, is_packed, monkeypatch):
+    """A grid queries the shorter prompt again for each sequence; one packed call queries each prompt once."""
+    own = [prompt + 4, 0, 13, 9, 20]  # tokens that belong to one sequence only; those of the first include the prompt
     ends = np.cumsum(own)
     places = [
         np.arange(ends[0]),
@@ -132,34 +132,34 @@ def test_a_prompt_that_sequences_share_is_to_each_as_one_of_its_own(options, pro
     weights = torch.randn(1, ends[-1], 6, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     apart = attend(*(each.index_select(2, torch.from_numpy(places)) for each in inputs), bounds=bounds, **options)
     firsts = np.unique(places, return_index=True)[1]
-    wanted = [apart[:, firsts], *torch.autograd.grad((apart[:, firsts] * weights).sum(), inputs)]
-    monkeypatch.setattr(attention, "SCORES_MIB", 1e-2)  # a few queries at a time
+    alone = [apart[:, firsts], *torch.autograd.grad((apart[:, firsts] * weights).sum(), inputs)]
+    monkeypatch.setattr(attention, "SCORES_MIB", 1e-2)  # a few queries per block
     if is_packed and "softcap" not in options:
-        monkeypatch.setattr(attention, "_takes_packed", lambda query: True)
+        monkeypatch.setattr(attention, "_supports_varlen", lambda query: True)
         monkeypatch.setattr(attention, "varlen_attn", by_sequence)
     shared = attend(*inputs, bounds=bounds, places=places, **options)
-    for found, expected in zip([shared, *torch.autograd.grad((shared * weights).sum(), inputs)], wanted, strict=True):
+    for found, expected in zip([shared, *torch.autograd.grad((shared * weights).sum(), inputs)], alone, strict=True):
         assert_close(found, expected)
 
 
-def test_a_shared_prompt_asks_once_and_the_others_from_their_completions_alone():
+def test_a_shared_prompt_is_queried_once_and_other_samples_query_their_completions():
     prompt, length, group = 40, 60, 8
     first = np.arange(length)
     others = [np.concatenate([first[:prompt], length + n * 20 + np.arange(20)]) for n in range(group - 1)]
     bounds = np.arange(group + 1) * length
     layout = AttentionLayout.build(bounds, torch.device("cpu"), np.concatenate([first, *others]))
-    asked = {(tuple(each.queries.shape), tuple(each.keys.shape)) for each in layout.grids.buckets}
-    assert asked == {((1, 60), (1, 60)), ((7, 20), (7, 60))}
-    assert layout.edges.tolist() == [0, 60, *range(80, 201, 20)], "nor is it asked of a kernel that takes them packed"
+    shapes = {(tuple(each.queries.shape), tuple(each.keys.shape)) for each in layout.grids.buckets}
+    assert shapes == {((1, 60), (1, 60)), ((7, 20), (7, 60))}
+    assert layout.edges.tolist() == [0, 60, *range(80, 201, 20)], "a packed kernel also queries the prompt once"
 
 
-# --- packed, where flash attention runs -----------------------------------------------------------
+# --- packed, for flash attention ------------------------------------------------------------------
 
 
 def by_sequence(query, key, value, edges, key_edges, longest, longest_key, *, scale, window_size, enable_gqa):
-    """What torch says of `varlen_attn`, sequence by sequence, in plain formulas."""
+    """Compute `varlen_attn` as documented by torch, sequence by sequence, from plain formulas."""
     assert enable_gqa
-    assert query.shape[1] == 3 * key.shape[1], "heads are not repeated for it"
+    assert query.shape[1] == 3 * key.shape[1], "heads are not repeated"
     assert edges.dtype == key_edges.dtype == torch.int32
     assert (longest, longest_key) == (int(edges.diff().max()), int(key_edges.diff().max()))
     assert int(edges.diff().min()) > 0
@@ -172,7 +172,7 @@ def by_sequence(query, key, value, edges, key_edges, longest, longest_key, *, sc
             for each, span in ((query, (start, end)), (key, (key_start, key_end)), (value, (key_start, key_end)))
         )
         keys, values = (each.repeat_interleave(len(one) // len(keys), 0) for each in (keys, values))
-        # the last of both are the same token, as flash attention has it
+        # the last query and the last key are the same token, as in flash attention
         behind = torch.arange(key_end - key_start - (end - start), key_end - key_start)[:, None]
         behind = behind - torch.arange(key_end - key_start)
         is_seen = -behind <= after_most
@@ -184,18 +184,18 @@ def by_sequence(query, key, value, edges, key_edges, longest, longest_key, *, sc
 
 
 @pytest.mark.parametrize("options", [{}, {"scaling": 0.3}, *({"sliding_window": each} for each in (1, 6, 17, 18, 100))])
-def test_one_packed_call_computes_what_the_grids_do_and_so_does_its_gradient(options, monkeypatch):
+def test_one_packed_call_and_the_grids_give_equal_outputs_and_gradients(options, monkeypatch):
     inputs = states(6, 2, 2)
-    wanted = with_gradients(inputs, **options)
-    monkeypatch.setattr(attention, "_takes_packed", lambda query: True)
+    reference = with_gradients(inputs, **options)
+    monkeypatch.setattr(attention, "_supports_varlen", lambda query: True)
     monkeypatch.setattr(attention, "varlen_attn", by_sequence)
     monkeypatch.setattr(attention, "_to_grid", None)
-    for found, expected in zip(with_gradients(inputs, **options), wanted, strict=True):
+    for found, expected in zip(with_gradients(inputs, **options), reference, strict=True):
         assert_close(found, expected)
 
 
 @pytest.mark.parametrize(
-    ("device", "dtype", "size", "takes"),
+    ("device", "dtype", "size", "supported"),
     [
         ("cuda", torch.bfloat16, 64, True),
         ("cuda", torch.float16, 256, True),
@@ -206,24 +206,24 @@ def test_one_packed_call_computes_what_the_grids_do_and_so_does_its_gradient(opt
         ("cpu", torch.bfloat16, 64, False),
     ],
 )
-def test_sequences_stay_packed_where_flash_attention_takes_them(device, dtype, size, takes):
+def test_sequences_stay_packed_if_flash_attention_supports_them(device, dtype, size, supported):
     query = SimpleNamespace(device=torch.device(device), dtype=dtype, shape=(40, 6, size))
-    assert attention._takes_packed(query) == takes
+    assert attention._supports_varlen(query) == supported
 
 
 @pytest.mark.parametrize("window", [None, 6])
-def test_a_layer_asks_torchs_packed_attention_once_forward_and_once_backward(window, monkeypatch):
-    """With tensors that have shapes and no numbers: what is asked of torch, in the version that is installed."""
-    monkeypatch.setattr(attention, "_takes_packed", lambda query: query.dtype == torch.bfloat16)
-    rotated = {"dtype": torch.float32, "requires_grad": True}  # as rotations leave them
+def test_a_layer_calls_packed_attention_once_forward_and_once_backward(window, monkeypatch):
+    """Run the installed torch on fake tensors, which have shapes but no data, and count its operators."""
+    monkeypatch.setattr(attention, "_supports_varlen", lambda query: query.dtype == torch.bfloat16)
+    rotated = {"dtype": torch.float32, "requires_grad": True}  # as rotations return them
     with FakeTensorMode(), Operators() as operators:
         query, key = torch.empty(1, 6, 40, 64, **rotated), torch.empty(1, 2, 40, 64, **rotated)
         value = torch.empty(1, 2, 40, 64, dtype=torch.bfloat16, requires_grad=True)
         out = attend(query, key, value, sliding_window=window)
         out.sum().backward()
     assert (out.shape, out.dtype) == ((1, 40, 6, 64), torch.bfloat16)
-    asked = {name: count for name, count in operators.count.items() if "att" in name}
-    assert asked == {"torch_attn::_varlen_attn": 1, "torch_attn::_varlen_attn_backward": 1}
+    calls = {name: count for name, count in operators.count.items() if "att" in name}
+    assert calls == {"torch_attn::_varlen_attn": 1, "torch_attn::_varlen_attn_backward": 1}
     assert not [name for name in operators.count if "index" in name or "repeat" in name], "nothing is gathered"
 
 
@@ -231,11 +231,11 @@ def test_a_layer_asks_torchs_packed_attention_once_forward_and_once_backward(win
 
 
 @pytest.mark.parametrize("window", [None, 6])
-def test_soft_capped_scores_in_blocks_are_those_in_full_and_only_a_block_of_them_exists(window, monkeypatch):
+def test_blocked_soft_capped_scores_are_exact_and_only_one_block_is_allocated(window, monkeypatch):
     inputs, options = states(4, 2, 2, length=300), {"softcap": 0.5, "sliding_window": window}
     bounds = np.array([0, 300])
     with Operators() as full:
-        wanted = with_gradients(inputs, bounds=bounds, **options)
+        reference = with_gradients(inputs, bounds=bounds, **options)
     all_scores = 4 * 300 * 300 * 8
     assert full.largest == all_scores
     monkeypatch.setattr(attention, "SCORES_MIB", all_scores / 20 / 2**20)
@@ -246,13 +246,13 @@ def test_soft_capped_scores_in_blocks_are_those_in_full_and_only_a_block_of_them
     ):
         found = with_gradients(inputs, bounds=bounds, **options)
     assert blocks.largest <= all_scores / 20
-    assert sum(each.nbytes for each in kept) < all_scores, "scores are not kept for the backward pass"
-    for each, expected in zip(found, wanted, strict=True):
+    assert sum(each.nbytes for each in kept) < all_scores, "scores are not stored for the backward pass"
+    for each, expected in zip(found, reference, strict=True):
         assert_close(each, expected)
 
 
-def test_gradients_of_blocks_add_up_in_float32(monkeypatch):
-    """In 16 bits the sum over many blocks would lose what each of them adds to keys and values."""
+def test_gradients_of_blocks_are_summed_in_float32(monkeypatch):
+    """A 16-bit sum over many blocks would lose the contributions of single blocks to keys and values."""
     exact = [
         each.detach() for each in with_gradients(states(2, 2, 2, length=256), bounds=np.array([0, 256]), softcap=5.0)
     ]
@@ -265,6 +265,6 @@ def test_gradients_of_blocks_add_up_in_float32(monkeypatch):
         ]
 
     full = errors()
-    monkeypatch.setattr(attention, "SCORES_MIB", 2 * 256 * 4 / 2**20)  # a query at a time
+    monkeypatch.setattr(attention, "SCORES_MIB", 2 * 256 * 4 / 2**20)  # one query per block
     blocks = errors()
     assert all(block < 1.25 * whole for block, whole in zip(blocks, full, strict=True)), (blocks, full)

@@ -1,4 +1,4 @@
-"""The batch of a step, made from Arrow columns, equals to the bit what trajectories one by one would make."""
+"""A step batch built from Arrow columns is bit-identical to one built trajectory by trajectory."""
 
 import hashlib
 import json
@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from buffer.schema import Trajectory, VersionSpan, encode, read_stream
-from common.staleness import PolicyVersion, effective_version
-from learner import stage as stage_file
-from learner.batch import Leaves, StepBatch, lag0_by_actor, lag_by_actor
-from learner.config import LearnerConfig
-from learner.packing import PackingRule, pack
-from learner.stage import Stage
+from leeway.buffer.schema import Trajectory, VersionSpan, encode, read_stream
+from leeway.common.staleness import PolicyVersion, effective_version
+from leeway.learner import stage as stage_file
+from leeway.learner.batch import Leaves, StepBatch, lag0_by_actor, lag_by_actor
+from leeway.learner.config import LearnerConfig
+from leeway.learner.packing import PackingRule, pack
+from leeway.learner.stage import Stage
 from tests.world.run_context import run_context
 
 RULE = PackingRule(64, num_replicas=2, min_micro_batches=2)
@@ -26,7 +26,7 @@ VERSION = 9
 
 
 def random_rows(seed: int) -> list[Trajectory]:
-    """Groups of three; one to four versions each; some with scores."""
+    """Return groups of three samples with one to four versions each; some have reference scores."""
     random = np.random.default_rng(seed)
     rows = []
     for group in random.permutation(12):
@@ -59,7 +59,7 @@ def random_rows(seed: int) -> list[Trajectory]:
 
 
 class OneByOne:
-    """The same figures, trajectory by trajectory."""
+    """Reference implementation that computes the batch trajectory by trajectory."""
 
     def __init__(self, rows: list[Trajectory]) -> None:
         self.rows = rows
@@ -82,7 +82,7 @@ class OneByOne:
 
 
 def equal(one: object, other: object) -> bool:
-    """To the bit, kind of number included; tuples and dataclasses part by part."""
+    """Compare values and dtypes bit by bit; recurse into tuples and dataclasses."""
     if isinstance(other, np.ndarray | torch.Tensor):
         return one.dtype == other.dtype and np.array_equal(np.asarray(one), np.asarray(other), equal_nan=True)
     if isinstance(other, str):
@@ -92,23 +92,23 @@ def equal(one: object, other: object) -> bool:
     return all(equal(getattr(one, field.name), getattr(other, field.name)) for field in fields(other))
 
 
-def check_same(batch: StepBatch, wanted: OneByOne, version: int) -> None:
-    """Compare all that a step reads."""
+def check_same(batch: StepBatch, expected: OneByOne, version: int) -> None:
+    """Compare everything that a step reads."""
     for name in ("sequence_T", "group_B", "prompt_B", "counted_T", "abandoned_T", "single_version_B", "packed"):
-        assert equal(getattr(batch, name), getattr(wanted, name)), name
-    assert batch.unscored().tolist() == [i for i, row in enumerate(wanted.rows) if row.reference_logprobs is None]
-    leaves = Leaves(torch.zeros(len(wanted.logprobs_T), dtype=torch.float64))
+        assert equal(getattr(batch, name), getattr(expected, name)), name
+    assert batch.unscored().tolist() == [i for i, row in enumerate(expected.rows) if row.reference_logprobs is None]
+    leaves = Leaves(torch.zeros(len(expected.logprobs_T), dtype=torch.float64))
     inputs = batch.loss_inputs(leaves, leaves, leaves.logprobs_T)
-    assert equal(inputs.behaviour_logprobs_T, torch.tensor(wanted.logprobs_T).double())
-    assert equal(inputs.rewards_B, torch.tensor([row.reward for row in wanted.rows], dtype=torch.float64))
-    assert inputs.finished_B.tolist() == [row.finish_reason == "stop" for row in wanted.rows]
-    prompts, numbers = np.unique(wanted.prompt_B, return_inverse=True)
+    assert equal(inputs.behaviour_logprobs_T, torch.tensor(expected.logprobs_T).double())
+    assert equal(inputs.rewards_B, torch.tensor([row.reward for row in expected.rows], dtype=torch.float64))
+    assert inputs.finished_B.tolist() == [row.finish_reason == "stop" for row in expected.rows]
+    prompts, numbers = np.unique(expected.prompt_B, return_inverse=True)
     assert (inputs.num_prompts, inputs.prompt_B.tolist()) == (len(prompts), numbers.tolist())
 
-    lag_T = version - wanted.counted_T
-    mismatch_T = np.abs(wanted.logprobs_T.astype(np.float64))
-    fresh_T = (lag_T == 0) & wanted.single_version_B[wanted.sequence_T] & ~wanted.abandoned_T
-    by_actor = {actor: wanted.actor_T == actor for actor in sorted(set(wanted.actor_T.tolist()))}
+    lag_T = version - expected.counted_T
+    mismatch_T = np.abs(expected.logprobs_T.astype(np.float64))
+    fresh_T = (lag_T == 0) & expected.single_version_B[expected.sequence_T] & ~expected.abandoned_T
+    by_actor = {actor: expected.actor_T == actor for actor in sorted(set(expected.actor_T.tolist()))}
     assert lag_by_actor([batch]) == {actor: Counter(lag_T[where_T].tolist()) for actor, where_T in by_actor.items()}
     assert lag0_by_actor(batch, leaves.logprobs_T) == {
         actor: (mismatch_T[where_T & fresh_T].mean(), (where_T & fresh_T).sum())
@@ -118,11 +118,11 @@ def check_same(batch: StepBatch, wanted: OneByOne, version: int) -> None:
 
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "data" / "step_batch.json").read_text())
-"""Digests of what Leeway made of `random_rows` when it still cut columns into trajectories."""
+"""Digests of the batches of `random_rows`, recorded when batches were built from single trajectories."""
 
 
 def digest(value: object) -> str:
-    """Of all arrays of a field, with their names, kinds of number and shapes."""
+    """Hash all arrays of a field with their names, dtypes and shapes."""
     sums = hashlib.sha256()
 
     def add(name: str, part: object) -> None:
@@ -141,17 +141,17 @@ def digest(value: object) -> str:
 
 
 @pytest.mark.parametrize("seed", GOLDEN)
-def test_the_batch_is_what_it_was_before_it_was_made_from_columns(seed):
+def test_the_batch_matches_the_recorded_digests(seed):
     batch = StepBatch.build(read_stream(encode(random_rows(int(seed)), "run")), VERSION, RESUMED_AT, RULE)
     assert {name: digest(getattr(batch, name)) for name in GOLDEN[seed]} == GOLDEN[seed]
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_columns_make_the_batch_that_trajectories_would_and_so_do_parts_of_it(seed):
+def test_a_batch_from_columns_and_its_parts_equal_those_from_single_trajectories(seed):
     rows = random_rows(seed)
     batch = StepBatch.build(read_stream(encode(rows, "run")), VERSION, RESUMED_AT, RULE)
-    wanted = OneByOne(rows)
-    check_same(batch, wanted, VERSION)
+    expected = OneByOne(rows)
+    check_same(batch, expected, VERSION)
 
     random = np.random.default_rng([seed, 1])
     sequences = np.flatnonzero(np.isin(batch.group_B, random.permutation(batch.num_groups)[:5]))
@@ -161,7 +161,7 @@ def test_columns_make_the_batch_that_trajectories_would_and_so_do_parts_of_it(se
 
 
 class Restarted:
-    """A coordinator whose buffer has seen three learners."""
+    """A coordinator whose buffer has a third learner incarnation."""
 
     incarnation, resumed_at = 2, RESUMED_AT
 
@@ -170,30 +170,30 @@ class Restarted:
     begin = __init__
 
 
-def test_after_restarts_a_token_has_the_same_lag_on_every_rank(tmp_path, monkeypatch):
+def test_a_token_has_the_same_lag_on_every_rank_after_restarts(tmp_path, monkeypatch):
     context, rows = run_context(tmp_path, learner=LearnerConfig(num_stages=2, num_replicas=2)), random_rows(0)
     monkeypatch.setattr(stage_file, "Coordinator", Restarted)
-    said = []
+    sent = []
 
     def lags_on(rank: int) -> list[int]:
-        unheard = list(said)
+        pending = list(sent)
 
         def broadcast(tensor, src, group):
-            assert group == "as patient as while they load"
+            assert group == "the group with the startup timeout"
             if rank == src:
-                said.append(tensor.clone())
+                sent.append(tensor.clone())
             else:
-                assert tensor.shape == unheard[0].shape
-                tensor.copy_(unheard.pop(0))
+                assert tensor.shape == pending[0].shape
+                tensor.copy_(pending.pop(0))
 
         monkeypatch.setattr(stage_file.dist, "broadcast", broadcast)
         stage = Stage(context, rank, "")
         stage._channel = None
-        stage._ranks = SimpleNamespace(group="as patient as while they load")
+        stage._ranks = SimpleNamespace(group="the group with the startup timeout")
         stage._begin_incarnation(deadline=0.0)
         assert stage._progress.incarnation == 2
         built = StepBatch.build(read_stream(encode(rows, "run")), stage._progress.version, stage._resumed_at, RULE)
         return built.lag_T.tolist()
 
-    wanted = (-OneByOne(rows).counted_T).tolist()
-    assert [lags_on(rank) for rank in (1, 0, 3)] == [wanted] * 3, "the coordinator is rank 1"
+    expected = (-OneByOne(rows).counted_T).tolist()
+    assert [lags_on(rank) for rank in (1, 0, 3)] == [expected] * 3, "the coordinator is rank 1"

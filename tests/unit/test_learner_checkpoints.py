@@ -1,4 +1,4 @@
-"""Checkpoints of one process: atomic, asynchronous, checked, and refused where they belong to another model."""
+"""Checkpoints of one process: atomic and asynchronous writes, checksums, and rejection of other models."""
 
 import errno
 import io
@@ -16,20 +16,20 @@ from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.filesystem import FileSystem
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from algorithms.off_policy_ppo import OffPolicyPPOConfig
-from algorithms.trajectory_balance import TrajectoryBalanceConfig
-from common.files import leftovers
-from common.hf_folder import model_identity
-from learner import checkpoint as checkpoint_file
-from learner.batch import Leaves
-from learner.checkpoint import CheckpointFailed, CheckpointMismatch, Checkpoints, TrainingProgress, live_tensors
-from learner.checkpoint_files import META_NAME, CheckpointMeta, DamagedCheckpoint
-from learner.config import LearnerConfig
-from learner.mesh import Mesh, MeshPlace, StageLost
-from learner.networks import Networks
-from learner.packing import micro_batches_asked
-from learner.report import MetricsFile
-from tests.world.learner import alone, build, make_networks, make_rows, weights_of
+from leeway.algorithms.off_policy_ppo import OffPolicyPPOConfig
+from leeway.algorithms.trajectory_balance import TrajectoryBalanceConfig
+from leeway.common.files import leftovers
+from leeway.common.hf_folder import model_identity
+from leeway.learner import checkpoint as checkpoint_file
+from leeway.learner.batch import Leaves
+from leeway.learner.checkpoint import CheckpointFailed, CheckpointMismatch, Checkpoints, TrainingProgress, live_tensors
+from leeway.learner.checkpoint_files import META_NAME, CheckpointMeta, DamagedCheckpoint
+from leeway.learner.config import LearnerConfig
+from leeway.learner.mesh import Mesh, MeshPlace, StageLost
+from leeway.learner.networks import Networks
+from leeway.learner.packing import micro_batches_required
+from leeway.learner.report import MetricsFile
+from tests.world.learner import build, make_networks, make_rows, single_rank, weights_of
 
 SHAPE = {
     "vocab_size": 40,
@@ -40,7 +40,7 @@ SHAPE = {
     "num_key_value_heads": 2,
     "tie_word_embeddings": True,
 }
-CONFIG = LearnerConfig(learning_rate=1e-2, warmup_steps=10)  # a rate that is not restored shows
+CONFIG = LearnerConfig(learning_rate=1e-2, warmup_steps=10)  # a learning rate high enough to show a failed restore
 BALANCE = TrajectoryBalanceConfig()
 CRITIC_HEAD = OffPolicyPPOConfig(baseline="value_head")
 CRITIC_MODEL = OffPolicyPPOConfig(baseline="critic")
@@ -49,7 +49,7 @@ DAMAGES = ["flip", "truncate", "lengthen", "missing"]
 
 @pytest.fixture(autouse=True)
 def process_group():
-    with alone():
+    with single_rank():
         yield
 
 
@@ -68,7 +68,7 @@ def networks_of(model: Path, algorithm=BALANCE, precision="float64") -> Networks
     return make_networks(model, CONFIG, algorithm, precision=precision)[0]
 
 
-def test_a_document_with_fields_of_another_leeway_is_whole_and_one_that_was_changed_is_not(tmp_path):
+def test_checkpoint_metadata_may_have_unknown_fields_but_must_match_its_checksum(tmp_path):
     document = json.loads(CheckpointMeta(TrainingProgress(7, 7, 0), 1, 1, "", {}).encode())
     del document["xxh3"]
     document["progress"]["reports"] = ["{}"]
@@ -82,36 +82,36 @@ def test_a_document_with_fields_of_another_leeway_is_whole_and_one_that_was_chan
         CheckpointMeta.read(tmp_path)
 
 
-def test_metrics_have_one_row_per_step_however_often_a_learner_goes_back_or_finds_the_disk_full(tmp_path, caplog):
+def test_metrics_have_one_row_per_step_after_restarts_and_a_full_disk(tmp_path, caplog):
     path = tmp_path / "metrics.jsonl"
-    with pytest.raises(FileNotFoundError, match="must share the folder of the run"):
-        MetricsFile(path).go_back(0)
+    with pytest.raises(FileNotFoundError, match="share the run folder"):
+        MetricsFile(path).truncate(0)
     path.touch()
     first = MetricsFile(path)
-    first.go_back(0)
+    first.truncate(0)
     for step in (1, 2, 3):
         first.append({"step": step, "loss": math.nan, "lag_by_actor": {"actor-0": {10: step}}})
     with path.open("ab") as file:
-        file.write(b'{"step": 4, "lo')  # as a killed learner leaves it
+        file.write(b'{"step": 4, "lo')  # the partial row of a killed learner
     second = MetricsFile(path)
-    second.go_back(2)
+    second.truncate(2)
     path.rename(tmp_path / "aside")
     second.append({"step": 3})
     assert "metrics.jsonl cannot be written" in caplog.text
     (tmp_path / "aside").rename(path)
     with path.open("ab") as file:
-        file.write(b'{"st')  # half a write before the disk was full
+        file.write(b'{"st')  # a partial write on a full disk
     second.append({"step": 4})
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert rows[0] == {"step": 1, "loss": None, "lag_by_actor": {"actor-0": {"10": 1}}}
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     third = MetricsFile(path)
-    third.go_back(9)
+    third.truncate(9)
     third.append({"step": 5})
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3, 4, 5]
     path.write_text('{"step": 1}\n{"st\n{"step": 2}\n')
-    with pytest.raises(ValueError, match=r"metrics.jsonl has a line that is no JSON: .*; remove that line"):
-        MetricsFile(path).go_back(2)
+    with pytest.raises(ValueError, match=r"metrics.jsonl has a line that is not JSON: .*; remove that line"):
+        MetricsFile(path).truncate(2)
 
 
 def checkpoints_in(folder: Path, keep=2, timeout_s=300.0, **options) -> Checkpoints:
@@ -120,7 +120,7 @@ def checkpoints_in(folder: Path, keep=2, timeout_s=300.0, **options) -> Checkpoi
 
 def take_step(networks: Networks, seed: int) -> None:
     place = networks.mesh.place
-    least, multiple = micro_batches_asked("interleaved_1f1b", place.num_stages)
+    least, multiple = micro_batches_required("interleaved_1f1b", place.num_stages)
     rule = {"num_replicas": place.num_replicas, "min_micro_batches": least, "multiple": multiple}
     batch = networks.on_device(build(make_rows(seed), **rule).packed)
     leaves = networks.forward_only(batch)
@@ -138,10 +138,10 @@ def save(checkpoints: Checkpoints, networks: Networks, step: int) -> None:
     checkpoints.wait()
 
 
-def test_where_there_is_a_gpu_the_writer_does_not_wait_for_what_it_computes(tmp_path, model, monkeypatch):
+def test_the_checkpoint_writer_does_not_wait_for_the_gpu(tmp_path, model, monkeypatch):
     networks, checkpoints = networks_of(model), checkpoints_in(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(filesystem, "_OverlappingCpuLoader", lambda *_, **__: pytest.fail("it waits for a stream"))
+    monkeypatch.setattr(filesystem, "_OverlappingCpuLoader", lambda *_, **__: pytest.fail("waits for a stream"))
     save(checkpoints, networks, 1)
     assert checkpoints.steps() == [1]
 
@@ -162,7 +162,7 @@ def same(ours: dict, theirs: dict) -> bool:
 
 @pytest.mark.parametrize("precision", ["float64", "bfloat16"])
 @pytest.mark.parametrize("algorithm", [BALANCE, CRITIC_HEAD, CRITIC_MODEL], ids=["none", "head", "model"])
-def test_a_restored_run_continues_to_the_bit(tmp_path, model, algorithm, precision):
+def test_a_restored_run_continues_bit_for_bit(tmp_path, model, algorithm, precision):
     first = networks_of(model, algorithm, precision)
     checkpoints = checkpoints_in(tmp_path)
     assert checkpoints.restore(first) is None
@@ -170,7 +170,7 @@ def test_a_restored_run_continues_to_the_bit(tmp_path, model, algorithm, precisi
         take_step(first, seed=step)
         save(checkpoints, first, step)
     assert checkpoints.steps() == [2, 3]
-    assert checkpoints.released() == 2, "a restart may have to begin at the older one"
+    assert checkpoints.released() == 2, "a restart may have to use the older checkpoint"
     assert checkpoints.released() is None
     draws = torch.rand(3)
     take_step(first, seed=4)
@@ -179,20 +179,20 @@ def test_a_restored_run_continues_to_the_bit(tmp_path, model, algorithm, precisi
     second = networks_of(model, algorithm, precision)
     untouched = weights_of(second)
     assert checkpoints_in(tmp_path).restore(second).step == 3
-    assert torch.equal(torch.rand(3), draws), "the random generator goes on where it stood"
+    assert torch.equal(torch.rand(3), draws), "the state of the random generator is restored"
     take_step(second, seed=4)
     assert same(weights_of(first), weights_of(second))
     assert not same(weights_of(first), untouched)
 
 
-def test_a_run_in_bfloat16_saves_float32_under_the_names_of_any_other(model):
+def test_a_bfloat16_run_saves_float32_tensors_under_the_usual_names(model):
     wide, rounded = (live_tensors(networks_of(model, CRITIC_MODEL, precision)) for precision in ("float32", "bfloat16"))
     assert wide.keys() == rounded.keys()
     for name, tensors in wide.items():
         assert [tensor.dtype for tensor in rounded[name]] == [tensor.dtype for tensor in tensors] == [torch.float32]
 
 
-def test_without_the_moments_of_the_optimizer_a_restored_run_would_go_another_way(tmp_path, model):
+def test_a_run_restored_without_optimizer_moments_diverges_from_the_original(tmp_path, model):
     first, second = networks_of(model), networks_of(model)
     checkpoints = checkpoints_in(tmp_path)
     take_step(first, seed=1)
@@ -205,7 +205,7 @@ def test_without_the_moments_of_the_optimizer_a_restored_run_would_go_another_wa
     assert not same(weights_of(first), weights_of(second))
 
 
-def test_what_a_restart_has_to_know_beside_tensors_comes_back(tmp_path, model):
+def test_a_restore_returns_the_saved_training_progress(tmp_path, model):
     progress = TrainingProgress(7, 12, 3, non_finite_steps=(6, 7), learning_rate=0.0)
     checkpoints = checkpoints_in(tmp_path)
     checkpoints.save(networks_of(model), progress)
@@ -213,65 +213,65 @@ def test_what_a_restart_has_to_know_beside_tensors_comes_back(tmp_path, model):
     assert checkpoints_in(tmp_path).restore(networks_of(model)) == progress
 
 
-def test_training_goes_on_while_a_checkpoint_is_written_and_does_not_change_it(tmp_path, model, monkeypatch):
-    go_on, write = threading.Event(), checkpoint_file.save
-    monkeypatch.setattr(checkpoint_file, "save", lambda *args, **kwargs: go_on.wait(60) and write(*args, **kwargs))
+def test_training_continues_during_a_checkpoint_write_and_does_not_change_it(tmp_path, model, monkeypatch):
+    resume, write = threading.Event(), checkpoint_file.save
+    monkeypatch.setattr(checkpoint_file, "save", lambda *args, **kwargs: resume.wait(60) and write(*args, **kwargs))
     networks = networks_of(model)
     take_step(networks, seed=1)
-    then = weights_of(networks)
+    saved = weights_of(networks)
     checkpoints = checkpoints_in(tmp_path)
     checkpoints.save(networks, TrainingProgress(1, 1, 0))
     take_step(networks, seed=2)
     assert checkpoints.released() is None
     assert checkpoints.steps() == []
-    go_on.set()
+    resume.set()
     checkpoints.wait()
     assert checkpoints.released() == 1
     assert checkpoints.restore(networks).step == 1
-    assert same(weights_of(networks), then)
+    assert same(weights_of(networks), saved)
 
 
-def test_a_checkpoint_that_is_not_written_in_time_is_an_error_that_names_the_knob(tmp_path, model, monkeypatch):
-    go_on, write = threading.Event(), checkpoint_file.save
-    monkeypatch.setattr(checkpoint_file, "save", lambda *args, **kwargs: go_on.wait(60) and write(*args, **kwargs))
+def test_a_checkpoint_that_exceeds_its_timeout_raises_an_error(tmp_path, model, monkeypatch):
+    resume, write = threading.Event(), checkpoint_file.save
+    monkeypatch.setattr(checkpoint_file, "save", lambda *args, **kwargs: resume.wait(60) and write(*args, **kwargs))
     checkpoints = checkpoints_in(tmp_path, timeout_s=0.2)
     networks = networks_of(model)
     checkpoints.save(networks, TrainingProgress(1, 1, 0))
-    with pytest.raises(CheckpointFailed, match=r"rank 0: .*step-00000001 is not written after 0.2 s"):
+    with pytest.raises(CheckpointFailed, match=r"rank 0: .*step-00000001 was not written within 0.2 s"):
         checkpoints.save(networks, TrainingProgress(2, 2, 0))
-    checkpoints._timeout_s = 300.0  # the first write of a process loads code, and may take a second
-    go_on.set()
+    checkpoints._timeout_s = 300.0  # the first write of a process imports modules, which may take a second
+    resume.set()
     save(checkpoints, networks, 2)
-    assert checkpoints.steps() == [1, 2], "the slow one was waited for again, and not disturbed"
+    assert checkpoints.steps() == [1, 2], "the slow write completes undisturbed"
 
 
 @pytest.mark.parametrize(
-    ("said", "error", "why"),
+    ("message", "error", "reason"),
     [
         ("gloo/tcp/pair.cc:537] Read error [h]:1: Connection reset by peer", StageLost, "another rank died"),
-        ("gloo/tcp/unbound_buffer.cc:78] Timed out waiting 600000ms", CheckpointFailed, "another rank did not answer"),
+        ("gloo/tcp/unbound_buffer.cc:78] Timed out waiting 600000ms", CheckpointFailed, "another rank timed out"),
     ],
 )
-def test_a_rank_that_died_amid_a_checkpoint_is_a_lost_stage_and_one_that_is_silent_may_be_at_a_slow_disk(
-    tmp_path, model, monkeypatch, said, error, why
+def test_a_dead_rank_is_a_lost_stage_but_a_slow_rank_is_a_failed_checkpoint(
+    tmp_path, model, monkeypatch, message, error, reason
 ):
     checkpoints = checkpoints_in(tmp_path)
 
-    def say(_):
-        raise RuntimeError(said)
+    def all_gather(_):
+        raise RuntimeError(message)
 
-    monkeypatch.setattr(checkpoints._ranks, "say", say)
+    monkeypatch.setattr(checkpoints._ranks, "all_gather", all_gather)
     checkpoints.save(networks_of(model), TrainingProgress(1, 1, 0))
-    with pytest.raises(error, match=f"rank 0: .*step-00000001 was not finished, because {why}: RuntimeError"):
+    with pytest.raises(error, match=f"rank 0: .*step-00000001 was not completed because {reason}: RuntimeError"):
         checkpoints.wait()
 
 
-@pytest.mark.parametrize("ask", [Checkpoints.released, Checkpoints.wait, Checkpoints.close, "save"])
-def test_a_full_disk_is_an_error_at_the_next_call_and_the_checkpoint_before_stays(tmp_path, model, monkeypatch, ask):
+@pytest.mark.parametrize("call", [Checkpoints.released, Checkpoints.wait, Checkpoints.close, "save"])
+def test_a_full_disk_raises_at_the_next_call_and_keeps_the_previous_checkpoint(tmp_path, model, monkeypatch, call):
     networks = networks_of(model)
     checkpoints = checkpoints_in(tmp_path, keep=1)
     save(checkpoints, networks, 1)
-    then = weights_of(networks)
+    saved = weights_of(networks)
 
     def full(*_, **__):
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -279,38 +279,38 @@ def test_a_full_disk_is_an_error_at_the_next_call_and_the_checkpoint_before_stay
     with monkeypatch.context() as patched:
         patched.setattr(checkpoint_file, "save", full)
         checkpoints.save(networks, TrainingProgress(2, 2, 0))
-        checkpoints._under_way[1].exception(20)
+        checkpoints._in_progress[1].exception(20)
     with pytest.raises(CheckpointFailed, match=r"rank 0 could not write .*step-00000002: .*No space left"):
-        checkpoints.save(networks, TrainingProgress(3, 3, 0)) if ask == "save" else ask(checkpoints)
+        checkpoints.save(networks, TrainingProgress(3, 3, 0)) if call == "save" else call(checkpoints)
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-00000001"]
     take_step(networks, seed=1)
     assert checkpoints.restore(networks).step == 1
-    assert same(weights_of(networks), then)
+    assert same(weights_of(networks), saved)
     save(checkpoints, networks, 2)
     assert checkpoints.steps() == [2]
 
 
 @pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata", "meta.json"])
 @pytest.mark.parametrize("how", DAMAGES)
-def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path, model, caplog, file, how):
+def test_a_damaged_checkpoint_is_logged_and_the_previous_one_is_restored(tmp_path, model, caplog, file, how):
     networks = networks_of(model)
     checkpoints = checkpoints_in(tmp_path)
     for step in (1, 2):
         take_step(networks, seed=step)
         save(checkpoints, networks, step)
-    then = {step: tmp_path / "checkpoints" / f"step-0000000{step}" for step in (1, 2)}
-    damage(then[2] / file, how)
+    damaged = tmp_path / "checkpoints" / "step-00000002"
+    damage(damaged / file, how)
     restored = networks_of(model)
     assert checkpoints_in(tmp_path).restore(restored).step == 1
-    if (file, how) != ("meta.json", "missing"):  # that one was never completed, as far as one can know
-        assert str(then[2] / file) in caplog.text
+    if (file, how) != ("meta.json", "missing"):  # without meta.json a checkpoint counts as incomplete
+        assert str(damaged / file) in caplog.text
         assert "rank 0 could not use the checkpoint" in caplog.text
         assert (tmp_path / "checkpoints" / "damaged-step-00000002" / "__0_0.distcp").exists() or how == "missing"
     take_step(restored, seed=2)
     assert same(weights_of(restored), weights_of(networks))
 
 
-def test_where_every_checkpoint_is_damaged_no_tensor_is_touched(tmp_path, model):
+def test_no_tensor_changes_if_every_checkpoint_is_damaged(tmp_path, model):
     networks = networks_of(model)
     checkpoints = checkpoints_in(tmp_path)
     for step in (1, 2):
@@ -319,13 +319,13 @@ def test_where_every_checkpoint_is_damaged_no_tensor_is_touched(tmp_path, model)
         damage(tmp_path / "checkpoints" / f"step-0000000{step}" / "__0_0.distcp", "flip")
     restored = networks_of(model)
     before = weights_of(restored)
-    with pytest.raises(CheckpointFailed, match=r"no checkpoint in .* is whole .*steps \[2, 1\].*move that folder away"):
+    with pytest.raises(CheckpointFailed, match=r"no intact checkpoint in .*steps \[2, 1\].*move that folder away"):
         checkpoints.restore(restored)
     assert same(weights_of(restored), before)
-    assert checkpoints.steps() == [1, 2], "they are not taken for none the next time"
+    assert checkpoints.steps() == [1, 2], "damaged checkpoints are still listed"
 
 
-def test_a_checkpoint_that_fails_while_it_is_read_leaves_no_tensor_half_loaded(tmp_path, model, monkeypatch):
+def test_a_failed_read_of_a_checkpoint_changes_no_tensor(tmp_path, model, monkeypatch):
     networks = networks_of(model)
     checkpoints = checkpoints_in(tmp_path)
     take_step(networks, seed=1)
@@ -333,22 +333,22 @@ def test_a_checkpoint_that_fails_while_it_is_read_leaves_no_tensor_half_loaded(t
     restored, load = networks_of(model), checkpoint_file.load
     before = weights_of(restored)
 
-    def break_off(state, **kwargs):
+    def fail_after_load(state, **kwargs):
         load(state, **kwargs)
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(checkpoint_file, "load", break_off)
+    monkeypatch.setattr(checkpoint_file, "load", fail_after_load)
     with pytest.raises(CheckpointFailed):
         checkpoints.restore(restored)
     assert same(weights_of(restored), before)
 
 
-MISFITS = {
-    "vocabulary": ({"vocab_size": 32}, BALANCE, r"embed_tokens.weight has shape \[40, 16\] .* and shape \[32, 16\]"),
+MISMATCHES = {
+    "vocabulary": ({"vocab_size": 32}, BALANCE, r"embed_tokens.weight has shape \[40, 16\] .* but shape \[32, 16\]"),
     "width": (
         {"hidden_size": 32},
         BALANCE,
-        r"has shape \[.*16.*\] of torch.float64 .* and shape \[.*32",
+        r"has shape \[.*16.*\] \(torch.float64\) .* but shape \[.*32",
     ),
     "deeper": ({"num_hidden_layers": 5}, BALANCE, r"it has no tensor model\.layers\.4\."),
     "shallower": (
@@ -362,31 +362,31 @@ MISFITS = {
     "positions": (
         {"rope_theta": 5.0},
         BALANCE,
-        r"written for the model llama-\w+, and this run trains llama-\w+",
+        r"written for the model llama-\w+, but this run trains llama-\w+",
     ),
 }
 
 
-@pytest.mark.parametrize(("changes", "algorithm", "said"), MISFITS.values(), ids=MISFITS)
-def test_a_checkpoint_of_another_model_is_refused_by_the_name_of_a_tensor(tmp_path, model, changes, algorithm, said):
+@pytest.mark.parametrize(("changes", "algorithm", "message"), MISMATCHES.values(), ids=MISMATCHES)
+def test_a_checkpoint_of_another_model_is_rejected_with_a_tensor_name(tmp_path, model, changes, algorithm, message):
     save(checkpoints_in(tmp_path, model=model_identity(model)), networks_of(model), 1)
     other = make_model(tmp_path / "other", **changes)
     networks = networks_of(other, algorithm)
     before = weights_of(networks)
     path = tmp_path / "checkpoints" / "step-00000001"
-    with pytest.raises(CheckpointMismatch, match=rf"checkpoint {path} does not belong to this run: .*{said}"):
+    with pytest.raises(CheckpointMismatch, match=rf"checkpoint {path} does not belong to this run: .*{message}"):
         checkpoints_in(tmp_path, model=model_identity(other)).restore(networks)
     assert same(weights_of(networks), before)
     assert checkpoints_in(tmp_path).steps() == [1]
 
 
-def test_a_critic_that_is_no_longer_wanted_is_said_to_be_left_over(tmp_path, model):
+def test_a_checkpoint_with_a_critic_is_rejected_by_a_run_without_one(tmp_path, model):
     save(checkpoints_in(tmp_path), networks_of(model, CRITIC_HEAD), 1)
     with pytest.raises(CheckpointMismatch, match=r"this run has no tensor .*value_head.*\[algorithm\]"):
         checkpoints_in(tmp_path).restore(networks_of(model))
 
 
-def test_leftovers_of_a_crash_are_removed_and_are_no_checkpoints(tmp_path, model):
+def test_leftovers_of_a_crash_are_removed_and_not_listed_as_checkpoints(tmp_path, model):
     checkpoints = checkpoints_in(tmp_path)
     save(checkpoints, networks_of(model), 1)
     folder = tmp_path / "checkpoints"
@@ -399,9 +399,7 @@ def test_leftovers_of_a_crash_are_removed_and_are_no_checkpoints(tmp_path, model
     assert sorted(path.name for path in folder.iterdir()) == ["step-00000001", "step-00000003"]
 
 
-def test_an_old_checkpoint_that_cannot_be_removed_is_told_and_tried_again_and_is_no_checkpoint(
-    tmp_path, model, monkeypatch
-):
+def test_an_old_checkpoint_that_cannot_be_removed_is_reported_and_retried(tmp_path, model, monkeypatch):
     checkpoints = checkpoints_in(tmp_path, keep=1)
     folder, networks = tmp_path / "checkpoints", networks_of(model)
     save(checkpoints, networks, 1)
@@ -415,36 +413,36 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_told_and_tried_again_and_is
 
     with monkeypatch.context() as patched:
         patched.setattr(shutil, "rmtree", busy)
-        for step in (2, 3, 2, 4):  # one that is taken again needs a name of its own
+        for step in (2, 3, 2, 4):  # a repeated step needs a unique leftover name
             save(checkpoints, networks, step)
             shutil.rmtree(folder / "step-00000003", ignore_errors=True)
         checkpoints = checkpoints_in(tmp_path, keep=1)
     assert checkpoints.steps() == [4]
     left = sorted(path.name.split(".")[1] for path in folder.glob(".step*.old"))
     assert left == ["step-00000001", "step-00000002", "step-00000002"]
-    told = [text for path, text in leftovers.items() if path.parent == folder]
-    assert len(told) == 3, "each once"
-    assert told[0].startswith(f"{folder}/.step-00000001.")
-    assert ".old cannot be removed and takes space ([Errno 16] Device or resource busy): remove it by hand" in told[0]
+    texts = [text for path, text in leftovers.items() if path.parent == folder]
+    assert len(texts) == 3, "each leftover is reported once"
+    assert texts[0].startswith(f"{folder}/.step-00000001.")
+    assert ".old cannot be removed and takes up disk space ([Errno 16] Device or resource busy): remove it" in texts[0]
     assert checkpoints.restore(networks).step == 4
     save(checkpoints, networks, 5)
     assert [path.name for path in folder.iterdir()] == ["step-00000005"]
 
 
-def test_an_old_checkpoint_that_stays_as_it_is_keeps_no_draws(tmp_path, model, monkeypatch):
+def test_an_old_checkpoint_that_cannot_be_renamed_does_not_retain_draw_records(tmp_path, model, monkeypatch):
     checkpoints = checkpoints_in(tmp_path, keep=1)
     networks = networks_of(model)
     save(checkpoints, networks, 1)
     assert checkpoints.released() == 1
     real_rename, real_rmtree = Path.rename, shutil.rmtree
 
-    def refuse(path):
+    def deny(path):
         if path.name == "step-00000001":
             raise OSError(errno.EPERM, "Operation not permitted")
 
-    monkeypatch.setattr(Path, "rename", lambda path, target: refuse(path) or real_rename(path, target))
+    monkeypatch.setattr(Path, "rename", lambda path, target: deny(path) or real_rename(path, target))
     monkeypatch.setattr(
-        shutil, "rmtree", lambda path, ignore_errors=False: ignore_errors or refuse(path) or real_rmtree(path)
+        shutil, "rmtree", lambda path, ignore_errors=False: ignore_errors or deny(path) or real_rmtree(path)
     )
     for step in (2, 3):
         save(checkpoints, networks, step)
@@ -453,7 +451,7 @@ def test_an_old_checkpoint_that_stays_as_it_is_keeps_no_draws(tmp_path, model, m
     assert checkpoints_in(tmp_path, keep=1).restore(networks).step == 3
 
 
-def test_a_leftover_in_the_way_of_a_checkpoint_that_is_written_does_no_harm(tmp_path, model, monkeypatch):
+def test_a_leftover_temporary_folder_does_not_block_a_checkpoint(tmp_path, model, monkeypatch):
     checkpoints = checkpoints_in(tmp_path)
     networks = networks_of(model)
     (tmp_path / "checkpoints" / ".step-00000001.tmp" / "mounted").mkdir(parents=True)
@@ -464,9 +462,7 @@ def test_a_leftover_in_the_way_of_a_checkpoint_that_is_written_does_no_harm(tmp_
 
 
 @pytest.mark.parametrize("after_bytes", [0, 100, 5000, 100_000])
-def test_a_disk_that_fills_within_a_tensor_is_named_with_what_is_left_and_what_is_needed(
-    tmp_path, model, monkeypatch, after_bytes
-):
+def test_a_full_disk_error_reports_the_free_and_the_required_space(tmp_path, model, monkeypatch, after_bytes):
     class Small(io.FileIO):
         def write(self, data):
             if self.tell() + len(data) > after_bytes:
@@ -481,12 +477,12 @@ def test_a_disk_that_fills_within_a_tensor_is_named_with_what_is_left_and_what_i
     checkpoints, networks = checkpoints_in(tmp_path), networks_of(model)
     monkeypatch.setattr(FileSystem, "create_stream", on_a_small_disk)
     checkpoints.save(networks, TrainingProgress(1, 1, 0))
-    said = r"step-00000001: OSError: \[Errno 28\] No space left on device; \d+ MiB were left, and each"
-    with pytest.raises(CheckpointFailed, match=said):
+    error = r"step-00000001: OSError: \[Errno 28\] No space left on device; MiB on disk: \d+ free, \d+ needed per rank"
+    with pytest.raises(CheckpointFailed, match=error):
         checkpoints.wait()
 
 
-def test_damaged_checkpoints_do_not_count_among_those_that_are_kept(tmp_path, model):
+def test_damaged_checkpoints_do_not_count_towards_the_number_to_keep(tmp_path, model):
     networks = networks_of(model)
     checkpoints = checkpoints_in(tmp_path, keep=2)
     for step in (1, 4):
@@ -498,7 +494,7 @@ def test_damaged_checkpoints_do_not_count_among_those_that_are_kept(tmp_path, mo
     assert checkpoints_in(tmp_path).restore(networks).step == 2
 
 
-def test_a_folder_that_cannot_be_written_is_an_error_before_training(tmp_path):
+def test_an_unwritable_checkpoint_folder_raises_an_error_before_training(tmp_path):
     (tmp_path / "checkpoints").write_text("a file")
-    with pytest.raises(CheckpointFailed, match=rf"rank 0 could not write into {tmp_path / 'checkpoints'}, where check"):
+    with pytest.raises(CheckpointFailed, match=rf"rank 0 could not write to the checkpoint folder {tmp_path}"):
         checkpoints_in(tmp_path)

@@ -1,15 +1,15 @@
-"""Values: a head beside the LM head, or in place of it on a model of its own; what is kept, and what is published."""
+"""Value heads: beside the LM head of the policy, or instead of it on a critic model; stored and published weights."""
 
 import numpy as np
 import pytest
 import torch
 
-from algorithms.off_policy_ppo import OffPolicyPPOConfig
-from learner.batch import StepBatch
-from learner.config import LearnerConfig
-from learner.model import DeviceBatch, load_stage
-from learner.step import TrainStep
-from tests.world.learner import TEMPERATURE, alone, build, make_models, make_networks, make_rows, weights_of
+from leeway.algorithms.off_policy_ppo import OffPolicyPPOConfig
+from leeway.learner.batch import StepBatch
+from leeway.learner.config import LearnerConfig
+from leeway.learner.model import DeviceBatch, load_stage
+from leeway.learner.step import TrainStep
+from tests.world.learner import TEMPERATURE, build, make_models, make_networks, make_rows, single_rank, weights_of
 
 CPU = torch.device("cpu")
 
@@ -26,7 +26,7 @@ def load(path, heads, rank=0, num_stages=1, dtype=torch.float64):
 
 @pytest.mark.parametrize("kind", ["tied", "untied"])
 @pytest.mark.parametrize("num_stages", [1, 2, 3])
-def test_a_value_head_stands_on_the_last_stage_alone_and_is_neither_published_nor_exported(models, kind, num_stages):
+def test_only_the_last_stage_has_a_value_head_and_it_is_not_published_or_exported(models, kind, num_stages):
     for heads in ("token", "token_and_value", "value"):
         stages = [load(models / kind, heads, rank, num_stages) for rank in range(num_stages)]
         owners = [any(name.startswith("value_head") for name, _ in stage.named_parameters()) for stage in stages]
@@ -39,7 +39,7 @@ def test_a_value_head_stands_on_the_last_stage_alone_and_is_neither_published_no
             assert not any(stage.tied for stage in stages)
 
 
-def test_a_critic_that_knows_nothing_says_zero_everywhere_and_leaves_the_policy_as_it_is(models):
+def test_an_untrained_critic_returns_zero_and_does_not_change_the_policy(models):
     batch = DeviceBatch(build(make_rows(0)).packed, CPU)
     outputs = {}
     for heads in ("token", "token_and_value", "value"):
@@ -52,7 +52,7 @@ def test_a_critic_that_knows_nothing_says_zero_everywhere_and_leaves_the_policy_
     assert not outputs["value"].any()
 
 
-def test_values_are_computed_in_float32_also_where_the_model_runs_in_bfloat16(models):
+def test_values_are_computed_in_float32_even_if_the_model_runs_in_bfloat16(models):
     stage = load(models / "untied", "token_and_value", dtype=torch.float32)
     stage.compute_in_bfloat16()
     # a value that bfloat16 would round to 1
@@ -65,13 +65,13 @@ def test_values_are_computed_in_float32_also_where_the_model_runs_in_bfloat16(mo
 
 
 @pytest.mark.parametrize("baseline", ["value_head", "critic"])
-def test_a_critic_learns_the_value_of_rewards_it_sees(models, baseline, monkeypatch):
-    """Rewards depend on the prompt alone, so values can know them: the value loss falls by far."""
-    monkeypatch.setattr("algorithms.off_policy_ppo.VALUE_CLIP", 100.0)  # 0.2 a draw would take long
+def test_a_critic_learns_to_predict_the_reward(models, baseline, monkeypatch):
+    """Rewards depend only on the prompt, so values can predict them and the value loss falls."""
+    monkeypatch.setattr("leeway.algorithms.off_policy_ppo.VALUE_CLIP", 100.0)  # 0.2 per batch would take long
     algorithm = OffPolicyPPOConfig(baseline=baseline, gae_lambda=1.0)
     rates = {"learning_rate": 1e-6, "critic_learning_rate": 3e-2, "warmup_steps": 0}
     config = LearnerConfig(**rates, num_epochs=2, max_grad_norm=100)
-    with alone():
+    with single_rank():
         networks, reference = make_networks(models / "untied", config, algorithm)
         before = weights_of(networks)
         step = TrainStep(networks, reference, algorithm, config)
@@ -79,7 +79,7 @@ def test_a_critic_learns_the_value_of_rewards_it_sees(models, baseline, monkeypa
         losses = [step.run(batch, number).metrics["ppo/value_loss"] for number in range(40)]
         assert losses[0] > 3
         assert losses[-1] < 0.1 * losses[0]
-        # the policy's own learning rate is far lower, and the critic's is not applied to it
+        # the learning rate of the policy is far lower than that of the critic
         moved = {name: float((after - before[name]).abs().max()) for name, after in weights_of(networks).items()}
     of_critic = {name: change for name, change in moved.items() if "value_head" in name or name.startswith("critic.")}
     assert max(of_critic.values()) > 0.1
@@ -88,7 +88,7 @@ def test_a_critic_learns_the_value_of_rewards_it_sees(models, baseline, monkeypa
 
 @pytest.mark.parametrize("proximal", ["draw_start", "behaviour"])
 @pytest.mark.parametrize("baseline", ["value_head", "critic"])
-def test_old_values_stay_those_of_the_start_of_the_draw_over_all_its_updates(models, baseline, proximal, monkeypatch):
+def test_old_values_are_those_of_the_start_of_the_step_in_all_its_updates(models, baseline, proximal, monkeypatch):
     algorithm = OffPolicyPPOConfig(baseline=baseline, proximal=proximal)
     config = LearnerConfig(learning_rate=1e-2, num_minibatches=2, num_epochs=2)
     seen = []
@@ -96,7 +96,7 @@ def test_old_values_stay_those_of_the_start_of_the_draw_over_all_its_updates(mod
     monkeypatch.setattr(
         StepBatch, "loss_inputs", lambda self, *arguments: seen.append(inputs(self, *arguments)) or seen[-1]
     )
-    with alone():
+    with single_rank():
         networks, reference = make_networks(models / "untied", config, algorithm)
         torch.nn.init.normal_(
             (networks.critic or networks.policy).modules[-1].value_head.weight,

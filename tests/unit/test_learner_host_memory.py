@@ -1,4 +1,4 @@
-"""Host memory for what is on a GPU: one pinned piece of its own size. CUDA is a stand-in here."""
+"""Pinned host memory for tensors of a GPU: one block of their size. CUDA is faked."""
 
 import gc
 import logging
@@ -6,13 +6,13 @@ import logging
 import pytest
 import torch
 
-from algorithms.trajectory_balance import TrajectoryBalanceConfig
-from learner.checkpoint import TrainingState
-from learner.config import LearnerConfig
-from learner.device import Offload, host_room
-from learner.networks import Network
+from leeway.algorithms.trajectory_balance import TrajectoryBalanceConfig
+from leeway.learner.checkpoint import TrainingState
+from leeway.learner.config import LearnerConfig
+from leeway.learner.device import Offload, allocate_host_copies
+from leeway.learner.networks import Network
 from tests.unit.small_models import Model, load
-from tests.world.learner import alone, make_models, make_networks
+from tests.world.learner import make_models, make_networks, single_rank
 
 BALANCE = TrajectoryBalanceConfig()
 TENSORS = {
@@ -25,7 +25,7 @@ TENSORS = {
 
 
 class Cuda:
-    """Notes what is pinned; refuses with an error code."""
+    """Fake CUDA runtime that records pinned memory, or returns the error `code`."""
 
     def __init__(self, monkeypatch, code: int = 0) -> None:
         self.pinned: dict[int, int] = {}
@@ -44,45 +44,45 @@ class Cuda:
         return 0
 
 
-def test_copies_lie_in_one_pinned_piece_that_is_hardly_larger_than_they_are(monkeypatch):
+def test_host_copies_share_one_pinned_block_of_about_their_size(monkeypatch):
     cuda = Cuda(monkeypatch)
-    room = host_room(TENSORS, pinned=True)
+    copies = allocate_host_copies(TENSORS, pinned=True)
     ((start, size),) = cuda.pinned.items()
     assert size <= sum(tensor.nbytes for tensor in TENSORS.values()) + 64 * len(TENSORS)
     for name, tensor in TENSORS.items():
-        copy = room[name].copy_(tensor)
+        copy = copies[name].copy_(tensor)
         assert (copy.shape, copy.dtype) == (tensor.shape, tensor.dtype)
-        # what is a part of a larger storage is copied once more when it is written to a file
+        # a view of a larger storage would be copied again when it is written to a file
         assert copy.untyped_storage().nbytes() == tensor.nbytes
         assert not tensor.numel() or start <= copy.data_ptr() <= copy.data_ptr() + copy.nbytes <= start + size
         assert copy.data_ptr() % 64 == 0 or not tensor.numel()
-    assert all(torch.equal(room[name], tensor) for name, tensor in TENSORS.items())
-    kept = room.pop("c")
-    del room, copy
+    assert all(torch.equal(copies[name], tensor) for name, tensor in TENSORS.items())
+    kept = copies.pop("c")
+    del copies, copy
     gc.collect()
-    assert cuda.pinned, "one of them is still in use"
+    assert cuda.pinned, "a copy is still in use"
     del kept
     gc.collect()
-    assert not cuda.pinned, "given up before the memory is"
+    assert not cuda.pinned, "the block is unpinned before it is freed"
 
 
-def test_memory_that_cannot_be_pinned_is_used_as_it_is_and_said(monkeypatch, caplog):
+def test_memory_that_cannot_be_pinned_is_used_unpinned_with_a_warning(monkeypatch, caplog):
     Cuda(monkeypatch, code=2)
     with caplog.at_level(logging.WARNING):
-        room = host_room(TENSORS, pinned=True)
+        copies = allocate_host_copies(TENSORS, pinned=True)
     assert "CUDA could not pin 0.0 GiB of host memory (error 2)" in caplog.text
-    room["a"].copy_(TENSORS["a"])
+    copies["a"].copy_(TENSORS["a"])
     gc.collect()
 
 
-def test_what_is_on_a_cpu_is_not_pinned(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: pytest.fail("no GPU is asked"))
-    assert {name: copy.shape for name, copy in host_room(TENSORS, pinned=False).items()} == {
+def test_copies_for_a_cpu_are_not_pinned(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: pytest.fail("CUDA is called"))
+    assert {name: copy.shape for name, copy in allocate_host_copies(TENSORS, pinned=False).items()} == {
         name: tensor.shape for name, tensor in TENSORS.items()
     }
 
 
-def test_a_frozen_stage_of_a_gpu_waits_in_pinned_memory_and_comes_back_without_a_wait(tmp_path, monkeypatch):
+def test_a_frozen_stage_off_loads_to_pinned_memory_and_returns_asynchronously(tmp_path, monkeypatch):
     cuda = Cuda(monkeypatch)
     stage = load(Model("llama", False).save(tmp_path), dtype=torch.bfloat16).requires_grad_(False)
     weights = {name: weight.detach().clone() for name, weight in stage.named_parameters()}
@@ -91,21 +91,21 @@ def test_a_frozen_stage_of_a_gpu_waits_in_pinned_memory_and_comes_back_without_a
     assert all(parameter.is_meta for parameter in stage.parameters())
     (size,) = cuda.pinned.values()
     assert 0 <= size - sum(weight.nbytes for weight in weights.values()) <= 64 * len(weights)
-    asked = []
-    monkeypatch.setattr(torch.Tensor, "to", lambda self, *args, **kwargs: asked.append((args, kwargs)) or self.clone())
+    moves = []
+    monkeypatch.setattr(torch.Tensor, "to", lambda self, *args, **kwargs: moves.append((args, kwargs)) or self.clone())
     offload.fetch()
     monkeypatch.undo()
-    assert asked == [((torch.device("cuda"),), {"non_blocking": True})] * len(weights)
+    assert moves == [((torch.device("cuda"),), {"non_blocking": True})] * len(weights)
     assert all(torch.equal(weight, weights[name]) for name, weight in stage.named_parameters())
     del offload
     gc.collect()
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_the_host_copy_of_a_checkpoint_takes_twelve_bytes_a_parameter(tmp_path, monkeypatch, precision):
+def test_the_host_copy_of_a_checkpoint_takes_12_bytes_per_parameter(tmp_path, monkeypatch, precision):
     cuda = Cuda(monkeypatch)
     make_models(tmp_path)
-    with alone():
+    with single_rank():
         networks, _ = make_networks(tmp_path / "tied", LearnerConfig(), BALANCE, precision=precision)
         monkeypatch.setattr(Network, "device", torch.device("cuda"))
         state = TrainingState(0)

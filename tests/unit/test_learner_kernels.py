@@ -1,4 +1,4 @@
-"""Fused kernels in the place of a decoder's own modules: the same numbers, through stand-ins, and our own by Triton."""
+"""Fused kernels compute the same results as a decoder's own modules: fakes for liger-kernel, Triton for our own."""
 
 import functools
 import importlib.util
@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
-from learner import kernels
-from learner.decoders import FAMILIES
-from learner.kernels import fuse
-from learner.model import DeviceBatch
-from learner.products import LogitRule, token_logprobs
+from leeway.learner import kernels
+from leeway.learner.decoders import FAMILIES
+from leeway.learner.kernels import fuse
+from leeway.learner.model import DeviceBatch
+from leeway.learner.products import LogitRule, token_logprobs
 from tests.unit.small_models import CPU, LOCAL, Model, load, packed_batch, run
 from tests.world import fused_kernels
 
@@ -26,14 +26,14 @@ MODELS = [Model(family, tied=False, changes=LOCAL if family == "gemma3_text" els
 
 @pytest.fixture
 def library(monkeypatch):
-    """Installed, and at home on CPUs, in float64 too; model files get their rotation back at the end."""
+    """Fake an installed kernel library that supports CPUs and float64; restore the rotations of model files."""
     for family in FAMILIES:
         kind = family.removesuffix("_text")
         file = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
         monkeypatch.setattr(file, ROTATION, getattr(file, ROTATION))
     module, module_of_ours = fused_kernels.as_module(), fused_kernels.ours()
     module.ours = module_of_ours
-    monkeypatch.setitem(sys.modules, "learner.row_kernels", module_of_ours)
+    monkeypatch.setitem(sys.modules, "leeway.learner.row_kernels", module_of_ours)
     monkeypatch.setitem(sys.modules, "liger_kernel", SimpleNamespace())
     monkeypatch.setitem(sys.modules, "liger_kernel.transformers", SimpleNamespace())
     monkeypatch.setitem(sys.modules, FUNCTIONAL, module)
@@ -43,7 +43,7 @@ def library(monkeypatch):
     return module
 
 
-def learned(stage):
+def train_once(stage):
     stage.zero_grad()
     found = run([stage], packed_batch())
     coefficients = torch.randn(found.shape, generator=torch.Generator().manual_seed(0), dtype=found.dtype)
@@ -51,15 +51,15 @@ def learned(stage):
     return {"": found.detach(), **{name: parameter.grad for name, parameter in stage.named_parameters()}}
 
 
-def assert_like(found, wanted, within):
-    assert found.keys() == wanted.keys()
-    for name, each in wanted.items():
+def assert_like(found, expected, within):
+    assert found.keys() == expected.keys()
+    for name, each in expected.items():
         assert found[name].dtype == each.dtype, name
         assert float((found[name] - each).norm()) <= within * float(each.norm()), name
 
 
-def asked(library, monkeypatch):
-    """Which of its functions and of ours are called, how often."""
+def count_calls(library, monkeypatch):
+    """Return a dictionary that counts the calls of each library function and of each of our kernels."""
     count = {}
     ours = dict.fromkeys(("add_norm", "softmax"), library.ours)
     names = ("liger_rms_norm", "liger_swiglu", "liger_geglu", "liger_rope")
@@ -75,25 +75,25 @@ def asked(library, monkeypatch):
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
-def test_fused_kernels_compute_what_a_decoder_does_and_so_do_their_gradients(model, library, monkeypatch, tmp_path):
-    """Both take roots of squares in float32, also in float64."""
+def test_fused_kernels_give_the_outputs_and_gradients_of_the_decoder(model, library, monkeypatch, tmp_path):
+    """The tolerance covers norms, which both compute in float32 even for float64 models."""
     stage = load(model.save(tmp_path))
-    wanted = learned(stage)
-    count = asked(library, monkeypatch)
+    expected = train_once(stage)
+    count = count_calls(library, monkeypatch)
     assert fuse(stage.model, CPU)
-    count.clear()  # of what it has tried
-    found = learned(stage)
+    count.clear()  # drops the calls of the self-test in `fuse`
+    found = train_once(stage)
     layers, passes = 3, packed_batch().num_micro_batches
     norms = {"gemma": 2, "gemma2": 4, "gemma3_text": 6, "qwen3": 2}.get(model.family, 0) * layers + 1
     gate = "liger_geglu" if "gemma" in model.family else "liger_swiglu"
     sums = {} if "gemma" in model.family else {"add_norm": 2 * layers * passes}
     assert count == {"liger_rms_norm": norms * passes, gate: layers * passes, "liger_rope": layers * passes, **sums}
-    assert_like(found, wanted, within=1e-5)
+    assert_like(found, expected, within=1e-5)
 
 
-def test_in_bfloat16_a_stage_on_the_device_of_the_kernels_is_fused_and_learns_the_same(library, monkeypatch, tmp_path):
+def test_a_bfloat16_stage_is_fused_only_on_the_device_of_the_kernels(library, monkeypatch, tmp_path):
     folder = Model("qwen3", tied=True).save(tmp_path)
-    count, stages = asked(library, monkeypatch), []
+    count, stages = count_calls(library, monkeypatch), []
     for device in ("cuda", "cpu"):
         monkeypatch.setattr(kernels, "DEVICE", device)
         stages.append(load(folder, dtype=torch.float32))
@@ -102,18 +102,18 @@ def test_in_bfloat16_a_stage_on_the_device_of_the_kernels_is_fused_and_learns_th
     assert "forward" not in vars(plain.model.norm)
     assert "forward" in vars(fused.model.norm)
     monkeypatch.setattr(kernels, "DEVICE", "cuda")
-    wanted = learned(plain)
+    expected = train_once(plain)
     monkeypatch.setattr(kernels, "DEVICE", "cpu")
     count.clear()
-    assert_like(learned(fused), wanted, within=0.05)
+    assert_like(train_once(fused), expected, within=0.05)
     assert set(count) == {"liger_rms_norm", "liger_swiglu", "liger_rope", "add_norm", "softmax"}
 
 
-def test_a_backward_pass_in_two_parts_reads_nothing_that_a_kernel_has_written_over(library, tmp_path):
-    """Of inputs first, of weights later, as zero-bubble schedules do it."""
+def test_a_split_backward_pass_reads_no_overwritten_tensors(library, tmp_path):
+    """Compute gradients of inputs first and of weights later, as zero-bubble schedules do."""
     stage = load(Model("qwen3", tied=False).save(tmp_path))
     fuse(stage.model, CPU)
-    wanted = learned(stage)
+    expected = train_once(stage)
     stage.zero_grad()
     packed = packed_batch()
     stage.batch = DeviceBatch(packed, CPU)
@@ -128,16 +128,14 @@ def test_a_backward_pass_in_two_parts_reads_nothing_that_a_kernel_has_written_ov
         _, groups = stage_backward_input([each + 0 * states.sum()], [coefficient], [states], iter(weights))
         stage_backward_weight(iter(weights), groups)
     assert_like(
-        {name: each.grad for name, each in stage.named_parameters()}, {k: v for k, v in wanted.items() if k}, 1e-9
+        {name: each.grad for name, each in stage.named_parameters()}, {k: v for k, v in expected.items() if k}, 1e-9
     )
 
 
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("chunk_mib", [None, 0.002])
-def test_log_probabilities_by_the_fused_softmax_are_those_by_torchs_and_so_are_their_gradients(
-    softcap, chunk_mib, library, monkeypatch
-):
-    count = asked(library, monkeypatch)
+def test_the_fused_softmax_gives_the_log_probabilities_and_gradients_of_torch(softcap, chunk_mib, library, monkeypatch):
+    count = count_calls(library, monkeypatch)
     rule = LogitRule(0.7, softcap, chunk_mib)
     random = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(num, 16, generator=random).bfloat16() for num in (20, 50))
@@ -149,18 +147,18 @@ def test_log_probabilities_by_the_fused_softmax_are_those_by_torchs_and_so_are_t
         gradients = torch.autograd.grad((found * coefficients).sum(), leaves)
         return [token_logprobs(hidden, weight, tokens, rule), found.detach(), *gradients]
 
-    wanted = all_of(rule)
+    expected = all_of(rule)
     assert not count
     found = all_of(replace(rule, is_fused=True))
     chunks = 20 // rule.chunk_tokens(50, torch.bfloat16, "cpu") or 1
-    assert count == {"softmax": 2 * chunks}, "the one that scores, and the forward pass of the other"
-    for one, other in zip(found, wanted, strict=True):
+    assert count == {"softmax": 2 * chunks}, "the scoring call and the forward pass of the training call"
+    for one, other in zip(found, expected, strict=True):
         assert one.dtype == other.dtype
         assert float((one - other).norm()) <= (1e-6 if one.dtype == torch.float32 else 2e-3) * float(other.norm())
 
 
 def plainness(stage):
-    """A way to see whether all in it is as Transformers made it."""
+    """Return a function that checks that no module or rotation of the stage is replaced."""
     file = sys.modules["transformers.models.llama.modeling_llama"]
     rotation = getattr(file, ROTATION)
     return lambda: (
@@ -168,9 +166,7 @@ def plainness(stage):
     )
 
 
-def test_nothing_is_replaced_where_the_library_is_not_installed_or_the_device_is_another(
-    library, monkeypatch, tmp_path, caplog
-):
+def test_nothing_is_replaced_without_the_library_or_on_another_device(library, monkeypatch, tmp_path, caplog):
     stage = load(Model("llama", tied=True).save(tmp_path))
     is_plain = plainness(stage)
     assert not fuse(stage.model, torch.device("cuda"))
@@ -186,19 +182,19 @@ def no_compiler(*_args, **_options):
 
 
 @pytest.mark.parametrize(
-    ("name", "function", "said"),
+    ("name", "function", "message"),
     [
         ("liger_rms_norm", no_compiler, "OSError: gcc: not found"),
         ("liger_rms_norm", lambda X, W, eps, **_: torch.nn.functional.rms_norm(X, (16,), W.detach(), eps), "Runtime"),
-        ("liger_swiglu", lambda a, b: a * b, "wrong numbers of the gate"),
-        ("liger_geglu", lambda a, b: torch.nn.functional.silu(a) * b.detach() + b - b.detach(), "wrong numbers"),
-        ("liger_rope", lambda q, k, cos, sin: (q, k), "wrong numbers of the rotation"),
-        ("softmax", lambda logits, tokens, out: fused_kernels.softmax(logits, tokens, None), "numbers of the softmax"),
-        ("add_norm", lambda states, added, *more: fused_kernels.add_norm(states, -added, *more), "sum and its norm"),
+        ("liger_swiglu", lambda a, b: a * b, "wrong results of the gate kernel"),
+        ("liger_geglu", lambda a, b: torch.nn.functional.silu(a) * b.detach() + b - b.detach(), "wrong results"),
+        ("liger_rope", lambda q, k, cos, sin: (q, k), "wrong results of the rotation kernel"),
+        ("softmax", lambda logits, tokens, out: fused_kernels.softmax(logits, tokens, None), "of the softmax kernel"),
+        ("add_norm", lambda states, added, *more: fused_kernels.add_norm(states, -added, *more), "add_norm kernel"),
     ],
 )
-def test_a_library_that_fails_or_computes_something_else_is_not_used_and_a_warning_says_why(
-    name, function, said, library, monkeypatch, tmp_path, caplog
+def test_a_kernel_that_fails_or_gives_wrong_results_disables_fusion_with_a_warning(
+    name, function, message, library, monkeypatch, tmp_path, caplog
 ):
     stage = load(Model("llama", tied=True).save(tmp_path))
     is_plain = plainness(stage)
@@ -207,10 +203,10 @@ def test_a_library_that_fails_or_computes_something_else_is_not_used_and_a_warni
     assert is_plain()
     (record,) = caplog.records
     assert record.levelname == "WARNING"
-    assert said in record.getMessage()
+    assert message in record.getMessage()
 
 
-def test_a_rotation_is_replaced_once_and_leaves_all_but_16_bits_on_its_device_to_torch(library, monkeypatch, tmp_path):
+def test_a_rotation_is_replaced_once_and_falls_back_to_torch_for_other_dtypes(library, monkeypatch, tmp_path):
     stage = load(Model("llama", tied=True).save(tmp_path))
     file = sys.modules["transformers.models.llama.modeling_llama"]
     plain = getattr(file, ROTATION)
@@ -220,14 +216,14 @@ def test_a_rotation_is_replaced_once_and_leaves_all_but_16_bits_on_its_device_to
     assert isinstance(replaced, functools.partial)
     assert replaced.args[1] is plain
     monkeypatch.setattr(kernels, "ROTATED", (torch.bfloat16, torch.float16))
-    count = asked(library, monkeypatch)
+    count = count_calls(library, monkeypatch)
     run([stage], packed_batch())
-    assert "liger_rope" not in count, "it is in float64 here"
+    assert "liger_rope" not in count, "float64 uses the rotation of torch"
 
 
 @pytest.mark.process
-def test_our_own_kernels_compute_their_formulas_as_triton_interprets_them():
-    """Its interpreter is chosen when Triton is imported, so by a process of its own."""
+def test_our_own_kernels_match_their_formulas_in_the_triton_interpreter():
+    """Run in a separate process because Triton selects its interpreter on import."""
     pytest.importorskip("triton")
     command = [sys.executable, "-m", "tests.world.interpreted_kernels"]
     ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)

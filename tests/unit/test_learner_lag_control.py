@@ -1,4 +1,4 @@
-"""Lag control: how old data may become, how far an update may go, and which tokens it may not push."""
+"""Lag control: the allowed age of data, the learning-rate brake, and the token mask."""
 
 import math
 
@@ -7,14 +7,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from algorithms.off_policy_ppo import OffPolicyPPOConfig
-from algorithms.trajectory_balance import TrajectoryBalanceConfig
-from common.staleness import StalenessConfig, StalenessContract
-from learner.batch import Leaves
-from learner.config import LearnerConfig
-from learner.lag_control import AIMED_DRIFT, LEAST_LR_SCALE, MASK_AT, MOST_DRIFT, LagControl, LagState, masked
-from learner.step import TrainStep
-from tests.world.learner import alone, build, make_models, make_networks, make_rows, weights_of
+from leeway.algorithms.off_policy_ppo import OffPolicyPPOConfig
+from leeway.algorithms.trajectory_balance import TrajectoryBalanceConfig
+from leeway.common.staleness import StalenessConfig, StalenessContract
+from leeway.learner.batch import Leaves
+from leeway.learner.config import LearnerConfig
+from leeway.learner.lag_control import ALLOWED_DRIFT, BRAKE_DRIFT, LEAST_LR_SCALE, MASK_AT, LagControl, LagState, masked
+from leeway.learner.step import TrainStep
+from tests.world.learner import build, make_models, make_networks, make_rows, single_rank, weights_of
 
 RATE = 1e-2
 PACE = 5.0
@@ -26,9 +26,9 @@ def control(max_lag=16, updates_per_step=1, **knobs):
 
 
 def train(control, num_updates, rate=1e-3, pace=PACE, history=None):
-    """A policy whose drift is the sum of the rates since its data were sampled; (drift, lag, scale) of each update.
+    """Simulate a policy whose drift is the sum of the rates since sampling; return (drift, lag, scale) per update.
 
-    The queue holds as many updates' data as the allowance had room for when they were leased.
+    The queue holds data for as many updates as the allowance permitted when they were leased.
     """
     rates, queue = ([], []) if history is None else history
     queue += [0] * (control.allowed - len(queue)) if not rates else []
@@ -39,40 +39,40 @@ def train(control, num_updates, rate=1e-3, pace=PACE, history=None):
         while len(queue) < control.allowed:
             queue.append(version)
         drift, lag = pace * sum(rates[sampled:]), float(version - sampled)
-        scale = control.take_in(drift, lag, rate)
+        scale = control.observe(drift, lag, rate)
         rates.append(rate * scale)
         seen.append((drift, lag, scale))
     return seen
 
 
-def test_the_allowance_leads_to_the_target_drift():
+def test_the_allowance_converges_to_the_target_drift():
     drift, lag, scale = train(control(), 200, rate=2.4e-3)[-1]
-    assert lag == AIMED_DRIFT // (PACE * 2.4e-3)
-    assert drift <= AIMED_DRIFT
+    assert lag == ALLOWED_DRIFT // (PACE * 2.4e-3)
+    assert drift <= ALLOWED_DRIFT
     assert scale == 1
     assert train(control(), 200, rate=8e-4)[-1][1:] == (16, 1)
 
 
-def test_an_allowance_is_never_below_one_step_more_than_the_least_bound_nor_above_max_lag():
+def test_the_allowance_stays_between_the_least_bound_plus_one_step_and_max_lag():
     fast = control()
     train(fast, 100, rate=1.0)
     assert fast.allowed == 2
     assert train(control(max_lag=1), 100, rate=1.0)[-1][1] <= 1
     assert train(control(), 100, rate=1e-6)[-1][1] == 16
     several = control(updates_per_step=4, max_actor_lag=0)
-    several.take_in(10.0, 4.0, RATE)
-    several.take_in(10.0, 4.0, RATE)
+    several.observe(10.0, 4.0, RATE)
+    several.observe(10.0, 4.0, RATE)
     assert several.allowed == 7
 
 
-def test_after_a_tenfold_rate_the_drift_is_bounded_and_soon_below_the_target():
+def test_the_drift_stays_bounded_after_a_tenfold_learning_rate():
     controlled, history = control(), ([], [])
     before = train(controlled, 100, rate=2e-3, history=history)
     after = train(controlled, 60, rate=2e-2, history=history)
     drifts = [drift for drift, _, _ in after]
     assert before[-1][2] == 1
-    assert max(drifts) < 1.2 * MOST_DRIFT
-    assert max(drifts[16 + 4 :]) <= MOST_DRIFT * (1 + 1e-9)
+    assert max(drifts) < 1.2 * BRAKE_DRIFT
+    assert max(drifts[16 + 4 :]) <= BRAKE_DRIFT * (1 + 1e-9)
 
 
 @given(
@@ -85,34 +85,34 @@ def test_after_a_tenfold_rate_the_drift_is_bounded_and_soon_below_the_target():
         max_size=40,
     )
 )
-def test_whatever_is_measured_the_allowance_and_the_rate_stay_within_their_bounds(measured):
+def test_the_allowance_and_the_rate_stay_within_bounds_for_any_measurement(measured):
     controlled = control()
     for drift, lag, rate in measured:
-        scale = controlled.take_in(drift if drift is None else abs(drift), lag, rate)
+        scale = controlled.observe(drift if drift is None else abs(drift), lag, rate)
         assert LEAST_LR_SCALE <= scale <= 1
         assert 2 <= controlled.allowed <= 16
 
 
 @pytest.mark.parametrize("unknown", [None, math.nan, math.inf, 0.0])
-def test_without_a_measure_the_allowance_is_the_least_and_the_rate_that_of_the_schedule(unknown, caplog):
+def test_an_unknown_drift_gives_the_least_allowance_and_the_scheduled_rate(unknown, caplog):
     controlled = control()
     train(controlled, 50)
     for _ in range(2):
-        assert controlled.take_in(unknown, 16.0, 1.0) == 1
+        assert controlled.observe(unknown, 16.0, 1.0) == 1
         assert controlled.allowed == 2
-    (said,) = caplog.messages
-    assert "does not know the drift of the data" in said
-    assert "up to 2 versions old" in said
+    (message,) = caplog.messages
+    assert "the drift of the data is unknown" in message
+    assert "allows a lag of up to 2" in message
 
 
-def test_a_policy_that_does_not_move_may_be_as_far_behind_as_max_lag():
+def test_a_policy_that_does_not_move_has_an_allowance_of_max_lag():
     still = control()
     for _ in range(5):
-        assert still.take_in(1e-9, 3.0, RATE) == 1
+        assert still.observe(1e-9, 3.0, RATE) == 1
     assert still.allowed == 16
 
 
-def test_it_goes_on_from_a_checkpoint_as_if_it_had_not_stopped():
+def test_lag_control_continues_identically_from_its_saved_state():
     one, other = control(), control()
     history = ([], [])
     train(one, 30, rate=3e-3, history=history)
@@ -126,9 +126,9 @@ def test_it_goes_on_from_a_checkpoint_as_if_it_had_not_stopped():
 
 @pytest.fixture
 def run(tmp_path):
-    """Train some steps on stale data; the learner's results, and the weights after."""
+    """Return a function that trains on stale data and returns the step results and the final weights."""
     make_models(tmp_path)
-    with alone():
+    with single_rank():
 
         def train(control=None, algorithm=None, num_steps=1, **config):
             algorithm = algorithm or TrajectoryBalanceConfig()
@@ -145,7 +145,7 @@ def run(tmp_path):
         yield train
 
 
-def test_the_brake_is_a_smaller_learning_rate(run):
+def test_the_brake_lowers_the_learning_rate(run):
     strict = control()
     strict.state = LagState(16, pace=1e6, rate=RATE)
     (result,), braked = run(strict)
@@ -160,7 +160,7 @@ def test_the_brake_is_a_smaller_learning_rate(run):
 
 
 @pytest.mark.parametrize("algorithm", [TrajectoryBalanceConfig(), OffPolicyPPOConfig()])
-def test_masked_tokens_push_nothing_in_one_pass_and_in_two(run, algorithm):
+def test_masked_tokens_have_no_gradient_in_one_pass_and_in_two(run, algorithm):
     (free,), unmasked = run(algorithm=algorithm)
     assert free.metrics["brake/masked_frac"] is None
     (result,), once = run(control(), algorithm)
@@ -171,7 +171,7 @@ def test_masked_tokens_push_nothing_in_one_pass_and_in_two(run, algorithm):
     assert any(not torch.equal(once[name], unmasked[name]) for name in once)
 
 
-def test_only_a_token_that_is_pushed_further_from_its_sampler_is_masked():
+def test_only_a_token_that_moves_further_from_the_behaviour_policy_is_masked():
     batch = build(make_rows(0), 0, 64)
     num_tokens = len(batch.sequence_T)
     leaves = torch.full((num_tokens,), -1.0)

@@ -1,4 +1,4 @@
-"""Loading a stage: only its own tensors, as the model says they are; damaged and foreign checkpoints are named."""
+"""Loading a stage: reads only its own tensors; rejects damaged and mismatched checkpoints by file name."""
 
 import json
 import shutil
@@ -9,13 +9,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
-from common.hf_folder import HEAD, INDEX_NAME, SINGLE_NAME
-from learner.model import EMBEDDING, check_checkpoint
+from leeway.common.hf_folder import HEAD, INDEX_NAME, SINGLE_NAME
+from leeway.learner.model import EMBEDDING, check_checkpoint
 from tests.unit.small_models import Model, config_of, load
 
 
 def shard(folder: Path, share_of_name) -> dict[str, str]:
-    """Cut a checkpoint's one file into several; returns the index's map."""
+    """Split the single file of a checkpoint into shards; return the weight map of the index."""
     tensors = load_file(folder / SINGLE_NAME)
     weight_map = {name: share_of_name(name) for name in tensors}
     for file in set(weight_map.values()):
@@ -29,7 +29,7 @@ def by_layer(name: str) -> str:
     return f"layer-{name.split('.')[2]}.safetensors" if ".layers." in name else f"{name.split('.')[1]}.safetensors"
 
 
-def test_a_stage_opens_only_the_files_of_its_own_tensors_and_holds_little_else(tmp_path):
+def test_a_stage_opens_only_the_files_of_its_own_tensors(tmp_path):
     # 48 layers of 4.7 million weights: 900 MB, of which the stage in the middle reads one layer
     config = config_of(num_hidden_layers=48, hidden_size=512, intermediate_size=2048, vocab_size=64)
     config.save_pretrained(tmp_path)
@@ -43,7 +43,7 @@ def test_a_stage_opens_only_the_files_of_its_own_tensors_and_holds_little_else(t
         "model.norm.weight",
     ]
     (tmp_path / INDEX_NAME).write_text(json.dumps({"weight_map": {name: by_layer(name) for name in names}}))
-    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
     before = status_kib("VmRSS")
     stage = load(tmp_path, 20, 48, dtype=torch.float32)
     size_kib = sum(parameter.numel() for parameter in stage.parameters()) * 4 // 1024
@@ -57,7 +57,7 @@ def status_kib(key: str) -> int:
 
 
 @pytest.mark.parametrize("num_stages", [1, 2])
-def test_a_tied_head_is_the_embedding_whatever_else_the_checkpoint_holds(tmp_path, num_stages):
+def test_a_tied_head_is_the_embedding_even_if_the_checkpoint_has_a_head(tmp_path, num_stages):
     Model("llama", True).save(tmp_path)
     tensors = load_file(tmp_path / SINGLE_NAME)
     save_file({**tensors, HEAD: torch.zeros_like(tensors[EMBEDDING])}, tmp_path / SINGLE_NAME)
@@ -77,26 +77,26 @@ def test_a_bfloat16_checkpoint_becomes_float32_master_weights(tmp_path):
     assert {tensor.dtype for tensor in stored.values()} == {torch.bfloat16}
 
 
-def test_a_model_that_cannot_be_computed_exactly_is_refused(tmp_path):
+def test_a_model_that_cannot_be_computed_exactly_is_rejected(tmp_path):
     small = {"n_embd": 8, "n_layer": 1, "n_head": 1, "vocab_size": 16, "bos_token_id": 0, "eos_token_id": 0}
     GPT2LMHeadModel(GPT2Config(**small)).save_pretrained(tmp_path / "gpt2")
-    with pytest.raises(ValueError, match=r"type 'gpt2'.*families gemma, .*llama"):
+    with pytest.raises(ValueError, match=r"type 'gpt2'.*supports gemma, .*llama"):
         load(tmp_path / "gpt2")
-    refused = {
+    rejected = {
         "attention_dropout = 0.1": Model("llama", True, {"attention_dropout": 0.1}),
         "'dynamic'": Model(
             "llama", True, {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}
         ),
         "use_bidirectional_attention": Model("gemma3_text", True, {"head_dim": 8, "use_bidirectional_attention": True}),
     }
-    for i, (said, model) in enumerate(refused.items()):
-        with pytest.raises(ValueError, match=said):
+    for i, (message, model) in enumerate(rejected.items()):
+        with pytest.raises(ValueError, match=message):
             load(model.save(tmp_path / str(i)))
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             check_checkpoint(tmp_path / str(i))
 
 
-def test_a_damaged_checkpoint_is_named_with_its_file(tmp_path):
+def test_a_damaged_checkpoint_is_reported_with_its_file(tmp_path):
     whole = Model("llama", False).save(tmp_path / "whole")
     sharded = shutil.copytree(whole, tmp_path / "sharded")
     shard(sharded, by_layer)
@@ -111,35 +111,35 @@ def test_a_damaged_checkpoint_is_named_with_its_file(tmp_path):
             b"\x10" + bytes(7) + b"{not json at all",
         ):
             file.write_bytes(bad)
-            with pytest.raises(ValueError, match=rf"{file} \({len(bad)} bytes\) cannot be read.*[Ff]etch"):
+            with pytest.raises(ValueError, match=rf"cannot read {file} \({len(bad)} bytes\).*[Dd]ownload"):
                 load(folder)
         file.write_bytes(good)
         load(folder)
-    # a stage whose tensors are elsewhere does not care
+    # a stage without tensors in the missing file loads
     one.unlink()
     load(sharded, 0, 3)
-    with pytest.raises(ValueError, match=rf"{one} is missing.*Fetch"):
+    with pytest.raises(ValueError, match=rf"{one} is missing.*Download"):
         load(sharded, 1, 3)
     for text in ("{", "[]", '{"metadata": {}}'):
         (sharded / INDEX_NAME).write_text(text)
-        with pytest.raises(ValueError, match=rf"{sharded / INDEX_NAME} is no index.*Fetch"):
+        with pytest.raises(ValueError, match=rf"{sharded / INDEX_NAME} is not a valid checkpoint index.*Download"):
             load(sharded)
 
 
-def test_the_weights_of_another_model_are_refused(tmp_path):
+def test_the_weights_of_another_model_are_rejected(tmp_path):
     folder = Model("llama", False).save(tmp_path / "model")
     Model("llama", False).save(tmp_path / "wider", intermediate_size=28)
     shutil.copyfile(tmp_path / "wider" / SINGLE_NAME, folder / SINGLE_NAME)
-    for look in (load, check_checkpoint):
+    for check in (load, check_checkpoint):
         with pytest.raises(ValueError, match=r"safetensors: tensor model.layers.0.mlp.\w+.weight has shape .*28.*20"):
-            look(folder)
+            check(folder)
     Model("qwen3", False, {"head_dim": 6}).save(tmp_path / "qwen3")
     shutil.copyfile(tmp_path / "model" / SINGLE_NAME, tmp_path / "qwen3" / SINGLE_NAME)
     with pytest.raises(ValueError, match=r"has no tensor model.layers.0.self_attn.k_norm.weight \(6 of"):
         load(tmp_path / "qwen3")
     Model("qwen2", False).save(tmp_path / "qwen2")
     shutil.copyfile(tmp_path / "qwen2" / SINGLE_NAME, folder / SINGLE_NAME)
-    with pytest.raises(ValueError, match=r"holds 9 tensors that .* not have.*model.layers.0.self_attn.k_proj.bias"):
+    with pytest.raises(ValueError, match=r"has 9 tensors that are not in .*model.layers.0.self_attn.k_proj.bias"):
         load(folder)
     (folder / SINGLE_NAME).unlink()
     with pytest.raises(FileNotFoundError, match="save_pretrained"):

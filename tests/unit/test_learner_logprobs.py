@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens, and attention: exact pieces of a stage, against their plain formulas."""
+"""Token log-probabilities and attention of a stage, compared with their plain formulas."""
 
 import itertools
 from types import SimpleNamespace
@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from learner import products
-from learner.attention import AttentionLayout, packed_attention
-from learner.products import KEPT_MIB, LOGITS_MIB, LogitRule, token_logprobs
+from leeway.learner import products
+from leeway.learner.attention import AttentionLayout, packed_attention
+from leeway.learner.products import KEPT_MIB, LOGITS_MIB, LogitRule, token_logprobs
 from tests.unit.small_models import CPU, TEMPERATURE, assert_close
 
 shares_again = products._shares_again
@@ -21,9 +21,7 @@ shares_again = products._shares_again
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("chunk_tokens", [1, 3, 100])
 @pytest.mark.parametrize("kept_tokens", [0, 7, 100])
-def test_log_probabilities_and_their_gradients_are_exact_with_any_chunk_and_however_many_are_kept(
-    softcap, chunk_tokens, kept_tokens
-):
+def test_log_probabilities_and_gradients_are_exact_for_any_chunk_and_kept_size(softcap, chunk_tokens, kept_tokens):
     torch.manual_seed(0)
     vocabulary, hidden_size, num_tokens = 19, 6, 11
     hidden = torch.randn(num_tokens, hidden_size, dtype=torch.float64, requires_grad=True)
@@ -44,14 +42,14 @@ def test_log_probabilities_and_their_gradients_are_exact_with_any_chunk_and_howe
     assert_close(ours(hidden, weight), expected)
     coefficients = torch.randn(num_tokens, dtype=torch.float64)
     found_gradients = torch.autograd.grad((ours(hidden, weight) * coefficients).sum(), (hidden, weight))
-    for found, wanted in zip(
+    for found, reference in zip(
         found_gradients, torch.autograd.grad((expected * coefficients).sum(), (hidden, weight)), strict=True
     ):
-        assert_close(found, wanted)
+        assert_close(found, reference)
     assert torch.autograd.gradcheck(ours, (hidden, weight))
 
 
-def test_log_probabilities_follow_autocast_in_products_alone_and_no_tokens_are_no_error():
+def test_autocast_affects_only_products_and_an_empty_batch_is_valid():
     torch.manual_seed(0)
     hidden, weight = torch.randn(40, 16, requires_grad=True), torch.randn(300, 16, requires_grad=True)
     tokens = torch.randint(0, 300, (40,))
@@ -63,9 +61,7 @@ def test_log_probabilities_follow_autocast_in_products_alone_and_no_tokens_are_n
             rough = token_logprobs(hidden, weight, tokens, rule)
             assert token_logprobs(hidden[:0], weight, tokens[:0], rule).shape == (0,)
         assert rough.dtype == torch.float32
-        assert 1e-4 < float((rough - exact).detach().abs().max()) < 0.1, (
-            "logits were rounded to bfloat16, sums were not"
-        )
+        assert 1e-4 < float((rough - exact).detach().abs().max()) < 0.1, "logits are rounded to bfloat16, sums are not"
         for gradient, exact_gradient in zip(
             torch.autograd.grad(rough.sum(), (hidden, weight)), exact_gradients, strict=True
         ):
@@ -73,18 +69,18 @@ def test_log_probabilities_follow_autocast_in_products_alone_and_no_tokens_are_n
             assert 1e-5 < float((gradient - exact_gradient).norm() / exact_gradient.norm()) < 0.02
 
 
-def test_no_more_logits_than_a_chunk_ever_exist():
-    """Every tensor that is made is looked at: with logits of 2000 tokens, none is larger than a chunk or the head."""
+def test_at_most_one_chunk_of_logits_exists_at_a_time():
+    """With logits of 2000 tokens, no tensor created is larger than a chunk or the head."""
 
     class Sizes(TorchDispatchMode):
         largest = 0
 
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            made = function(*args, **(kwargs or {}))
-            for tensor in made if isinstance(made, (tuple, list)) else (made,):
+            result = function(*args, **(kwargs or {}))
+            for tensor in result if isinstance(result, (tuple, list)) else (result,):
                 if isinstance(tensor, torch.Tensor):
                     self.largest = max(self.largest, tensor.untyped_storage().nbytes())
-            return made
+            return result
 
     hidden, weight = torch.randn(2000, 8, requires_grad=True), torch.randn(1000, 8, requires_grad=True)
     with Sizes() as sizes:
@@ -93,22 +89,22 @@ def test_no_more_logits_than_a_chunk_ever_exist():
     assert sizes.largest <= 0.1 * 2**20
 
 
-def test_gradients_of_states_and_of_the_head_are_computed_apart_and_each_once(monkeypatch):
-    """A zero-bubble schedule asks for them one after the other. What the first pass kept is not computed again."""
-    again = []
-    monkeypatch.setattr(products, "_shares_again", lambda *args: again.append(1) or shares_again(*args))
+def test_gradients_of_states_and_of_the_head_are_computed_separately_and_once(monkeypatch):
+    """A zero-bubble schedule computes them one after the other; values kept by the first pass are not recomputed."""
+    recomputed = []
+    monkeypatch.setattr(products, "_shares_again", lambda *args: recomputed.append(1) or shares_again(*args))
     hidden, weight = torch.randn(6, 4, requires_grad=True), torch.randn(9, 4, requires_grad=True)
     for num_kept in (0, 4, 6):
-        again.clear()
+        recomputed.clear()
         rule = LogitRule(1.0, None, chunk_mib=1e-9, kept_mib=num_kept * 9 * 4 / 2**20)
         found = token_logprobs(hidden, weight, torch.zeros(6, dtype=torch.int64), rule)
         torch.autograd.grad(found.sum(), hidden, retain_graph=True)
-        assert not again
+        assert not recomputed
         torch.autograd.grad(found.sum(), weight)
-        assert len(again) == 6 - num_kept
+        assert len(recomputed) == 6 - num_kept
 
 
-def test_no_more_probabilities_are_kept_than_may_be():
+def test_the_number_of_kept_probabilities_respects_its_limit():
     hidden, weight = torch.randn(600, 8, requires_grad=True), torch.randn(1000, 8, requires_grad=True)
     rule = LogitRule(1.0, None, chunk_mib=100 * 1000 * 4 / 2**20, kept_mib=350 * 1000 * 4 / 2**20)
     kept = []
@@ -121,7 +117,7 @@ def test_no_more_probabilities_are_kept_than_may_be():
 
 
 def peaked(num_tokens=64, width=128, vocabulary=2000):
-    """States, a head and tokens drawn from it, exact in 16 bits; from undecided to all but certain ones."""
+    """Return states, a head, and tokens sampled from it, exact in 16 bits, from uncertain to almost certain."""
     torch.manual_seed(0)
     hidden = torch.randn(num_tokens, width) * torch.linspace(1, 14, num_tokens)[:, None]
     hidden, weight = (each.bfloat16().float() for each in (hidden, torch.randn(vocabulary, width) * width**-0.5))
@@ -139,21 +135,21 @@ def log_probabilities_and_gradients(hidden, weight, tokens, rule, autocast=True)
 
 @pytest.fixture
 def sums_in_float32(monkeypatch):
-    """Lets CPUs compute as CUDA does: 16-bit numbers, multiplied as they are, and summed and kept in float32."""
+    """Make the CPU compute like CUDA: multiply 16-bit numbers, and accumulate and store in float32."""
     mm, addmm = torch.mm, torch.addmm
-    asked = []
+    called = []
 
     def wide(*matrices):
         assert {each.dtype for each in matrices} == {torch.bfloat16}
         return [each.float() for each in matrices]
 
     def mm_as_on_cuda(left, right, *, out_dtype):
-        asked.append("mm")
+        called.append("mm")
         assert out_dtype == torch.float32
         return mm(*wide(left, right))
 
     def addmm_as_on_cuda(total, left, right, *, out_dtype, alpha, out):
-        asked.append("addmm")
+        called.append("addmm")
         assert out_dtype == total.dtype == torch.float32
         assert out is total
         return addmm(total, *wide(left, right), alpha=alpha, out=out)
@@ -161,15 +157,13 @@ def sums_in_float32(monkeypatch):
     monkeypatch.setattr(torch, "mm", mm_as_on_cuda)
     monkeypatch.setattr(torch, "addmm", addmm_as_on_cuda)
     monkeypatch.setattr(products, "sums_in_float32", lambda factor: factor.dtype == torch.bfloat16)
-    return asked
+    return called
 
 
 @pytest.mark.parametrize("softcap", [None, 60.0])
 @pytest.mark.parametrize("chunk_mib", [None, 0.1])
-def test_sums_in_float32_make_log_probabilities_exact_and_leave_gradients_the_rounding_of_their_factors(
-    softcap, chunk_mib, sums_in_float32
-):
-    """Measured here: 0.03 nats become 1e-6, and gradients that were wrong by 5 % are wrong by 0.1 %."""
+def test_float32_sums_make_log_probabilities_exact_and_gradients_nearly_so(softcap, chunk_mib, sums_in_float32):
+    """Measured here: errors of 0.03 nats fall to 1e-6, and gradient errors of 5 % fall to 0.1 %."""
     hidden, weight, tokens = peaked()
     rule = LogitRule(1.0, softcap, chunk_mib)
     exact = log_probabilities_and_gradients(hidden.double(), weight.double(), tokens, rule, autocast=False)
@@ -177,49 +171,49 @@ def test_sums_in_float32_make_log_probabilities_exact_and_leave_gradients_the_ro
     assert set(sums_in_float32) == {"mm", "addmm"}
     assert [each.dtype for each in found] == [torch.float32] * 3
     assert float((found[0] - exact[0]).abs().max()) < 2e-5
-    for gradient, wanted in zip(found[1:], exact[1:], strict=True):
-        assert float((gradient - wanted).norm() / wanted.norm()) < 0.003
+    for gradient, reference in zip(found[1:], exact[1:], strict=True):
+        assert float((gradient - reference).norm() / reference.norm()) < 0.003
     certain = exact[0] > -0.02
     assert 5 < int(certain.sum()) < len(tokens) / 2
     left = (found[1] - exact[1])[certain].norm() / exact[1][certain].norm()
-    assert float(left) < 0.005, "of 1 - p nothing would be left in 16 bits"
+    assert float(left) < 0.005, "1 - p would vanish in 16 bits"
 
 
-def test_only_cuda_has_products_of_16_bit_numbers_with_sums_in_float32():
+def test_only_cuda_has_16_bit_products_with_float32_sums():
     hidden, weight, tokens = peaked()
     rule = LogitRule(1.0)
     exact, *_ = log_probabilities_and_gradients(hidden.double(), weight.double(), tokens, rule, autocast=False)
     found, *_ = log_probabilities_and_gradients(hidden, weight, tokens, rule)
-    assert 0.005 < float((found - exact).abs().mean()) < 0.05, "say in docs/learner.md if this is no longer so"
+    assert 0.005 < float((found - exact).abs().mean()) < 0.05, "update docs/learner.md if this changes"
     for device, dtype, wide in (("cuda", torch.bfloat16, True), ("cuda", torch.float32, False)):
         assert products.sums_in_float32(SimpleNamespace(device=torch.device(device), dtype=dtype)) == wide
 
 
-def test_a_head_of_16_bits_is_not_copied_and_its_gradient_is_float32(sums_in_float32):
+def test_a_16_bit_head_is_not_copied_and_its_gradient_is_float32(sums_in_float32):
     hidden, weight, tokens = peaked()
     head = torch.nn.Parameter(weight.bfloat16())
     head.grad_dtype = torch.float32
     rule = LogitRule(1.0, None, 0.05)
-    *_, wanted = log_probabilities_and_gradients(hidden, weight, tokens, rule)
+    *_, reference = log_probabilities_and_gradients(hidden, weight, tokens, rule)
     coefficients = torch.randn(len(tokens), generator=torch.Generator().manual_seed(1))
 
     class Copies(TorchDispatchMode):
         found = 0
 
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            made = function(*args, **(kwargs or {}))
-            if isinstance(made, torch.Tensor) and made.shape == head.shape and made.dtype == torch.bfloat16:
-                self.found += made.untyped_storage().data_ptr() != head.untyped_storage().data_ptr()
-            return made
+            result = function(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor) and result.shape == head.shape and result.dtype == torch.bfloat16:
+                self.found += result.untyped_storage().data_ptr() != head.untyped_storage().data_ptr()
+            return result
 
     with Copies() as copies:
         (token_logprobs(hidden, head, tokens, rule) * coefficients).sum().backward()
     assert head.grad.dtype == torch.float32
-    assert float((head.grad - wanted).norm() / wanted.norm()) < 1e-6
+    assert float((head.grad - reference).norm() / reference.norm()) < 1e-6
     assert not copies.found
 
 
-def test_nothing_is_scattered_into_16_bits_which_a_cpu_casts_there_and_back_as_a_whole():
+def test_scatter_runs_in_float32_because_a_cpu_would_cast_the_whole_16_bit_tensor():
     hidden, weight, tokens = peaked()
     scattered = set()
 
@@ -236,7 +230,7 @@ def test_nothing_is_scattered_into_16_bits_which_a_cpu_casts_there_and_back_as_a
     assert scattered == {torch.float32}
 
 
-def test_a_gpu_holds_more_logits_at_a_time_and_keeps_those_of_a_micro_batch_for_the_backward_pass():
+def test_a_gpu_uses_larger_logit_chunks_and_keeps_more_for_the_backward_pass():
     rule, words = LogitRule(1.0), 151_936
     assert rule.chunk_tokens(words, torch.bfloat16, "cuda") == 1766 == int(LOGITS_MIB["cuda"] * 2**20) // (words * 4)
     assert rule.chunk_tokens(words, torch.bfloat16, "cpu") == 110
@@ -249,7 +243,7 @@ def test_a_gpu_holds_more_logits_at_a_time_and_keeps_those_of_a_micro_batch_for_
 
 @pytest.mark.parametrize("window", [None, 1, 6, 33, 100])
 @pytest.mark.parametrize("softcap", [None, 0.5])
-def test_packed_attention_equals_attention_within_each_sequence_and_so_does_its_gradient(window, softcap):
+def test_packed_attention_and_its_gradient_equal_attention_per_sequence(window, softcap):
     torch.manual_seed(0)
     lengths, heads, kv_heads, size = [5, 33, 16, 17, 1, 40], 4, 2, 8
     bounds = np.concatenate([[0], np.cumsum(lengths)])
@@ -279,7 +273,7 @@ def test_packed_attention_equals_attention_within_each_sequence_and_so_does_its_
         assert_close(ours.grad, theirs.grad)
 
 
-def test_attention_refuses_dropout():
+def test_attention_rejects_dropout():
     layout = AttentionLayout.build(np.array([0, 20]), CPU)
     with pytest.raises(ValueError, match=r"dropout 0\.1"):
         packed_attention(torch.nn.Module(), *[torch.zeros(1, 1, 20, 4)] * 3, None, layout=layout, dropout=0.1)

@@ -1,4 +1,4 @@
-"""The mismatch at lag 0 and the lags of the trained tokens, actor by actor."""
+"""Lag-0 mismatch and lags of trained tokens, per actor."""
 
 from dataclasses import replace
 
@@ -6,17 +6,17 @@ import numpy as np
 import pytest
 import torch
 
-from buffer.schema import VersionSpan, to_batch
-from common.staleness import PolicyVersion
-from learner.batch import StepBatch, lag0_by_actor, lag_by_actor
-from learner.packing import PackingRule
+from leeway.buffer.schema import VersionSpan, to_batch
+from leeway.common.staleness import PolicyVersion
+from leeway.learner.batch import StepBatch, lag0_by_actor, lag_by_actor
+from leeway.learner.packing import PackingRule
 from tests.world.learner import TOKEN_BUDGET, build, make_rows
 
 VERSION = 3
 
 
 def rows_of_two_actors(*, wrong_by: float):
-    """What 'good' recorded is the learner's -2 for every token; 'bad' is wrong by so much."""
+    """Return rows in which 'good' recorded the learner's -2 for every token and 'bad' is off by `wrong_by`."""
     rows = []
     for number, row in enumerate(make_rows(0)):
         length = row.num_completion_tokens
@@ -31,27 +31,27 @@ def found(rows):
     return lag0_by_actor(batch, torch.full((len(batch.sequence_T),), -2.0, dtype=torch.float64))
 
 
-def test_an_actor_whose_log_probabilities_are_off_stands_out_by_name():
+def test_an_actor_with_wrong_log_probabilities_is_identified_by_name():
     rows = rows_of_two_actors(wrong_by=0.5)
     by_actor = found(rows)
     assert by_actor["good"] == (0.0, sum(row.num_completion_tokens for row in rows if row.actor == "good"))
     assert by_actor["bad"] == (pytest.approx(0.5), sum(row.num_completion_tokens for row in rows if row.actor == "bad"))
 
 
-def test_tokens_of_another_version_say_nothing_about_an_actor():
+def test_tokens_of_another_version_do_not_count_as_mismatch():
     rows = rows_of_two_actors(wrong_by=0.5)
     older = [replace(row, spans=(VersionSpan(PolicyVersion(0, 2), 0, row.num_completion_tokens),)) for row in rows]
     assert found(older) == {}
-    lived_through_an_update = []
+    crossing_an_update = []
     for row in rows:
         length = row.num_completion_tokens
         if length > 1:
             spans = (VersionSpan(PolicyVersion(0, 2), 0, 1), VersionSpan(PolicyVersion(0, VERSION), 1, length))
-            lived_through_an_update.append(replace(row, spans=spans))
-    assert found(lived_through_an_update) == {}
+            crossing_an_update.append(replace(row, spans=spans))
+    assert found(crossing_an_update) == {}
 
 
-def test_tokens_of_a_version_that_a_restart_abandoned_are_no_mismatch_though_they_count_as_lag_0():
+def test_tokens_of_an_abandoned_version_are_no_mismatch_although_their_lag_is_0():
     rows = []
     for row in rows_of_two_actors(wrong_by=0.5):
         spans = (VersionSpan(PolicyVersion(0, VERSION + 2), 0, row.num_completion_tokens),)
@@ -70,7 +70,7 @@ def test_a_missing_log_probability_does_not_count():
     assert found(rows)["bad"][0] == pytest.approx(0.5)
 
 
-def test_the_lags_of_trained_tokens_are_counted_exactly_actor_by_actor():
+def test_the_lags_of_trained_tokens_are_counted_exactly_per_actor():
     rows = []
     for number, row in enumerate(make_rows(0)):
         length = row.num_completion_tokens
@@ -88,7 +88,7 @@ def test_the_lags_of_trained_tokens_are_counted_exactly_actor_by_actor():
         }
         for name, lengths in tokens.items()
     }
-    assert lag_by_actor([one, two]) == expected, "a token counts once for each update that trains it"
+    assert lag_by_actor([one, two]) == expected, "a token counts once per update that trains it"
     counted = [(lag, number) for lags in lag_by_actor([one]).values() for lag, number in lags.items()]
     assert sum(lag * number for lag, number in counted) / sum(number for _, number in counted) == one.lag_T.mean()
     assert lag_by_actor([]) == {}

@@ -1,4 +1,4 @@
-"""Stages: every family split and packed equals the whole model; padding; the split by cost; off-loading."""
+"""Stages: split and packed models of every family equal the whole model; padding, split by cost, off-loading."""
 
 from contextlib import contextmanager
 from dataclasses import replace
@@ -9,8 +9,8 @@ import torch
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
-from common.hf_folder import HEAD
-from learner.decoders import (
+from leeway.common.hf_folder import HEAD
+from leeway.learner.decoders import (
     FAMILIES,
     balance,
     check_served,
@@ -19,7 +19,7 @@ from learner.decoders import (
     split_layers,
     unread_keys,
 )
-from learner.model import EMBEDDING, DeviceBatch, StageModule, check_checkpoint
+from leeway.learner.model import EMBEDDING, DeviceBatch, StageModule, check_checkpoint
 from tests.unit.small_models import (
     CPU,
     LENGTHS,
@@ -61,7 +61,7 @@ MODELS = [
 
 
 def gradients_of(stages: list[StageModule]) -> dict[str, torch.Tensor]:
-    """By name of the whole model's parameters; those of a tied weight are summed."""
+    """Return gradients by parameter name of the whole model; those of a tied weight are summed."""
     gradients: dict[str, torch.Tensor] = {}
     for stage in stages:
         for name, parameter in stage.named_parameters():
@@ -71,7 +71,7 @@ def gradients_of(stages: list[StageModule]) -> dict[str, torch.Tensor]:
 
 
 def plain(folder: Path, coefficients_T: torch.Tensor, monkeypatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Log-probabilities [T] and gradients of Transformers' own model, one sequence after the other."""
+    """Return log-probabilities [T] and gradients of the Transformers model, computed sequence by sequence."""
     with in_float64(monkeypatch):
         whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
         logprobs_T = torch.cat(
@@ -87,7 +87,7 @@ def plain(folder: Path, coefficients_T: torch.Tensor, monkeypatch) -> tuple[torc
 
 @contextmanager
 def in_float64(monkeypatch):
-    """Transformers' modules without the float32 that some of them go through, whatever the model is."""
+    """Disable the float32 computations that some Transformers modules use for every model dtype."""
     softmax = F.softmax
     with monkeypatch.context() as patched:
         patched.setattr(F, "softmax", lambda scores, dim, dtype: softmax(scores, dim))
@@ -105,9 +105,9 @@ def test_every_family_is_tested():
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
-def test_stages_in_a_row_give_the_log_probabilities_and_gradients_of_the_whole_model(tmp_path, monkeypatch, model):
+def test_chained_stages_give_the_log_probabilities_and_gradients_of_the_whole_model(tmp_path, monkeypatch, model):
     folder = model.save(tmp_path)
-    check_checkpoint(folder)  # it refuses nothing that can be loaded
+    check_checkpoint(folder)  # accepts every loadable checkpoint
     packed = packed_batch()
     coefficients_T = torch.randn(len(packed.output_T), dtype=torch.float64)
     expected_T, expected_gradients = plain(folder, coefficients_T, monkeypatch)
@@ -125,7 +125,7 @@ def test_stages_in_a_row_give_the_log_probabilities_and_gradients_of_the_whole_m
             assert_close(gradients[name], expected, name)
 
 
-def test_activation_checkpointing_changes_no_bit_and_runs_in_no_forward_only_pass(tmp_path, monkeypatch):
+def test_activation_checkpointing_is_bit_exact_and_skips_forward_only_passes(tmp_path, monkeypatch):
     folder = Model("gemma2", True, {"head_dim": 8, **LOCAL}).save(tmp_path)
     found = []
     for checkpointing in (False, True):
@@ -138,7 +138,7 @@ def test_activation_checkpointing_changes_no_bit_and_runs_in_no_forward_only_pas
     assert torch.equal(found[0][0], found[1][0])
     for name, gradient in found[0][1].items():
         assert torch.equal(gradient, found[1][1][name]), name
-    monkeypatch.setattr("learner.model.checkpoint", None)
+    monkeypatch.setattr("leeway.learner.model.checkpoint", None)
     with torch.no_grad():
         assert torch.equal(run(stages, packed_batch()), found[0][0])
     with pytest.raises(TypeError):
@@ -150,7 +150,7 @@ def test_padding_is_not_computed_and_has_no_gradient(tmp_path, heads):
     folder = Model("llama", True).save(tmp_path)
     stages = [load(folder, i, 2, heads=heads) for i in range(2)]
     packed = packed_batch(64, min_micro_batches=len(LENGTHS) + 1)
-    assert min(len(members) for members in packed.members) == 0, "there is to be an empty micro-batch"
+    assert min(len(members) for members in packed.members) == 0, "one micro-batch is empty"
     batch = DeviceBatch(packed, CPU)
     seen = []
     for stage in stages:
@@ -172,12 +172,12 @@ def test_padding_is_not_computed_and_has_no_gradient(tmp_path, heads):
         states.backward(received.grad)
     assert seen == [int(bounds[-1]) for bounds in packed.bounds for _ in stages]
     assert sum(seen) < 2 * packed.tokens_ML.size
-    wholly_unread = {"lm_head.weight"} if heads == "value" else set()
+    unused = {"lm_head.weight"} if heads == "value" else set()
     for stage in stages:
-        assert not [name for name, p in stage.named_parameters() if p.grad is None and name not in wholly_unread]
+        assert not [name for name, p in stage.named_parameters() if p.grad is None and name not in unused]
 
 
-def test_replicas_compute_together_what_one_computes_alone(tmp_path):
+def test_replicas_together_compute_the_result_of_a_single_one(tmp_path):
     stage = load(Model("qwen3", True, {"head_dim": 8}).save(tmp_path))
     alone = packed_batch(40)
     expected_T = run([stage], alone).flatten()[torch.from_numpy(alone.output_T)]
@@ -201,26 +201,26 @@ def test_layers_are_balanced_by_cost_with_embedding_and_head():
         balance([1] * 4, 0, 0, 5)
 
 
-def test_a_large_vocabulary_takes_layers_from_the_last_chunk_and_hardly_any_from_the_first():
+def test_a_large_vocabulary_moves_layers_away_from_the_last_chunk():
     small = config_of(num_hidden_layers=12, vocab_size=8)
     assert split_layers(small, 3) == [(0, 4), (4, 8), (8, 12)]
-    # a head as dear as three layers: 4 passes of V * hidden against 3 of a layer's weights and attention
+    # the head costs as much as three layers: 4 passes of V * hidden against 3 of a layer's weights and attention
     large = config_of(num_hidden_layers=12, vocab_size=1500)
     (_, first), *_, (last, _) = split_layers(large, 3)
     assert 12 - last < first
     assert split_layers(large, 3, has_lm_head=False) == [(0, 4), (4, 8), (8, 12)]
 
 
-def test_the_shares_of_chunks_in_the_cost_say_how_even_a_split_is():
+def test_the_cost_shares_of_chunks_measure_the_balance_of_a_split():
     config = config_of(num_hidden_layers=12, vocab_size=1500)
     balanced = cost_shares(config, split_layers(config, 3))
     assert sum(balanced) == pytest.approx(1)
     assert max(balanced) < max(cost_shares(config, [(0, 4), (4, 8), (8, 12)]))
-    # a layer that is computed again costs a third more, and the head does not
+    # a recomputed layer costs a third more, the head does not
     assert cost_shares(config, [(0, 6), (6, 12)], recomputed=True)[0] > cost_shares(config, [(0, 6), (6, 12)])[0]
 
 
-def test_the_cost_of_a_step_is_that_of_counting_every_product():
+def test_the_cost_of_a_step_equals_the_count_of_all_products():
     config = config_of(num_hidden_layers=1, vocab_size=1000)
     per_token, squared = cost_of(config)
     hidden, inner, head_size = 24, 20, 6
@@ -234,9 +234,9 @@ def test_the_cost_of_a_step_is_that_of_counting_every_product():
     assert windowed[0] == per_token + 3 * 2 * 2 * 4 * head_size * 10
 
 
-def test_more_chunks_than_layers_are_refused(tmp_path):
+def test_more_chunks_than_layers_are_rejected(tmp_path):
     folder = Model("llama", True).save(tmp_path)
-    with pytest.raises(ValueError, match=r"num_stages \* learner.num_chunks = 4.*only 3 layers.*Lower num_stages or"):
+    with pytest.raises(ValueError, match=r"num_stages \* learner.num_chunks = 4.*only 3 layers.*lower num_stages or"):
         load(folder, 0, 4)
 
 
@@ -244,7 +244,7 @@ def test_more_chunks_than_layers_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_an_off_loaded_stage_scores_to_the_same_bit_and_holds_nothing_in_between(tmp_path, tied):
+def test_an_off_loaded_stage_scores_bit_exactly_and_holds_no_weights_in_between(tmp_path, tied):
     folder = Model("gemma2", tied, {"head_dim": 8}).save(tmp_path / "model")
     stages = [load(folder, i, 2).requires_grad_(False) for i in range(2)]
     alone = load(folder).requires_grad_(False)
@@ -258,14 +258,14 @@ def test_an_off_loaded_stage_scores_to_the_same_bit_and_holds_nothing_in_between
                 assert torch.equal(run([alone], packed_batch()), expected_alone)
             else:
                 assert torch.equal(run(stages, packed_batch()), expected)
-            assert not any(p.is_meta for p in stage.parameters()), "it stays for the next round"
+            assert not any(p.is_meta for p in stage.parameters()), "weights stay until they are released"
             stage.release()
         assert all(p.is_meta for p in stage.parameters())
         assert not any(p.requires_grad for p in stage.parameters())
 
 
-def test_a_stage_that_learns_is_not_off_loaded(tmp_path):
-    with pytest.raises(AssertionError, match="learns"):
+def test_a_trainable_stage_cannot_be_off_loaded(tmp_path):
+    with pytest.raises(AssertionError, match="must be frozen"):
         load(Model("llama", True).save(tmp_path)).offload()
 
 
@@ -295,9 +295,9 @@ MIXED = ["sliding_attention", "full_attention", "full_attention"]
         ("llama", {"architectures": ["LlamaForSequenceClassification"]}, "architectures"),
     ],
 )
-def test_a_key_that_engine_and_learner_do_not_read_alike_is_refused_by_its_name(family, changes, key):
-    """Argued from the model files of vLLM 0.32 and the modeling files of Transformers 5.19, key by key."""
-    with pytest.raises(ValueError, match=rf"^config.json says {key} = .*: set it to "):
+def test_a_key_that_vllm_and_the_learner_interpret_differently_is_rejected_by_name(family, changes, key):
+    """Each key is derived from the model files of vLLM 0.32 and the modeling files of Transformers 5.19."""
+    with pytest.raises(ValueError, match=rf"^config.json has {key} = .*: set it to "):
         check_served(config_of(family, **changes))
 
 
@@ -316,11 +316,11 @@ def test_a_key_that_engine_and_learner_do_not_read_alike_is_refused_by_its_name(
         ("llama", {"architectures": ["LlamaForCausalLM"]}),
     ],
 )
-def test_what_engine_and_learner_read_alike_is_not_refused(family, changes):
+def test_keys_that_vllm_and_the_learner_interpret_alike_are_accepted(family, changes):
     check_served(config_of(family, **changes))
 
 
-def test_keys_of_a_config_that_nothing_reads_are_known():
+def test_config_keys_without_a_reader_are_listed():
     assert unread_keys(config_of("llama", residual_multiplier=0.2, use_mrope=False, clip_qkv=None)) == (
         "residual_multiplier",
     )

@@ -1,4 +1,4 @@
-"""Packing by cost and over replicas; the batch of a step, and what is scored and reported of it."""
+"""Packing by cost and over replicas; step batches; reference scores and step reports."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -7,18 +7,28 @@ import numpy as np
 import pytest
 import torch
 
-from buffer.ledger import Ledger
-from buffer.lengths import LengthFidelity
-from buffer.schema import Trajectory, VersionSpan, to_batch
-from common.staleness import PolicyVersion
-from launch.observe.metrics import METRICS
-from learner.batch import StepBatch
-from learner.mesh import MeshPlace
-from learner.model import DeviceBatch
-from learner.networks import Reference
-from learner.optimizer import UpdateResult
-from learner.packing import CostModel, PackingRule, best_fit, deal, micro_batches_asked, order, pack, plan, spread
-from learner.report import (
+from leeway.buffer.ledger import Ledger
+from leeway.buffer.lengths import LengthFidelity
+from leeway.buffer.schema import Trajectory, VersionSpan, to_batch
+from leeway.common.staleness import PolicyVersion
+from leeway.launch.observe.metrics import METRICS
+from leeway.learner.batch import StepBatch
+from leeway.learner.mesh import MeshPlace
+from leeway.learner.model import DeviceBatch
+from leeway.learner.networks import Reference
+from leeway.learner.optimizer import UpdateResult
+from leeway.learner.packing import (
+    CostModel,
+    PackingRule,
+    best_fit,
+    deal,
+    micro_batches_required,
+    order,
+    pack,
+    plan,
+    spread,
+)
+from leeway.learner.report import (
     MAX_PARTS,
     StepTimes,
     lag_metrics,
@@ -27,19 +37,19 @@ from learner.report import (
     step_report,
     uninformative_frac,
 )
-from learner.step import StepResult, Update
+from leeway.learner.step import StepResult, Update
 from tests.world.learner import TABLES
 
 RULE = PackingRule(64)
 
 
 def sequences(lengths):
-    """Each with tokens, and so a prompt, of its own."""
+    """Return sequences of distinct tokens, so that no two share a prompt."""
     return [np.arange(1, 1 + length) + 10_000 * i for i, length in enumerate(lengths)]
 
 
 def log_normal(number, seed=0):
-    """Lengths as answers have them: median 200, sigma 1.0, at most 2048."""
+    """Return lengths distributed like those of answers: median 200, sigma 1.0, at most 2048."""
     drawn = np.exp(np.random.default_rng(seed).normal(np.log(200), 1.0, number))
     return np.clip(drawn, 2, 2048).astype(int).tolist()
 
@@ -47,23 +57,23 @@ def log_normal(number, seed=0):
 # --- packing --------------------------------------------------------------------------------------
 
 
-def test_best_fit_fills_the_fullest_bin_first_and_loses_nothing():
+def test_best_fit_fills_the_fullest_bin_first():
     assert best_fit([6, 5, 4, 3, 2], 10) == [[0, 2], [1, 3, 4]]
 
 
-def test_a_sequence_longer_than_the_budget_is_named():
+def test_a_sequence_longer_than_the_budget_is_rejected_by_number():
     with pytest.raises(ValueError, match=r"sequence 1 of the batch has 9 tokens.*token_budget = 8"):
         pack(sequences([3, 9]), [1, 1], PackingRule(8))
 
 
-def test_a_batch_of_nothing_and_a_sequence_without_a_prompt_are_refused():
-    with pytest.raises(ValueError, match="nothing to pack"):
+def test_an_empty_batch_and_a_sequence_without_a_prompt_are_rejected():
+    with pytest.raises(ValueError, match="cannot pack an empty batch"):
         pack([], [], RULE)
     with pytest.raises(ValueError, match="sequence 1 has no prompt token"):
         pack(sequences([3, 4]), [1, 0], RULE)
 
 
-def test_long_tailed_lengths_leave_little_padding_and_replicas_alike():
+def test_long_tailed_lengths_are_packed_with_little_padding_and_even_replicas():
     lengths = log_normal(1000)
     packed = pack(sequences(lengths), [1] * len(lengths), PackingRule(4096))
     assert packed.efficiency > 0.98
@@ -73,20 +83,20 @@ def test_long_tailed_lengths_leave_little_padding_and_replicas_alike():
     assert (shared.num_micro_batches, shared.num_empty) == (80, 0)
 
 
-def test_three_full_micro_batches_on_two_replicas_become_four_of_like_cost():
+def test_three_full_micro_batches_on_two_replicas_become_four_of_similar_cost():
     lengths = [10] * 9
     bins = plan(lengths, np.array(lengths), PackingRule(30, num_replicas=2))
     assert sorted(map(len, bins)) == [2, 2, 2, 3]
     assert sorted(map(len, bins[:2])) in ([2, 2], [2, 3])
 
 
-def test_micro_batches_that_are_asked_for_are_filled_and_only_what_is_left_is_empty():
+def test_required_micro_batches_are_filled_and_only_surplus_ones_are_empty():
     packed = pack(sequences([8, 7, 6]), [2] * 3, PackingRule(64, num_replicas=2, min_micro_batches=2))
     assert (packed.num_micro_batches, packed.num_empty) == (4, 1)
     assert packed.efficiency == pytest.approx(21 / 256)
 
 
-def test_a_layout_that_leaves_no_room_for_even_costs_is_that_of_best_fit():
+def test_best_fit_is_used_if_even_costs_do_not_fit():
     lengths = [6, 5, 4, 3, 2]  # 20 of 20: 6 + 3 and 5 + 4 would leave no room for the last
     assert spread(lengths, np.array(lengths, float), 10, 2) is None
     assert [sum(lengths[i] for i in members) for members in plan(lengths, np.array(lengths), PackingRule(10))] == [
@@ -95,7 +105,7 @@ def test_a_layout_that_leaves_no_room_for_even_costs_is_that_of_best_fit():
     ]
 
 
-def test_attention_counts_where_the_cost_model_says_so():
+def test_attention_counts_in_a_quadratic_cost_model():
     lengths = [90, 30, 30, 30]
     by_tokens = pack(sequences(lengths), [1] * 4, PackingRule(100, num_replicas=2))
     assert [sum(lengths[i] for i in members) for members in by_tokens.members] == [90, 90]
@@ -104,44 +114,44 @@ def test_attention_counts_where_the_cost_model_says_so():
     assert CostModel(2.0, 0.5).of([3, 4]).tolist() == [10.5, 16.0]
 
 
-def test_a_prompt_that_is_shared_costs_its_tokens_and_its_squares_once():
+def test_a_shared_prompt_costs_its_tokens_and_their_square_once():
     rows = [np.append(np.arange(10), np.full(2, 100 + i)) for i in range(4)]
     packed = pack(rows, [10] * 4, PackingRule(48, cost=CostModel(1.0, 0.5)))
     each, prompt = 12 + 0.5 * 12**2, 10 + 0.5 * 10**2
     assert packed.cost_M.tolist() == [4 * each - 3 * prompt]
 
 
-def test_bins_are_dealt_in_rounds_so_that_the_dear_ones_go_to_those_who_have_least():
+def test_bins_are_dealt_in_rounds_with_expensive_ones_to_the_least_loaded_replica():
     assert deal(np.array([9.0, 7.0, 5.0, 1.0]), 2) == [[0, 3], [1, 2]]
 
 
-def test_a_pipeline_begins_and_ends_with_its_cheap_micro_batches():
+def test_a_pipeline_begins_and_ends_with_cheap_micro_batches():
     cost_N = np.array([5.0, 1.0, 4.0, 2.0, 3.0])
     assert cost_N[order(cost_N, range(5))].tolist() == [1, 3, 5, 4, 2]
 
 
-def test_all_cost_on_one_replica_is_a_balance_of_its_share():
+def test_the_cost_balance_of_a_single_loaded_replica_is_its_share():
     packed = pack(sequences([20]), [1], PackingRule(32, num_replicas=4))
     assert packed.cost_balance(4) == pytest.approx(0.25)
 
 
-def test_samples_of_a_prompt_are_packed_together_where_that_is_cheaper_and_their_prompt_stands_there_once():
+def test_samples_of_a_prompt_are_packed_together_with_one_copy_of_the_prompt():
     prompts = [np.arange(10), np.arange(50, 60)]
     rows = [np.append(prompts[i % 2], np.full(2, 100 + i)) for i in range(8)]  # each group fills half of 96
     units = np.arange(8) % 2
     packed = pack(rows, [10] * 8, PackingRule(48, min_micro_batches=2), units)
     assert sorted(sorted(members.tolist()) for members in packed.members) == [[0, 2, 4, 6], [1, 3, 5, 7]]
     assert packed.cost_M.tolist() == [10 + 4 * 2] * 2
-    assert packed.unit == "sequence", "the rule asks for no more"
+    assert packed.unit == "sequence", "the rule sets no other unit"
     assert packed.shared_frac == 2 * 3 * 10 / 96
     apart = pack(rows, [10] * 8, PackingRule(24, min_micro_batches=2), units)
-    assert [len(members) for members in apart.members] == [2] * 4, "a group has no room, though its tokens would"
+    assert [len(members) for members in apart.members] == [2] * 4, "a whole group does not fit"
     assert (apart.num_tokens, apart.efficiency) == (96, 1.0)
 
 
-def test_only_schedules_in_rounds_ask_for_multiples_of_the_stages():
-    asked = {name: micro_batches_asked(name, 4) for name in ("1f1b", "fused", "interleaved_1f1b")}
-    assert asked == {"1f1b": (4, 1), "fused": (4, 1), "interleaved_1f1b": (4, 4)}
+def test_only_interleaved_schedules_require_multiples_of_the_stages():
+    required = {name: micro_batches_required(name, 4) for name in ("1f1b", "fused", "interleaved_1f1b")}
+    assert required == {"1f1b": (4, 1), "fused": (4, 1), "interleaved_1f1b": (4, 4)}
 
 
 # --- batch ----------------------------------------------------------------------------------------
@@ -167,7 +177,7 @@ def trajectory(spans, **changes) -> Trajectory:
 
 
 def of_lengths(*samples):
-    """Trajectories of (group, all tokens)."""
+    """Return trajectories of these (group, number of tokens)."""
     seen = {}
     rows = []
     for group, length in samples:
@@ -177,7 +187,7 @@ def of_lengths(*samples):
     return rows
 
 
-def test_lags_count_from_the_checkpoint_that_a_restart_resumed_from():
+def test_lags_count_from_the_checkpoint_at_which_a_restart_resumed():
     # incarnation 0 reached version 9, and incarnation 1 resumed from its checkpoint at version 6
     abandoned = trajectory([((0, 8), 0, 3)])
     crossing = trajectory([((0, 5), 0, 1), ((1, 7), 1, 3)], group_id=4)
@@ -195,7 +205,7 @@ def test_lags_count_from_the_checkpoint_that_a_restart_resumed_from():
     assert metrics["lag/wall_s"] == 3.0
 
 
-def test_a_part_of_a_batch_keeps_what_is_known_of_its_tokens_and_its_packing_rule():
+def test_a_part_of_a_batch_keeps_its_token_columns_and_packing_rule():
     rows = of_lengths((0, 5), (0, 6), (1, 4), (1, 9))
     rule = PackingRule(16, num_replicas=2, min_micro_batches=2)
     whole = StepBatch.build(to_batch(rows, "run"), 3, {0: 0}, rule)
@@ -212,7 +222,7 @@ def test_a_part_of_a_batch_keeps_what_is_known_of_its_tokens_and_its_packing_rul
 
 
 class Echo:
-    """A pipeline whose log-probability of a token is its negated id; remembers what it was given."""
+    """Pipeline whose log-probability of a token is its negated id; records the tokens of each pass."""
 
     modules = ()
 
@@ -234,7 +244,7 @@ def score(batch, *pipelines, teacher_of_prompt=b""):
     return reference_of(*pipelines, teacher_of_prompt=teacher_of_prompt).score(batch, on_device)
 
 
-def test_the_reference_scores_only_what_no_earlier_step_has_scored():
+def test_the_reference_scores_only_samples_without_stored_scores():
     rows = of_lengths((0, 5), (0, 6), (1, 4))
     rows = [
         replace(row, token_ids=np.arange(len(row.token_ids), dtype=np.int32) + 10 * i) for i, row in enumerate(rows)
@@ -253,13 +263,13 @@ def test_the_reference_scores_only_what_no_earlier_step_has_scored():
 
 
 class Shifted(Echo):
-    """The same, a thousand lower."""
+    """Echo with log-probabilities lower by a thousand."""
 
     def forward_only(self, batch):
         return super().forward_only(batch) - 1000
 
 
-def test_each_of_several_teachers_scores_the_samples_of_its_own_prompts():
+def test_each_teacher_scores_the_samples_of_its_own_prompts():
     rows = of_lengths((0, 5), (0, 6), (1, 4), (2, 3))
     rows = [
         replace(row, prompt_id=prompt, token_ids=np.arange(len(row.token_ids), dtype=np.int32) + 10 * i)
@@ -267,11 +277,11 @@ def test_each_of_several_teachers_scores_the_samples_of_its_own_prompts():
     ]
     rows[1] = replace(rows[1], reference_logprobs=np.full(4, -0.5, np.float32))
     math, code = Echo(), Shifted()
-    table = bytes([0, 0, 1])  # prompt 2 is of code
+    table = bytes([0, 0, 1])  # prompt 2 belongs to code
     reference_T, scores = score(
         StepBatch.build(to_batch(rows, "run"), 0, {0: 0}, PackingRule(8)), math, code, teacher_of_prompt=table
     )
-    assert (math.num_tokens, code.num_tokens) == ([3], [9]), "nobody scores what is not theirs"
+    assert (math.num_tokens, code.num_tokens) == ([3], [9]), "each teacher scores only its prompts"
     assert reference_T.tolist() == [-1002, -1003, -1004, -0.5, -0.5, -0.5, -0.5, -1022, -1023, -32]
     assert {i: values.tolist() for i, values in scores.items()} == {
         0: [-1002, -1003, -1004],
@@ -280,16 +290,16 @@ def test_each_of_several_teachers_scores_the_samples_of_its_own_prompts():
     }
 
 
-def test_scoring_packs_for_one_forward_pass_also_where_the_loss_compares_groups():
+def test_scoring_packs_for_one_forward_pass_even_if_the_loss_compares_groups():
     rows = [replace(row, token_ids=row.token_ids + i) for i, row in enumerate(of_lengths(*[(0, 3)] * 4, *[(1, 3)] * 2))]
     rule = PackingRule(12, min_micro_batches=2, unit="group", num_stages=2)
     batch = StepBatch.build(to_batch(rows, "run"), 0, {0: 0}, rule)
-    assert batch.packed.cost_M.tolist() == [6, 12], "longer, but one pass of two is saved"
+    assert batch.packed.cost_M.tolist() == [6, 12], "uneven, but one pass instead of two"
     assert batch.pack(np.arange(6)).cost_M.tolist() == [9, 9]
 
 
 class OffLoaded(Echo):
-    """Its weights come with a pass; counts how often."""
+    """Echo that fetches its weights for a pass and counts the fetches."""
 
     is_here, num_fetched = False, 0
 
@@ -305,7 +315,7 @@ class OffLoaded(Echo):
         self.is_here = False
 
 
-def test_off_loaded_references_come_one_at_a_time_and_are_gone_when_the_step_trains():
+def test_off_loaded_references_are_fetched_one_at_a_time_and_released_before_training():
     rows = [replace(row, prompt_id=prompt) for row, prompt in zip(of_lengths((0, 5), (1, 4)), (0, 1), strict=True)]
     one, other = OffLoaded(), OffLoaded()
     seen = []
@@ -315,17 +325,17 @@ def test_off_loaded_references_come_one_at_a_time_and_are_gone_when_the_step_tra
     )
     assert (one.num_fetched, other.num_fetched) == (1, 1)
     assert (one.is_here, other.is_here) == (False, False)
-    assert seen == [False], "there is room for one"
+    assert seen == [False], "memory suffices for one"
 
 
 class Third(Echo):
-    """The same, with a third of it, which float32 rounds."""
+    """Echo with a third of the log-probabilities, which float32 rounds."""
 
     def forward_only(self, batch):
         return super().forward_only(batch) / 3
 
 
-def test_a_step_that_is_taken_again_reads_the_scores_of_the_first_time_in_any_precision():
+def test_a_repeated_step_reads_the_stored_scores_in_any_precision():
     rows, rule = of_lengths((0, 5), (0, 6)), PackingRule(8)
     rows = [replace(row, token_ids=np.arange(len(row.token_ids), dtype=np.int32)) for row in rows]
     first_T, scores = score(StepBatch.build(to_batch(rows, "run"), 0, {0: 0}, rule), Third())
@@ -336,7 +346,7 @@ def test_a_step_that_is_taken_again_reads_the_scores_of_the_first_time_in_any_pr
     assert -1 / 3 not in again_T.tolist()
 
 
-def test_a_step_reports_how_old_and_how_often_used_its_samples_are():
+def test_a_step_reports_the_age_and_the_number_of_uses_of_its_samples():
     spans = [((0, 1), 0, 2), ((0, 4), 2, 6)]
     older = [trajectory(spans, group_id=4, sample_index=0), trajectory(spans, group_id=4, sample_index=1)]
     fresh = [trajectory([((0, 5), 0, 4)], group_id=2, sample_index=0)]
@@ -351,7 +361,7 @@ def test_a_step_reports_how_old_and_how_often_used_its_samples_are():
     assert replay_metrics(batch, {"uses": 0, "redone_uses": 0, "trained": 0})["buffer/uses_per_sample"] is None
 
 
-def test_a_step_reports_the_share_of_its_groups_whose_rewards_are_all_equal():
+def test_a_step_reports_the_fraction_of_groups_with_equal_rewards():
     spans, rewards = [((0, 3), 0, 4)], {1: (1.0, 1.0), 2: (0.0, 1.0), 3: (0.5,), 4: (0.0, 0.0, 0.0)}
     rows = [
         trajectory(spans, group_id=group, sample_index=index, reward=reward)
@@ -359,7 +369,7 @@ def test_a_step_reports_the_share_of_its_groups_whose_rewards_are_all_equal():
         for index, reward in enumerate(several)
     ]
     batch = StepBatch.build(to_batch(rows, "run"), 3, {0: 0}, RULE)
-    assert uninformative_frac(batch) == 2 / 4, "one sample alone is compared with nothing"
+    assert uninformative_frac(batch) == 2 / 4, "a single sample does not count"
     report = step_report(
         batch, StepResult(4, (Update(batch, UpdateResult(True, (1.0,), 1e-5, 1.0), {}),), {}), 1, 3,
         StepTimes(0.0, 1.0, 2.0), counts_of(Ledger(uninformative=6)), LengthFidelity(),
@@ -367,7 +377,7 @@ def test_a_step_reports_the_share_of_its_groups_whose_rewards_are_all_equal():
     assert (report["buffer/uninformative_frac"], report["buffer/uninformative"]) == (0.5, 6)
 
 
-def test_a_step_reports_what_each_of_several_reward_functions_gave():
+def test_a_step_reports_the_mean_of_each_of_several_reward_functions():
     one = [((0, 3), 0, 4)]
     parts = [{"exact": 1.0, "format": 0.5}, {"exact": None, "format": 0.1}, {"exact": 0.0}]
     batch = StepBatch.build(to_batch([trajectory(one, reward_parts=each) for each in parts], "run"), 3, {0: 0}, RULE)
@@ -378,17 +388,17 @@ def test_a_step_reports_what_each_of_several_reward_functions_gave():
     )  # fmt: skip
     assert report["reward/part/exact"] == 0.5
     alone = [trajectory(one, reward_parts={"exact": 1.0})]
-    assert part_metrics(StepBatch.build(to_batch(alone, "run"), 3, {0: 0}, RULE)) == {}, "reward/mean says it"
+    assert part_metrics(StepBatch.build(to_batch(alone, "run"), 3, {0: 0}, RULE)) == {}, "reward/mean is the same"
     many = [trajectory(one, reward_parts={f"f{number}": 1.0 for number in range(MAX_PARTS + 9)})]
     assert len(part_metrics(StepBatch.build(to_batch(many, "run"), 3, {0: 0}, RULE))) == MAX_PARTS
 
 
 def counts_of(ledger: Ledger) -> dict[str, int]:
-    """As the buffer tells them."""
+    """Return the counts as the buffer reports them."""
     return {**ledger.counts(), **ledger.failed_by_kind(), "quarantined": 0, "gap": 0}
 
 
-def test_a_step_reports_how_its_draw_was_packed_and_shared():
+def test_a_step_reports_the_packing_of_its_batch():
     rule = PackingRule(16, num_replicas=2, min_micro_batches=2)
     batch = StepBatch.build(to_batch(of_lengths((0, 12), (0, 10), (1, 14)), "run"), 3, {0: 0}, rule)
     taken = Update(batch, UpdateResult(True, (1.0,), 1e-5, 1.0), {})

@@ -1,4 +1,4 @@
-"""The pipeline: what it leaves in memory between passes, and what it says of a pass that failed."""
+"""The pipeline: memory held between passes, and errors of failed passes."""
 
 import gc
 import weakref
@@ -10,14 +10,14 @@ from unittest import mock
 import pytest
 import torch
 
-from algorithms.trajectory_balance import TrajectoryBalanceConfig
-from learner import pipeline as pipeline_file
-from learner.config import LearnerConfig
-from learner.mesh import Mesh
-from learner.model import DeviceBatch
-from learner.networks import Networks
-from learner.pipeline import OutOfMemory, Pipeline
-from tests.world.learner import alone, build, make_models, make_networks, make_rows, run_ranks
+from leeway.algorithms.trajectory_balance import TrajectoryBalanceConfig
+from leeway.learner import pipeline as pipeline_file
+from leeway.learner.config import LearnerConfig
+from leeway.learner.mesh import Mesh
+from leeway.learner.model import DeviceBatch
+from leeway.learner.networks import Networks
+from leeway.learner.pipeline import OutOfMemory, Pipeline
+from tests.world.learner import build, make_models, make_networks, make_rows, run_ranks, single_rank
 
 SCHEDULES = {
     "one chunk": LearnerConfig(schedule="1f1b"),
@@ -38,50 +38,50 @@ def models(tmp_path_factory):
 
 
 def one_rank(folder: Path, mesh: Mesh) -> None:
-    """What each of the two stages runs."""
+    """Run the checks on one of two stages."""
     for config in SCHEDULES.values():
         networks = make_networks(folder / "untied", config, TrajectoryBalanceConfig(), mesh)[0]
         on_device = networks.on_device(build(make_rows(0), min_micro_batches=2, multiple=2).packed)
-        check_what_is_left(networks, on_device)
-        check_that_large_buffers_are_given_up(networks, on_device)
+        check_no_outputs_left(networks, on_device)
+        check_large_buffers_are_freed(networks, on_device)
 
 
-def check_what_is_left(networks: Networks, on_device: DeviceBatch) -> None:
-    with noted_stages() as stages:
+def check_no_outputs_left(networks: Networks, on_device: DeviceBatch) -> None:
+    with recorded_stages() as stages:
         both_passes(networks, on_device)
         num_stages = len(stages)
         assert num_stages == 2 * len(networks.policy.modules)
         for stage in stages:
-            assert not stage().fwd_cache, "a forward-only schedule keeps all that it was given until it runs again"
+            assert not stage().fwd_cache, "a forward-only schedule frees its inputs"
             assert not stage().output_chunks
         both_passes(networks, on_device)
-        assert len(stages) == num_stages, "a schedule with small buffers is used again"
+        assert len(stages) == num_stages, "a schedule with small buffers is reused"
 
 
-def check_that_large_buffers_are_given_up(networks: Networks, on_device: DeviceBatch) -> None:
+def check_large_buffers_are_freed(networks: Networks, on_device: DeviceBatch) -> None:
     networks.policy.pipeline._schedules.clear()
     gc.collect()
-    gc.disable()  # the memory has to be free before the next pipeline's pass, not some time later
-    with noted_stages() as stages, mock.patch.object(pipeline_file, "KEPT_BYTES", 0):
+    gc.disable()  # the memory must be freed at once, before the pass of the next pipeline
+    with recorded_stages() as stages, mock.patch.object(pipeline_file, "KEPT_BYTES", 0):
         both_passes(networks, on_device)
         assert stages
-        assert all(stage() is None for stage in stages), "a schedule with large buffers is gone with its pass"
+        assert all(stage() is None for stage in stages), "a schedule with large buffers is freed after its pass"
         both_passes(networks, on_device)
     gc.enable()
 
 
 @contextmanager
-def noted_stages() -> Iterator[list[weakref.ref]]:
-    """Those of torch that pipelines build meanwhile, as long as something holds them."""
+def recorded_stages() -> Iterator[list[weakref.ref]]:
+    """Yield weak references to the torch stages that pipelines build in this context."""
     built: list[weakref.ref] = []
     make = Pipeline._stage
 
-    def make_and_note(*args, **kwargs):
+    def make_and_record(*args, **kwargs):
         stage = make(*args, **kwargs)
         built.append(weakref.ref(stage))
         return stage
 
-    with mock.patch.object(Pipeline, "_stage", make_and_note):
+    with mock.patch.object(Pipeline, "_stage", make_and_record):
         yield built
 
 
@@ -89,12 +89,12 @@ def both_passes(networks: Networks, on_device: DeviceBatch) -> None:
     forward = run(networks.policy.pipeline, on_device, train=False)
     trained = run(networks.policy.pipeline, on_device, train=True)
     if forward is not None:
-        assert torch.equal(forward, trained), "what was handed over is not given up"
+        assert torch.equal(forward, trained), "the outputs of the forward pass stay valid"
         assert float(forward.abs().sum()) > 0
 
 
 @pytest.mark.process
-def test_a_pass_leaves_no_outputs_behind_and_its_receive_buffers_only_while_they_are_small(models):
+def test_a_pass_keeps_no_outputs_and_only_small_receive_buffers(models):
     run_ranks("tests.unit.test_learner_pipeline", models, [(1, 2)])
 
 
@@ -103,7 +103,7 @@ def test_a_pass_leaves_no_outputs_behind_and_its_receive_buffers_only_while_they
 
 @pytest.fixture
 def networks(models):
-    with alone():
+    with single_rank():
         yield make_networks(models / "untied", LearnerConfig(), TrajectoryBalanceConfig())[0]
 
 
@@ -113,22 +113,22 @@ def on_device(networks):
 
 
 @pytest.mark.parametrize("train", [False, True], ids=["forward-only", "training"])
-def test_a_pass_without_memory_says_what_to_lower_in_one_line(networks, on_device, monkeypatch, train):
+def test_an_out_of_memory_error_names_the_keys_to_lower_in_one_line(networks, on_device, monkeypatch, train):
     fail_in_heads(monkeypatch, NO_MEMORY, backward=False)
     with pytest.raises(OutOfMemory, match=r"lower learner\.token_budget") as caught:
         run(networks.policy.pipeline, on_device, train=train)
-    said = str(caught.value)
-    assert len(said.splitlines()) == 1
-    assert "stage 0 has not the memory" in said
-    assert f"{on_device.packed.num_micro_batches} micro-batches of {on_device.packed.width} tokens" in said
-    assert ("learner.activation_checkpointing = true" in said) == train
-    assert said.endswith("Reported: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 1.00 GiB free.")
+    message = str(caught.value)
+    assert len(message.splitlines()) == 1
+    assert "stage 0 ran out of memory" in message
+    assert f"{on_device.packed.num_micro_batches} micro-batches of {on_device.packed.width} tokens" in message
+    assert ("learner.activation_checkpointing = true" in message) == train
+    assert message.endswith("Original error: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 1.00 GiB free.")
 
 
-def test_a_pass_that_checkpoints_activations_is_not_told_to(models, monkeypatch):
+def test_an_out_of_memory_error_does_not_suggest_active_checkpointing(models, monkeypatch):
     fail_in_heads(monkeypatch, NO_MEMORY, backward=True)
     config = LearnerConfig(schedule="1f1b", activation_checkpointing=True)
-    with alone():
+    with single_rank():
         networks = make_networks(models / "untied", config, TrajectoryBalanceConfig())[0]
         with pytest.raises(OutOfMemory, match="training pass") as caught:
             run(networks.policy.pipeline, networks.on_device(build(make_rows(0)).packed), train=True)
@@ -136,7 +136,7 @@ def test_a_pass_that_checkpoints_activations_is_not_told_to(models, monkeypatch)
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
-def test_an_error_in_a_chunk_comes_out_as_it_was_raised(networks, on_device, monkeypatch, backward):
+def test_an_error_in_a_chunk_is_raised_unchanged(networks, on_device, monkeypatch, backward):
     problem = ValueError("attention dropout would make the passes differ")
     fail_in_heads(monkeypatch, problem, backward=backward)
     with pytest.raises(ValueError, match="attention dropout") as caught:
@@ -144,7 +144,7 @@ def test_an_error_in_a_chunk_comes_out_as_it_was_raised(networks, on_device, mon
     assert caught.value is problem
 
 
-def test_an_error_beside_the_chunks_comes_out_as_it_was_raised(networks, on_device):
+def test_an_error_in_the_loss_is_raised_unchanged(networks, on_device):
     problem = RuntimeError("the loss failed to run")
 
     def coefficients(micro_batch, outputs):
@@ -162,7 +162,7 @@ def run(pipeline, on_device, *, train):
 
 
 def fail_in_heads(monkeypatch, problem, *, backward):
-    """Fake heads that fail, in the forward or in the backward pass."""
+    """Make the heads fail in the forward or in the backward pass."""
 
     class Failing(torch.autograd.Function):
         @staticmethod

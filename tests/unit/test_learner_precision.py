@@ -1,4 +1,4 @@
-"""Compute in bfloat16: roundings of float32 masters, what reaches a product, and what stays float32."""
+"""Compute in bfloat16: rounded copies of float32 masters, inputs of products, and tensors that stay float32."""
 
 import functools
 from dataclasses import replace
@@ -10,18 +10,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
-from algorithms.off_policy_ppo import OffPolicyPPOConfig
-from algorithms.trajectory_balance import TrajectoryBalanceConfig
-from common.hf_folder import HEAD
-from learner.batch import Leaves
-from learner.config import LearnerConfig
-from learner.mesh import MeshPlace
-from learner.model import EMBEDDING, load_stage
-from learner.networks import load_chunks
-from learner.products import embed, round_parameters
-from learner.step import TrainStep
+from leeway.algorithms.off_policy_ppo import OffPolicyPPOConfig
+from leeway.algorithms.trajectory_balance import TrajectoryBalanceConfig
+from leeway.common.hf_folder import HEAD
+from leeway.learner.batch import Leaves
+from leeway.learner.config import LearnerConfig
+from leeway.learner.mesh import MeshPlace
+from leeway.learner.model import EMBEDDING, load_stage
+from leeway.learner.networks import load_chunks
+from leeway.learner.products import embed, round_parameters
+from leeway.learner.step import TrainStep
 from tests.unit.small_models import CPU, LOCAL, VOCABULARY, Model, load, packed_batch, run
-from tests.world.learner import SEED, alone, build, make_models, make_networks, make_rows
+from tests.world.learner import SEED, build, make_models, make_networks, make_rows, single_rank
 
 BF16 = torch.bfloat16
 BALANCE = TrajectoryBalanceConfig()
@@ -38,7 +38,7 @@ CASTS = {"_to_copy", "copy_", "clone"}
 
 
 class Watch(TorchDispatchMode):
-    """Notes what is multiplied, and which weights are cast or copied."""
+    """Record the dtypes of products, and the weights that are cast or copied."""
 
     def __init__(self, weights):
         super().__init__()
@@ -64,31 +64,31 @@ def rounded_stages(folder, total=2, **options):
 
 
 def in_bf16(model, folder):
-    """A checkpoint whose weights are values of bfloat16, as published ones are."""
+    """Save a checkpoint with bfloat16 weights, as in published checkpoints."""
     AutoModelForCausalLM.from_pretrained(model.save(folder), dtype=BF16).save_pretrained(folder)
     return folder
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
 @pytest.mark.parametrize("model", FAMILIES, ids=lambda model: model.name)
-def test_no_weight_is_cast_for_a_micro_batch_and_every_product_is_of_bfloat16(tmp_path, model, checkpointing):
+def test_no_weight_is_cast_per_micro_batch_and_every_product_is_in_bfloat16(tmp_path, model, checkpointing):
     stages = rounded_stages(model.save(tmp_path), activation_checkpointing=checkpointing)
     for stage in stages:
         stage.rule = replace(stage.rule, chunk_mib=7 * VOCABULARY * 4 / 2**20)
     named = [each for stage in stages for each in (*stage.named_parameters(), *stage.masters.items())]
-    # a norm's are a few kB, and Gemma's own code widens them
+    # weights of norms have a few kB, and the code of Gemma casts them to float32
     with Watch(weight for name, weight in named if not name.endswith("norm.weight")) as seen:
         run(stages, packed_batch()).sum().backward()
     assert len(seen.products) > 3 * 7 * 3
     wide = {(name, *sorted(map(str, dtypes))) for name, dtypes in seen.products if dtypes - {BF16}}
     if model.changes.get("attn_logit_softcapping"):
-        wide = {each for each in wide if each[0] != "bmm"}  # scores in full, in float32
+        wide = {each for each in wide if each[0] != "bmm"}  # full scores are computed in float32
     assert not wide
     assert seen.casts == []
 
 
 @pytest.mark.parametrize("model", FAMILIES, ids=lambda model: model.name)
-def test_log_probabilities_and_gradients_are_those_of_float64_within_what_bfloat16_resolves(tmp_path, model):
+def test_log_probabilities_and_gradients_match_float64_within_bfloat16_precision(tmp_path, model):
     folder = in_bf16(model, tmp_path)
     exact = load(folder)
     expected = run([exact], packed_batch())
@@ -109,7 +109,7 @@ def test_log_probabilities_and_gradients_are_those_of_float64_within_what_bfloat
         assert float(error) < 0.12, name
 
 
-def note_dtypes(seen, _module, inputs, output):
+def record_dtypes(seen, _module, inputs, output):
     seen |= {inputs[0].dtype, output.dtype}
 
 
@@ -117,7 +117,7 @@ def test_hidden_states_are_float32(tmp_path):
     folder = Model("llama", False).save(tmp_path)
     first, _ = stages = rounded_stages(folder)
     seen = set()
-    note = functools.partial(note_dtypes, seen)
+    note = functools.partial(record_dtypes, seen)
     for stage in stages:
         for layer in stage.model.layers.values():
             layer.register_forward_hook(note)
@@ -126,7 +126,7 @@ def test_hidden_states_are_float32(tmp_path):
     assert load(folder).states_dtype == torch.float64
 
 
-def test_norms_divide_in_float32_and_give_what_products_read_once(tmp_path):
+def test_norms_divide_in_float32_and_round_their_output_once(tmp_path):
     (stage,) = rounded_stages(Model("llama", False).save(tmp_path), total=1)
     layer = stage.model.layers["0"]
     states = torch.randn(1, 5, 24)
@@ -137,12 +137,12 @@ def test_norms_divide_in_float32_and_give_what_products_read_once(tmp_path):
     torch.testing.assert_close(
         found.double(), exact * layer.input_layernorm.weight.double(), rtol=2**-8, atol=0, check_dtype=False
     )
-    assert stage.model.norm(states).dtype == torch.float32, "what the heads read is not rounded twice"
+    assert stage.model.norm(states).dtype == torch.float32, "the input of the heads is not rounded twice"
 
 
-def test_gradients_of_micro_batches_and_of_a_frequent_token_are_summed_in_float32():
+def test_embedding_gradients_are_summed_in_float32():
     embedding = torch.nn.Embedding(8, 4, padding_idx=3)
-    masters = round_parameters(embedding, but=lambda _: False)
+    masters = round_parameters(embedding, exclude=lambda _: False)
     assert list(masters) == ["weight"]
     tokens = torch.tensor([[1] * 3000 + [2, 3]])
     for _ in range(2):
@@ -150,10 +150,10 @@ def test_gradients_of_micro_batches_and_of_a_frequent_token_are_summed_in_float3
         (states * 1.01).sum().backward()
     gradient = embedding.weight.grad
     torch.testing.assert_close(gradient[1], torch.full((4,), 6060.0), rtol=1e-5, atol=0)
-    assert not gradient[3].any(), "the row of padding does not learn"
+    assert not gradient[3].any(), "the padding row has no gradient"
     plain = torch.nn.Embedding(8, 4, dtype=BF16)
     (plain(tokens) * 1.01).sum().backward()
-    assert float((plain.weight.grad[1] - 3030).abs().max()) > 100, "torch's own sum would stand still"
+    assert float((plain.weight.grad[1] - 3030).abs().max()) > 100, "the bfloat16 sum of torch saturates"
 
 
 # --- masters ----------------------------------------------------------------------------------------
@@ -161,9 +161,9 @@ def test_gradients_of_micro_batches_and_of_a_frequent_token_are_summed_in_float3
 
 @pytest.fixture
 def networks_of(tmp_path):
-    """A function that makes the networks of one process in a precision."""
+    """Return a function that builds the networks of one process in a precision."""
     make_models(tmp_path)
-    with alone():
+    with single_rank():
         yield lambda kind="tied", algorithm=BALANCE, precision="bfloat16", **config: make_networks(
             tmp_path / kind, LearnerConfig(**{"learning_rate": 1e-2, **config}), algorithm, precision=precision
         )
@@ -177,7 +177,7 @@ def step(networks, seed=0):
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
-def test_gradients_of_matrices_are_added_in_place_and_are_those_that_autograd_makes(tmp_path, checkpointing):
+def test_gradients_of_matrices_added_in_place_equal_those_of_autograd(tmp_path, checkpointing):
     folder, handed, gradients = in_bf16(Model("qwen2", True), tmp_path), {}, {}
     for splits in (False, True):
         stage = load(folder, dtype=torch.float32, activation_checkpointing=checkpointing)
@@ -193,19 +193,19 @@ def test_gradients_of_matrices_are_added_in_place_and_are_those_that_autograd_ma
     of_matrices = {name for name, each in gradients[True].items() if each.ndim == 2}
     assert handed[True] - handed[False] == of_matrices
     assert not handed[False] & of_matrices
-    for name, wanted in gradients[True].items():
+    for name, reference in gradients[True].items():
         found = gradients[False][name]
         assert found.dtype == torch.float32
-        # a bias's is a sum over tokens, which autograd rounds to bfloat16
+        # the gradient of a bias is a sum over tokens, which autograd rounds to bfloat16
         within = 1e-5 if name in of_matrices else 0.1
-        assert float((found - wanted).norm()) <= within * float(wanted.norm()), name
+        assert float((found - reference).norm()) <= within * float(reference.norm()), name
 
 
 @pytest.mark.parametrize(
     ("schedule", "num_stages", "adds", "kept_mib"),
     [("1f1b", 2, True, 64), ("zero_bubble", 2, False, 32), ("zero_bubble", 1, True, 64)],
 )
-def test_what_a_schedule_holds_at_once_and_takes_apart_decides_what_the_head_keeps_and_who_adds(
+def test_the_schedule_sets_the_kept_size_of_the_head_and_in_place_addition(
     schedule, num_stages, adds, kept_mib, tmp_path
 ):
     make_models(tmp_path)
@@ -216,7 +216,7 @@ def test_what_a_schedule_holds_at_once_and_takes_apart_decides_what_the_head_kee
 
 
 @pytest.mark.parametrize("kind", ["tied", "untied"])
-def test_what_is_computed_with_and_published_is_the_rounding_of_what_is_trained_and_exported(networks_of, kind):
+def test_computed_and_published_weights_are_the_rounded_trained_and_exported_ones(networks_of, kind):
     networks, _ = networks_of(kind)
     (module,) = networks.policy.modules
     for number in range(2):
@@ -240,7 +240,7 @@ def test_what_is_computed_with_and_published_is_the_rounding_of_what_is_trained_
     assert (module.lm_head.weight is module.model.embed_tokens.weight) == (kind == "tied")
 
 
-def test_updates_too_small_for_bfloat16_add_up_in_the_masters(networks_of):
+def test_updates_too_small_for_bfloat16_accumulate_in_the_masters(networks_of):
     networks, _ = networks_of(learning_rate=1e-5)
     (module,) = networks.policy.modules
     start = {name: weight.detach().clone() for name, weight in networks.policy.named_weights()}
@@ -255,7 +255,7 @@ def test_updates_too_small_for_bfloat16_add_up_in_the_masters(networks_of):
     assert num_moved[1] < 0.1 * num_parameters
 
 
-def test_without_bfloat16_modules_hold_what_is_trained_and_nothing_twice(networks_of):
+def test_modules_in_other_precisions_hold_the_trained_weights_without_copies(networks_of):
     for precision, dtype in (("float32", torch.float32), ("float64", torch.float64)):
         networks, reference = networks_of(precision=precision)
         (module,) = networks.policy.modules
@@ -268,7 +268,7 @@ def test_without_bfloat16_modules_hold_what_is_trained_and_nothing_twice(network
         assert {p.dtype for each in reference.pipelines[0].modules for p in each.parameters()} == {dtype}
 
 
-def test_a_reference_in_bfloat16_scores_as_the_policy_of_the_start_and_has_no_float32_copy(networks_of):
+def test_a_bfloat16_reference_scores_like_the_initial_policy_without_a_float32_copy(networks_of):
     networks, reference = networks_of("untied")
     (module,) = reference.pipelines[0].modules
     assert {(p.dtype, p.requires_grad) for p in module.parameters()} == {(BF16, False)}
@@ -302,7 +302,7 @@ def test_value_heads_stay_float32_and_learn(networks_of):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("norm_times", [0.3, 0.9999999, 1.0000001, 17.3])
-def test_clipping_changes_no_bit_of_what_torch_makes_of_a_float64_norm(networks_of, dtype, norm_times, monkeypatch):
+def test_clipping_equals_torch_with_a_float64_norm_bit_for_bit(networks_of, dtype, norm_times, monkeypatch):
     networks, _ = networks_of(precision=str(dtype).removeprefix("torch."))
     (optimizer,) = networks.optimizers
     bound = optimizer._config.max_grad_norm
@@ -319,10 +319,10 @@ def test_clipping_changes_no_bit_of_what_torch_makes_of_a_float64_norm(networks_
     optimizer.apply(norm, 1e-3)
     for copy, parameter in zip(copies, parameters, strict=True):
         assert torch.equal(copy.grad, parameter.grad)
-    assert len(multiplied) == (norm_times > 0.99), "below the bound nothing is multiplied"
+    assert len(multiplied) == (norm_times > 0.99), "gradients below the bound are not multiplied"
 
 
-def test_a_loaded_stage_is_rounded_once_and_from_any_checkpoint(tmp_path):
+def test_a_loaded_stage_keeps_float32_masters_for_any_checkpoint_dtype(tmp_path):
     folder = Model("llama", True).save(tmp_path)  # float64
     stage = load_stage(folder, 0, 1, temperature=1.0, device=CPU, heads="token_and_value")
     stage.compute_in_bfloat16()

@@ -1,4 +1,4 @@
-"""Several updates per draw: how it is divided, what versions, lags and rates they have, and when they are taken."""
+"""Several updates per step: minibatches, versions, lags, learning rates, and skipped updates."""
 
 from dataclasses import replace
 from itertools import accumulate
@@ -9,26 +9,26 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from algorithms.distillation import DistillationConfig
-from algorithms.off_policy_ppo import OffPolicyPPOConfig
-from algorithms.online_dpo import OnlineDPOConfig
-from algorithms.trajectory_balance import TrajectoryBalanceConfig
-from learner import step as step_file
-from learner.batch import Leaves
-from learner.config import LearnerConfig
-from learner.mesh import Mesh
-from learner.optimizer import learning_rate
-from learner.report import lag_metrics
-from learner.step import TrainStep, counted, minibatches
+from leeway.algorithms.distillation import DistillationConfig
+from leeway.algorithms.off_policy_ppo import OffPolicyPPOConfig
+from leeway.algorithms.online_dpo import OnlineDPOConfig
+from leeway.algorithms.trajectory_balance import TrajectoryBalanceConfig
+from leeway.learner import step as step_file
+from leeway.learner.batch import Leaves
+from leeway.learner.config import LearnerConfig
+from leeway.learner.mesh import Mesh
+from leeway.learner.optimizer import learning_rate
+from leeway.learner.report import lag_metrics
+from leeway.learner.step import TrainStep, counted, minibatches
 from tests.world.learner import (
     SEED,
-    NoReading,
-    alone,
+    NoDeviceReads,
     build,
     make_models,
     make_networks,
     make_rows,
     run_ranks,
+    single_rank,
     weights_of,
 )
 
@@ -38,9 +38,9 @@ MODEL = OffPolicyPPOConfig(baseline="critic")
 
 @pytest.fixture
 def train_step(tmp_path):
-    """A function that makes the step of one process, and gives it with what it trains."""
+    """Return a function that builds the step of one process and returns it with its networks."""
     make_models(tmp_path)
-    with alone():
+    with single_rank():
 
         def make(algorithm, *, one_pass=True, precision="float64", **config):
             config = LearnerConfig(**{"learning_rate": 1e-2, **config})
@@ -54,7 +54,7 @@ def train_step(tmp_path):
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=60), st.integers(1, 6), st.integers(1, 4), st.integers(0, 5))
-def test_every_epoch_divides_the_draw_into_minibatches_of_whole_groups(units, num_minibatches, num_epochs, seed):
+def test_every_epoch_divides_the_batch_into_minibatches_of_whole_groups(units, num_minibatches, num_epochs, seed):
     unit_B = np.array(units)
     plan = minibatches(unit_B, num_minibatches, num_epochs, (seed, 3))
     num_parts = min(num_minibatches, len(set(units)))
@@ -65,7 +65,7 @@ def test_every_epoch_divides_the_draw_into_minibatches_of_whole_groups(units, nu
         assert sorted(np.concatenate(parts).tolist()) == list(range(len(units)))
         assert len({unit for part in parts for unit in set(unit_B[part].tolist())}) == sum(
             len(set(unit_B[part].tolist())) for part in parts
-        ), "a unit in two minibatches"
+        ), "a unit is in two minibatches"
         sizes = [len(part) for part in parts]
         assert min(sizes) > 0
         assert max(sizes) - min(sizes) <= largest
@@ -73,14 +73,14 @@ def test_every_epoch_divides_the_draw_into_minibatches_of_whole_groups(units, nu
     assert all(np.array_equal(one, other) for one, other in zip(plan, again, strict=True))
 
 
-def test_the_order_of_minibatches_changes_with_run_step_and_epoch():
+def test_the_order_of_minibatches_depends_on_run_step_and_epoch():
     unit_B = np.arange(32)
     plans = [minibatches(unit_B, 4, 2, seed) for seed in [(0, 0), (0, 1), (1, 0)]]
     firsts = {tuple(plan[epoch * 4].tolist()) for plan in plans for epoch in (0, 1)}
     assert len(firsts) == 6
 
 
-def test_a_part_of_a_draw_holds_the_same_samples_with_the_lag_of_its_own_version():
+def test_a_part_of_a_batch_holds_its_samples_with_the_lag_of_its_version():
     rows = make_rows(0)
     batch = build(rows, version=3)
     sequences = np.flatnonzero(np.isin(batch.group_B, [1, 3]))
@@ -96,13 +96,13 @@ def test_a_part_of_a_draw_holds_the_same_samples_with_the_lag_of_its_own_version
     np.testing.assert_array_equal(sequences[part.sequence_T], batch.sequence_T[where_T])
 
 
-def test_minibatches_keep_groups_whole_or_prompts_where_prompts_are_compared(train_step):
+def test_minibatches_keep_groups_whole_or_prompts_if_the_loss_compares_prompts(train_step):
     batch = build(make_rows(0, num_groups=6, num_prompts=3))
     for compare, num_updates in (("group", 4), ("prompt", 3)):
         step, _ = train_step(OnlineDPOConfig(compare=compare), num_minibatches=4)
         result = step.run(batch, 0)
         seen = [set(update.batch.prompt_B.tolist()) for update in result.updates]
-        # three prompts make no more than three updates
+        # three prompts give at most three updates
         assert len(seen) == num_updates
         assert (sum(map(len, seen)) == 3) == (compare == "prompt")
 
@@ -111,7 +111,7 @@ def test_minibatches_keep_groups_whole_or_prompts_where_prompts_are_compared(tra
 
 
 @pytest.mark.parametrize("algorithm", [TrajectoryBalanceConfig(), HEAD, MODEL], ids=["balance", "head", "model"])
-def test_the_gradient_of_an_update_is_the_same_however_it_is_split_into_micro_batches(train_step, algorithm):
+def test_the_gradient_of_an_update_does_not_depend_on_its_micro_batches(train_step, algorithm):
     _, networks = train_step(algorithm)
     gradients = []
     for token_budget, least in ((4096, 1), (64, 1), (30, 1), (4096, 7)):
@@ -120,7 +120,7 @@ def test_the_gradient_of_an_update_is_the_same_however_it_is_split_into_micro_ba
         leaves = networks.forward_only(on_device)
         for network in networks.all:
             if network.modules[-1].heads != "token":
-                # a critic that knows something, so that its gradient reaches the layers
+                # a value head of nonzero weights, so that its gradient reaches the layers
                 torch.nn.init.constant_(network.modules[-1].value_head.weight, 0.1)
         coefficients_T = torch.linspace(-1, 2, len(leaves.logprobs_T), dtype=torch.float64)
         networks.train(on_device, Leaves(coefficients_T, None if leaves.values_T is None else coefficients_T.flip(0)))
@@ -139,18 +139,18 @@ def test_the_gradient_of_an_update_is_the_same_however_it_is_split_into_micro_ba
 @pytest.mark.parametrize(
     ("config", "algorithm", "num_passes"),
     [
-        ({"num_epochs": 2, "one_pass": False}, OffPolicyPPOConfig(), 2),  # one for the draw, one for its second epoch
+        ({"num_epochs": 2, "one_pass": False}, OffPolicyPPOConfig(), 2),  # one for the batch, one for its second epoch
         ({"num_epochs": 2}, OffPolicyPPOConfig(), 1),
         ({}, OffPolicyPPOConfig(), 0),
         ({}, OffPolicyPPOConfig(kl_beta=0.1), 1),  # the KL is in the reward, and so in the group's baseline
         ({}, TrajectoryBalanceConfig(), 1),
-        # what is not read of the draw's start is not computed
+        # unread values of the start of the step are not computed
         ({"num_minibatches": 2}, TrajectoryBalanceConfig(), 2),
         ({"num_epochs": 2}, OffPolicyPPOConfig(proximal="interpolated"), 0),
         ({"num_epochs": 2}, DistillationConfig(), 0),
     ],
 )
-def test_forward_only_passes_are_taken_where_a_loss_needs_them_and_the_first_ratio_is_exactly_one(
+def test_forward_only_passes_run_only_if_needed_and_the_first_ratio_is_exactly_one(
     train_step, config, algorithm, num_passes
 ):
     step, networks = train_step(algorithm, **config)
@@ -165,42 +165,40 @@ def test_forward_only_passes_are_taken_where_a_loss_needs_them_and_the_first_rat
     assert result.updates[0].metrics["off_policy/clip_frac_low"] == 0.0
 
 
-def test_no_pass_copies_from_the_host_once_its_batch_is_on_the_device(train_step, monkeypatch):
+def test_no_pass_copies_from_the_host_after_its_batch_is_on_the_device(train_step, monkeypatch):
     _, networks = train_step(OffPolicyPPOConfig())
     on_device = networks.on_device(build(make_rows(0)).packed)
     assert on_device.packed.num_micro_batches > 1
-    assert all(layout.grids for layout in on_device.layouts)  # made on a CPU alone, at the first use
+    assert all(layout.grids for layout in on_device.layouts)  # built on a CPU only, at the first use
     buckets = [each for layout in on_device.layouts for each in layout.grids.buckets]
-    assert any(each.queries.shape != each.keys.shape for each in buckets), (
-        "a shared prompt asks once, here and in splits"
-    )
-    monkeypatch.setattr(torch, "from_numpy", lambda _: pytest.fail("such a copy waits for the whole queue of a GPU"))
+    assert any(each.queries.shape != each.keys.shape for each in buckets), "a shared prompt is queried once"
+    monkeypatch.setattr(torch, "from_numpy", lambda _: pytest.fail("such a copy waits for all queued GPU work"))
     leaves = networks.forward_only(on_device)
     networks.train(on_device, Leaves(torch.ones_like(leaves.logprobs_T)))
-    asked = []
-    found_T = networks.train_in_one_pass(on_device, lambda where, logprobs: asked.append(where) or logprobs)
-    assert torch.equal(torch.cat(asked).sort()[0], torch.arange(len(found_T)))
+    indices = []
+    found_T = networks.train_in_one_pass(on_device, lambda where, logprobs: indices.append(where) or logprobs)
+    assert torch.equal(torch.cat(indices).sort()[0], torch.arange(len(found_T)))
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_a_step_in_one_pass_reads_nothing_back_from_the_device_until_the_pass_is_over(train_step, precision):
+def test_a_one_pass_step_reads_nothing_from_the_device_before_the_pass_ends(train_step, precision):
     step, networks = train_step(OffPolicyPPOConfig(corrections=("token_tis",)), precision=precision)
     passes, train = [], networks.train_in_one_pass
-    step.run(build(make_rows(0)), 0)  # stages meet when a schedule is made
+    step.run(build(make_rows(0)), 0)  # stages communicate when a schedule is built
 
     def watched(batch, gradient):
-        with NoReading():
+        with NoDeviceReads():
             passes.append(train(batch, gradient))
         return passes[-1]
 
     networks.train_in_one_pass = watched
     assert not step.run(build(make_rows(0)), 1).skipped
     assert len(passes) == 1
-    with pytest.raises(AssertionError, match="waits for the device"), NoReading():
+    with pytest.raises(AssertionError, match="waits for the device"), NoDeviceReads():
         passes[0].sum().item()
 
 
-def test_a_batch_that_would_have_its_loss_evaluated_too_often_takes_two_passes(train_step, monkeypatch):
+def test_a_batch_with_too_many_loss_evaluations_takes_two_passes(train_step, monkeypatch):
     step, networks = train_step(OffPolicyPPOConfig())
     batch = build(make_rows(0))
     evaluated = batch.packed.num_micro_batches * len(batch.sequence_T)
@@ -208,7 +206,7 @@ def test_a_batch_that_would_have_its_loss_evaluated_too_often_takes_two_passes(t
 
 
 def passes_of(step, networks, batch, most_evaluated, monkeypatch) -> int:
-    """Forward-only passes of a step."""
+    """Count the forward-only passes of a step."""
     passes, forward = [], networks.forward_only
     monkeypatch.setattr(step_file, "MOST_EVALUATED", most_evaluated)
     monkeypatch.setattr(networks, "forward_only", lambda batch: passes.append(1) or forward(batch))
@@ -220,7 +218,7 @@ def passes_of(step, networks, batch, most_evaluated, monkeypatch) -> int:
 # --- versions, lags, rates ------------------------------------------------------------------------
 
 
-def test_each_update_is_a_version_and_its_lag_counts_from_there(train_step):
+def test_each_update_is_a_version_and_its_lag_counts_from_that_version(train_step):
     step, _ = train_step(OffPolicyPPOConfig(), num_minibatches=2, num_epochs=2)
     between = []
     batch = build(make_rows(0), version=7)
@@ -237,11 +235,11 @@ def test_each_update_is_a_version_and_its_lag_counts_from_there(train_step):
 
 
 def rates(config, updates, last=0.0):
-    """Learning rates of some updates in a row."""
+    """Return the learning rates of consecutive updates."""
     return list(accumulate(updates, lambda rate, update: learning_rate(config, update, rate), initial=last))[1:]
 
 
-def test_the_learning_rate_warms_up_and_decays_to_nothing():
+def test_the_learning_rate_warms_up_and_decays_to_zero():
     config = LearnerConfig(learning_rate=1.0, warmup_steps=2, num_steps=6, lr_schedule="linear")
     assert rates(config, range(7)) == [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]
     cosine = config.model_copy(update={"lr_schedule": "cosine"})
@@ -254,7 +252,7 @@ def test_the_learning_rate_follows_updates_and_ends_with_the_last_step():
     assert rates(config, range(7)) == [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]
 
 
-def test_a_run_that_gets_more_steps_enters_the_longer_schedule_as_it_warmed_up():
+def test_a_run_with_more_steps_enters_the_longer_schedule_at_the_warm_up_pace():
     config = LearnerConfig(learning_rate=1.0, warmup_steps=4, num_steps=12, lr_schedule="linear")
     *_, last = rates(config, range(12))
     assert last == 0.125
@@ -263,20 +261,20 @@ def test_a_run_that_gets_more_steps_enters_the_longer_schedule_as_it_warmed_up()
 
 
 @pytest.mark.parametrize("one_pass", [True, False])
-def test_beta_goes_to_its_end_over_the_updates_of_the_run(train_step, one_pass):
+def test_beta_reaches_its_final_value_over_the_updates_of_the_run(train_step, one_pass):
     algorithm = TrajectoryBalanceConfig(beta=1.0, beta_final=0.5, corrections=[])
     step, _ = train_step(algorithm, one_pass=one_pass, num_steps=2, num_epochs=2, learning_rate=1e-9)
     betas, norms = [], []
     for number in range(3):
-        # one update of each step before was not taken
+        # one update of each previous step was skipped
         updates = step.run(build(make_rows(0), version=number), number).updates
         betas += [update.metrics["tb/beta"] for update in updates]
         norms.append(updates[0].result.grad_norms[0])
     assert betas == [1.0, 0.875, 0.75, 0.625, 0.5, 0.5]
-    assert norms[0] < norms[1] < norms[2], "the gradient is of 1 / beta"
+    assert norms[0] < norms[1] < norms[2], "the gradient scales with 1 / beta"
 
 
-def test_figures_of_a_step_are_means_over_its_updates_by_completion_tokens(train_step):
+def test_metrics_of_a_step_are_means_over_its_updates_by_completion_tokens(train_step):
     step, _ = train_step(OffPolicyPPOConfig(), num_minibatches=3)
     result = step.run(build(make_rows(0)), 0)
     weights = [len(update.batch.sequence_T) for update in result.updates]
@@ -286,7 +284,7 @@ def test_figures_of_a_step_are_means_over_its_updates_by_completion_tokens(train
     assert result.metrics["grad_norm"] == pytest.approx(np.average(norms, weights=weights), rel=1e-12)
 
 
-def test_the_distance_of_a_draw_is_that_of_its_start_whatever_its_updates(train_step):
+def test_the_off_policy_metrics_of_a_step_refer_to_its_start(train_step):
     algorithm = OffPolicyPPOConfig(corrections=("icepop",))
     one, several = (
         train_step(algorithm, num_minibatches=number, num_epochs=number)[0].run(build(make_rows(0)), 0).metrics
@@ -299,7 +297,7 @@ def test_the_distance_of_a_draw_is_that_of_its_start_whatever_its_updates(train_
         assert several[name] == pytest.approx(one[name], rel=1e-9), name
 
 
-def test_where_no_loss_reads_the_start_of_a_draw_its_distance_is_that_of_what_the_first_update_trained(train_step):
+def test_the_mismatch_covers_the_first_update_if_no_loss_reads_the_start_of_the_step(train_step):
     step, networks = train_step(DistillationConfig(), num_minibatches=2)
     batch = build(make_rows(0))
     whole = networks.forward_only(networks.on_device(batch.packed)).logprobs_T
@@ -312,7 +310,7 @@ def test_where_no_loss_reads_the_start_of_a_draw_its_distance_is_that_of_what_th
     assert result.metrics["mismatch/k1"] == pytest.approx(-float(log_rho_T.mean()), rel=1e-9)
 
 
-# --- updates that are not taken -------------------------------------------------------------------
+# --- skipped updates ------------------------------------------------------------------------------
 
 
 def poison(networks, num_calls_before: int, network="policy") -> None:
@@ -327,7 +325,7 @@ def poison(networks, num_calls_before: int, network="policy") -> None:
     parameter.register_hook(hook)
 
 
-def test_a_non_finite_update_is_left_out_and_the_others_of_its_step_are_taken(train_step):
+def test_a_non_finite_update_is_skipped_and_the_others_of_its_step_are_taken(train_step):
     step, networks = train_step(OffPolicyPPOConfig(), num_minibatches=4)
     batch = build(make_rows(0), 0, 4096)  # one micro-batch per update, so one hook call
     poison(networks, num_calls_before=1)
@@ -340,7 +338,7 @@ def test_a_non_finite_update_is_left_out_and_the_others_of_its_step_are_taken(tr
 
 
 def with_infinite_losses(step: TrainStep) -> list[int]:
-    """Make losses infinite, and not their gradients, until the list that is returned is empty."""
+    """Make losses infinite, but not their gradients, until the returned list is empty."""
     loss, left = step._loss, [1]
 
     def made_infinite(inputs):
@@ -352,7 +350,7 @@ def with_infinite_losses(step: TrainStep) -> list[int]:
 
 
 @pytest.mark.parametrize("one_pass", [True, False])
-def test_an_update_whose_loss_alone_is_not_finite_is_left_out(train_step, one_pass):
+def test_an_update_with_a_non_finite_loss_and_finite_gradients_is_skipped(train_step, one_pass):
     algorithm = OffPolicyPPOConfig(proximal="behaviour")
     step, networks = train_step(algorithm, one_pass=one_pass, num_minibatches=2)
     left, before, weights = with_infinite_losses(step), weights_of(networks), []
@@ -369,7 +367,7 @@ def test_an_update_whose_loss_alone_is_not_finite_is_left_out(train_step, one_pa
 
 
 @pytest.mark.parametrize("network", ["policy", "critic"])
-def test_policy_and_critic_are_updated_together_or_not_at_all(train_step, network):
+def test_policy_and_critic_are_updated_together(train_step, network):
     step, networks = train_step(MODEL)
     before = weights_of(networks)
     poison(networks, 0, network)
@@ -382,7 +380,7 @@ def test_policy_and_critic_are_updated_together_or_not_at_all(train_step, networ
 
 
 def one_rank(folder, mesh: Mesh) -> None:
-    """What each process of the next test runs: a stage sees a NaN in the first of two updates, or an infinite loss."""
+    """Run on each process of the next test: a stage has a NaN in the first of two updates, or an infinite loss."""
     algorithm, config = OffPolicyPPOConfig(), LearnerConfig(num_minibatches=2, learning_rate=1e-2)
     place = mesh.place
     for bad_rank in (*range(place.num_ranks), None):
@@ -398,11 +396,11 @@ def one_rank(folder, mesh: Mesh) -> None:
         after = weights_of(networks)
         assert all(torch.isfinite(weight).all() for weight in after.values())
         assert not all(torch.equal(after[name], before[name]) for name in before), "the second update is taken"
-        # what the non-finite update would have left in the moments of this rank
+        # the non-finite update is not in the moments of this rank
         assert all(float(entry["step"]) == 1 for entry in networks.optimizers[0].adam.state.values())
 
 
 @pytest.mark.process
-def test_a_nan_on_one_stage_or_an_infinite_loss_keeps_every_stage_from_the_update(tmp_path):
+def test_a_nan_on_one_stage_or_an_infinite_loss_skips_the_update_on_every_stage(tmp_path):
     make_models(tmp_path)
     run_ranks("tests.unit.test_learner_updates", tmp_path, [(1, 2), (2, 2)])

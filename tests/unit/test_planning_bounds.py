@@ -1,19 +1,19 @@
-"""The three bounds: each is met by a simulated run that nothing else limits, and none is ever passed."""
+"""The three rate bounds: a simulated run that nothing else limits reaches each of them, and no run exceeds one."""
 
 import itertools
 from dataclasses import replace
 
 import pytest
-
 from benchmarks.lib.lengths import constant, lognormal
-from common.staleness import StalenessContract
-from planning.search import bounds_of, figures_of
-from planning.simulator import Simulation
-from planning.world import Costs
+
+from leeway.common.staleness import StalenessContract
+from leeway.planning.search import bounds_of, figures_of
+from leeway.planning.simulator import Simulation
+from leeway.planning.world import Costs
 from tests.unit.test_planning_simulator import LAW, LONG_TAIL, G, K, world
 
 
-def test_full_engines_meet_the_bound_of_generation():
+def test_full_engines_reach_the_generation_bound():
     made = world(engines=3, max_lag="unbounded")
     bounds = bounds_of(made, 1e-9)
     assert bounds.generation == pytest.approx(3 * 16 / (100 * LAW.seconds(16, 0)), rel=1e-9)
@@ -23,28 +23,28 @@ def test_full_engines_meet_the_bound_of_generation():
     assert found.samples_per_s == pytest.approx(bounds_of(long_tail, 1e-9).rate, rel=0.03)
 
 
-def test_a_slow_learner_meets_the_bound_of_training():
+def test_a_slow_learner_reaches_the_training_bound():
     bounds = bounds_of(world(engines=4, step_s=10.0, costs=Costs(between_steps_s=2.0)), 10.0)
     assert (bounds.rate, bounds.binds) == (pytest.approx(G * K / 12.0), "training")
 
 
-def test_scores_of_a_reference_belong_to_the_bound_of_training():
+def test_reference_scoring_counts_in_the_training_bound():
     made = world(engines=4, step_s=10.0, score_token_s=1e-3)
     bound = G * K / (10.0 + 1e-3 * G * K * (10 + 100))
     assert bounds_of(made, 10.0).rate == pytest.approx(bound, rel=1e-3)
     assert Simulation(made).run(60, warm_up=20).samples_per_s <= bound * (1 + 1e-9)
 
 
-def test_a_sample_that_is_used_again_is_scored_once():
+def test_a_reused_sample_is_scored_once():
     made = world(engines=4, step_s=10.0, score_token_s=1e-3, max_lag="unbounded")
-    often = replace(made, buffer=made.buffer.model_copy(update={"sampler": "uniform", "max_uses": 4}))
+    reused = replace(made, buffer=made.buffer.model_copy(update={"sampler": "uniform", "max_uses": 4}))
     step_s = 10.0 + 1e-3 * G * K * (10 + 100) / 4
-    assert bounds_of(often, 10.0).training == pytest.approx(G * K / step_s)
+    assert bounds_of(reused, 10.0).training == pytest.approx(G * K / step_s)
 
 
 @pytest.mark.parametrize("max_lag", [0, 1, 2])
-def test_admission_meets_the_bound_of_staleness_where_engines_have_room(max_lag):
-    law_of_one_sample = type(LAW)(4e-3)  # alone or not, a token takes as long
+def test_admission_reaches_the_staleness_bound_if_engines_have_room(max_lag):
+    law_of_one_sample = type(LAW)(4e-3)  # a token takes the same time at any batch size
     costs = Costs(publish_s=0.2, fetch_s=0.1, pause_s=0.05, between_steps_s=0.1)
     made = world(engines=20, slots=64, law=law_of_one_sample, step_s=0.05, max_lag=max_lag, costs=costs)
     found, bounds = Simulation(made).run(200, warm_up=100), bounds_of(made, 0.05)
@@ -56,8 +56,8 @@ def test_admission_meets_the_bound_of_staleness_where_engines_have_room(max_lag)
 
 
 @pytest.mark.parametrize(("explained", "max_lag"), [(0.0, 4), (0.8, 1), (0.8, 8)])
-def test_the_bound_of_staleness_knows_what_drops_cost(explained, max_lag):
-    """By the mean of the longest alone it would be 1.3, 2.8 and 2.9 times what the run does."""
+def test_the_staleness_bound_includes_the_cost_of_drops(explained, max_lag):
+    """From the mean of the longest alone, the bound would be 1.3, 2.8 and 2.9 times the simulated rate."""
     made = world(
         engines=20, slots=64, law=type(LAW)(4e-3), step_s=0.05, max_lag=max_lag,
         lengths=lognormal(100, 0.9, 2000, explained),
@@ -68,7 +68,7 @@ def test_the_bound_of_staleness_knows_what_drops_cost(explained, max_lag):
     assert 0.75 * bounds.rate < found.samples_per_s < 1.15 * bounds.rate
 
 
-def test_where_steps_wait_the_bound_is_the_longest_of_a_step():
+def test_the_longest_sample_of_a_step_sets_the_bound_if_steps_wait():
     made = world(
         engines=20, slots=64, law=type(LAW)(4e-3), step_s=0.05, max_lag=4, on_stale="wait",
         lengths=lognormal(100, 0.9, 2000),
@@ -78,17 +78,17 @@ def test_where_steps_wait_the_bound_is_the_longest_of_a_step():
     assert 0.6 * bounds.rate < found.samples_per_s < bounds.rate
 
 
-def test_no_simulated_run_passes_a_bound():
+def test_no_simulated_run_exceeds_a_bound():
     for slots, engines, step_s, max_lag in itertools.product((8, 24), (1, 4), (0.05, 1.0), (0, 2, 8)):
         made = world(engines=engines, slots=slots, lengths=LONG_TAIL, step_s=step_s, max_lag=max_lag)
         found = Simulation(made, seed=7).run(150, warm_up=50)
-        assert found.samples_per_s <= 1.08 * bounds_of(made, step_s).rate, "means of 100 steps scatter"
+        assert found.samples_per_s <= 1.08 * bounds_of(made, step_s).rate, "means of 100 steps are noisy"
 
 
 @pytest.mark.parametrize(("max_lag", "uses"), [("unbounded", 3), (16, 3), (4, 2)])
-def test_under_replay_a_bound_counts_a_sample_as_often_as_it_may_train(max_lag, uses):
-    often = {"sampler": "uniform", "max_uses": uses}
-    made = world(engines=2, lengths=LONG_TAIL, step_s=0.05, max_lag=max_lag, sampler=often)
+def test_with_replay_a_bound_counts_each_use_of_a_sample(max_lag, uses):
+    replay = {"sampler": "uniform", "max_uses": uses}
+    made = world(engines=2, lengths=LONG_TAIL, step_s=0.05, max_lag=max_lag, sampler=replay)
     bounds, found = bounds_of(made, 0.05), Simulation(made, seed=7).run(300, warm_up=100)
     once = bounds_of(world(engines=2, lengths=LONG_TAIL, step_s=0.05, max_lag="unbounded"), 0.05)
     assert bounds.generation == pytest.approx(uses * once.generation)
@@ -105,14 +105,14 @@ def test_with_an_unbounded_lag_and_single_use_four_steps_may_be_outstanding():
     assert 0.5 * bounds.rate < found.samples_per_s <= bounds.rate * (1 + 1e-9)
 
 
-def test_versions_that_come_faster_than_an_engine_applies_them_limit_nothing():
+def test_versions_published_faster_than_applied_do_not_limit_the_rate():
     made = world(engines=8, step_s=1.0, max_lag=64, costs=Costs(publish_s=0.2, fetch_s=0.2, pause_s=0.02))
     many = replace(made, contract=StalenessContract(made.contract.config, G, 16))
     found = Simulation(many).run(200, warm_up=50)
     assert found.samples_per_s == pytest.approx(bounds_of(many, 1.0).rate) == G * K, "an engine skips to the newest"
 
 
-def test_means_of_groups():
+def test_length_figures_of_groups_match_the_distribution():
     alike = figures_of(constant(50), 8)
     assert (alike.mean, alike.at_a_moment, alike.longest_of(1)) == (50, 25, 50)
     tail = figures_of(lognormal(100, 1.0, 100_000), 8)

@@ -1,16 +1,16 @@
-"""TokenClock against the same engine step by step, and against closed forms."""
+"""TokenClock against a step-by-step engine and closed forms."""
 
 import math
 import random
 
 import pytest
 
-from planning.costs import TokenTime
-from planning.world import TokenClock
+from leeway.planning.costs import TokenTime
+from leeway.planning.world import TokenClock
 
 
 def ends(clock):
-    """When each sample ends, by key."""
+    """Return the end time of each sample, by key."""
     found = {}
     while (next_s := clock.next_end_s()) < math.inf:
         clock.advance(next_s)
@@ -18,7 +18,7 @@ def ends(clock):
     return found
 
 
-def test_samples_that_begin_together_end_after_as_many_steps_as_they_have_tokens():
+def test_samples_that_start_together_end_after_one_step_per_token():
     law = TokenTime(4e-3, 6e-5)
     clock = TokenClock(law)
     for key, length in (("short", 100), ("long", 300)):
@@ -34,11 +34,11 @@ def test_growing_contexts_cost_the_integral_of_the_law():
     clock = TokenClock(law)
     clock.start("a", 500, 1000)
     clock.start("b", 100, 1000)
-    # the mean context of two samples that grow from 600 together to 2,600
+    # mean context of two samples that together grow from 600 to 2,600
     assert ends(clock)["b"] == pytest.approx(1000 * law.seconds(2, 600 + 1000), rel=1e-12)
 
 
-def test_it_is_the_limit_of_an_engine_that_steps_whatever_comes_and_goes():
+def test_the_clock_matches_a_step_by_step_engine_for_random_arrivals():
     law, chance = TokenTime(4e-3, 6e-5, 2e-8, 1e-6), random.Random(3)
     arrivals = sorted((chance.random() * 3.0, chance.randrange(10, 60), chance.randrange(20, 400)) for _ in range(40))
     clock, found = TokenClock(law), {}
@@ -67,10 +67,10 @@ def test_it_is_the_limit_of_an_engine_that_steps_whatever_comes_and_goes():
                 del running[number]
                 stepped[number] = now_s
     for number, at_s in stepped.items():
-        assert found[number] == pytest.approx(at_s, abs=3 * law.seconds(40, 20_000, 60)), "a step more or less"
+        assert found[number] == pytest.approx(at_s, abs=3 * law.seconds(40, 20_000, 60)), "at most a few steps apart"
 
 
-def test_a_stall_and_a_cancelled_sample():
+def test_stalls_and_cancellations_shift_end_times():
     law = TokenTime(1e-2, 1e-3)
     clock = TokenClock(law)
     for key in ("stays", "goes"):

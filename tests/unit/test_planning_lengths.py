@@ -1,12 +1,12 @@
-"""Laws of lengths: what they promise of means, quantiles and shares is what they give."""
+"""Length distributions: their means, quantiles and explained shares."""
 
 import math
 
 import numpy as np
 import pytest
-
 from benchmarks.lib.lengths import constant, lognormal
-from planning.lengths import LengthLaw, explained_by_prompt
+
+from leeway.planning.lengths import LengthDistribution, explained_by_prompt
 
 
 def drawn(law, num_prompts=4000, group_size=8, seed=0):
@@ -15,7 +15,7 @@ def drawn(law, num_prompts=4000, group_size=8, seed=0):
     return law.lengths(scores[:, None], random.standard_normal((num_prompts, group_size)))
 
 
-def test_a_lognormal_law_has_its_median_and_spread_and_is_cut_at_the_longest():
+def test_a_lognormal_distribution_has_its_median_and_spread_and_is_truncated():
     lengths = drawn(lognormal(200, 0.7, 1000))
     assert np.median(lengths) == pytest.approx(200, rel=0.02)
     inside = np.log(lengths[(lengths > 1) & (lengths < 1000)])
@@ -26,20 +26,20 @@ def test_a_lognormal_law_has_its_median_and_spread_and_is_cut_at_the_longest():
 
 
 @pytest.mark.parametrize("explained", [0.0, 0.3, 0.65, 1.0])
-def test_prompts_explain_the_share_that_the_law_says_and_it_is_found_again(explained):
+def test_the_share_explained_by_prompts_is_recovered_from_lengths(explained):
     lengths = drawn(lognormal(500, 0.5, 4000, explained))
     prompts = np.repeat(np.arange(len(lengths)), lengths.shape[1])
     assert explained_by_prompt(prompts, lengths.reshape(-1)) == pytest.approx(explained, abs=0.03)
 
 
-def test_a_measured_law_gives_what_was_measured_back():
+def test_a_measured_distribution_reproduces_the_measurements():
     seen = np.random.default_rng(1).integers(5, 90, 20_000)
-    lengths = drawn(LengthLaw.measured(seen))
+    lengths = drawn(LengthDistribution.measured(seen))
     assert lengths.mean() == pytest.approx(seen.mean(), rel=0.02)
     assert np.quantile(lengths, [0.1, 0.5, 0.9]) == pytest.approx(np.quantile(seen, [0.1, 0.5, 0.9]), abs=2)
 
 
-def test_a_constant_law_is_constant_and_lengths_that_are_all_alike_are_explained_by_nothing():
+def test_constant_lengths_have_no_share_explained_by_prompts():
     assert (drawn(constant(7)) == 7).all()
     assert constant(7).mean == pytest.approx(7)
     assert explained_by_prompt([1, 1, 2, 2], [5, 5, 5, 5]) == 0.0
@@ -49,8 +49,8 @@ def test_a_constant_law_is_constant_and_lengths_that_are_all_alike_are_explained
     ("quantiles", "explained", "message"),
     [((5.0, 3.0), 0.0, "ascending"), ((0.0, 3.0), 0.0, "at least 1"), ((1.0, 2.0), 1.5, "explained = 1.5")],
 )
-def test_what_is_no_law_is_refused(quantiles, explained, message):
+def test_invalid_distributions_are_rejected(quantiles, explained, message):
     with pytest.raises(ValueError, match=message):
-        LengthLaw(quantiles, explained)
+        LengthDistribution(quantiles, explained)
     with pytest.raises(ValueError, match="at least one completion"):
-        LengthLaw.measured([])
+        LengthDistribution.measured([])

@@ -1,16 +1,16 @@
-"""A simulated run against closed forms: generation, training, Little's law; and what its policies promise."""
+"""A simulated run against closed forms (generation, training, Little's law), and guarantees of its policies."""
 
 from dataclasses import replace
 
 import pytest
-
-from actors.config import ActorsConfig
 from benchmarks.lib.lengths import constant, lognormal
-from buffer.config import BufferConfig
-from common.staleness import StalenessConfig, StalenessContract
-from planning.costs import TokenTime
-from planning.simulator import Simulation
-from planning.world import Costs, EnginePool, World
+
+from leeway.actors.config import ActorsConfig
+from leeway.buffer.config import BufferConfig
+from leeway.common.staleness import StalenessConfig, StalenessContract
+from leeway.planning.costs import TokenTime
+from leeway.planning.simulator import Simulation
+from leeway.planning.world import Costs, EnginePool, World
 
 LAW = TokenTime(4e-3, 6e-5)
 K, G = 8, 4
@@ -35,21 +35,21 @@ def world(
     )
 
 
-def test_full_engines_make_what_the_law_says():
+def test_full_engines_generate_at_the_rate_of_the_law():
     found = Simulation(world(engines=3, max_lag="unbounded")).run(200, warm_up=50)
     assert found.samples_per_s == pytest.approx(3 * 16 / (100 * LAW.seconds(16, 0)), rel=1e-9)
     assert found.slots_used == pytest.approx(1.0, rel=1e-9)
     assert found.binds == "generation"
 
 
-def test_a_slow_learner_trains_its_groups_in_its_time():
+def test_a_slow_learner_limits_the_rate():
     found = Simulation(world(engines=4, step_s=10.0)).run(60, warm_up=20)
     assert found.samples_per_s == pytest.approx(G * K / 10.0, rel=1e-9)
     assert found.learner_busy == pytest.approx(1.0, rel=1e-9)
     assert found.binds == "training"
 
 
-def test_a_learner_that_is_never_free_binds_whatever_it_does_between_steps():
+def test_a_learner_that_is_always_busy_is_the_bottleneck():
     found = Simulation(world(engines=4, step_s=10.0, costs=Costs(between_steps_s=2.0))).run(60, warm_up=20)
     assert found.learner_busy == pytest.approx(10.0 / 12.0, rel=1e-9)
     assert found.binds == "training"
@@ -57,15 +57,15 @@ def test_a_learner_that_is_never_free_binds_whatever_it_does_between_steps():
 
 @pytest.mark.parametrize("max_lag", [1, 2, 5])
 def test_admission_obeys_littles_law(max_lag):
-    """As many groups are outstanding as the contract has room for: rate = room * K / residence."""
+    """The outstanding groups fill the room of the contract: rate = room * K / residence."""
     made = world(engines=20, step_s=3.0, max_lag=max_lag)
     found = Simulation(made).run(80, warm_up=30)
     residence_s = found.residence_s / sum(found.lags.values())
     assert found.samples_per_s == pytest.approx(made.contract.capacity() * K / residence_s, rel=1e-9)
 
 
-def test_synchronous_training_takes_turns():
-    """max_lag = 0: a step's groups are generated once its predecessor's weights are there."""
+def test_synchronous_training_alternates_with_generation():
+    """With max_lag = 0 the groups of a step are generated after the previous step's weights are served."""
     costs = Costs(publish_s=0.5, fetch_s=0.25, pause_s=0.125)
     found = Simulation(world(slots=G * K, step_s=3.0, max_lag=0, costs=costs)).run(40, warm_up=10)
     # samples are leased when the weights are published, and start when the engine serves them
@@ -78,13 +78,13 @@ def test_synchronous_training_takes_turns():
 STEP_TOKENS = G * K * (10 + 100)
 
 
-def test_a_step_scores_what_no_step_has_scored():
+def test_a_step_scores_each_sample_once():
     found = Simulation(world(engines=4, step_s=10.0, score_token_s=1e-3)).run(60, warm_up=20)
     assert found.seconds / found.num_steps == pytest.approx(10.0 + 1e-3 * STEP_TOKENS, rel=1e-9)
     assert found.learner_busy == pytest.approx(1.0, rel=1e-9)
 
 
-def test_groups_that_do_not_divide_the_slots_leave_none_of_them_empty():
+def test_groups_that_do_not_divide_the_slots_leave_no_slot_empty():
     found = Simulation(world(slots=2 * K - 1, max_lag="unbounded")).run(300, warm_up=100)
     assert found.slots_used == pytest.approx(1.0, rel=1e-9)
 
@@ -94,7 +94,7 @@ LONG_TAIL = lognormal(100, 1.0, 2000, 0.65)
 
 @pytest.mark.parametrize("on_stale", ["drop", "wait"])
 @pytest.mark.parametrize("max_lag", [0, 1, 4])
-def test_no_group_is_trained_past_the_bound_and_none_is_dropped_where_the_step_waits(max_lag, on_stale):
+def test_no_group_is_trained_past_the_bound_or_dropped_if_the_step_waits(max_lag, on_stale):
     made = world(engines=4, lengths=LONG_TAIL, step_s=0.3, max_lag=max_lag, on_stale=on_stale)
     found = Simulation(made, seed=max_lag).run(150)
     assert max(found.lags) <= max_lag
@@ -103,72 +103,72 @@ def test_no_group_is_trained_past_the_bound_and_none_is_dropped_where_the_step_w
         assert found.num_dropped == 0
 
 
-class WatchedDoor(Simulation):
-    """Looks, whenever groups may have been dropped, whether an engine waits for admission that is open."""
+class AdmissionWatcher(Simulation):
+    """Checks after each drop of groups that no engine waits for admission that is open."""
 
-    num_looks = 0
+    num_checks = 0
 
     def _draw(self):
         before = self._found.num_dropped
         super()._draw()
         if self._found.num_dropped > before and not self._is_closed():
-            self.num_looks += 1
-            assert not [each for each in self._engines if each.closed_since_s is not None and not each.is_asking]
+            self.num_checks += 1
+            assert not [each for each in self._engines if each.closed_since_s is not None and not each.is_requesting]
 
 
-def test_the_room_of_dropped_groups_is_asked_for_though_no_step_begins():
-    watched = WatchedDoor(world(engines=8, lengths=LONG_TAIL, step_s=0.3, max_lag=1, groups=16), seed=1)
+def test_engines_use_the_room_of_dropped_groups_before_the_next_step():
+    watched = AdmissionWatcher(world(engines=8, lengths=LONG_TAIL, step_s=0.3, max_lag=1, groups=16), seed=1)
     watched.run(100)
-    assert watched.num_looks > 10
+    assert watched.num_checks > 10
 
 
-def test_the_same_seed_is_the_same_run_and_another_is_not():
+def test_runs_repeat_with_their_seed():
     first, again, other = (Simulation(world(engines=3, lengths=LONG_TAIL), seed).run(60) for seed in (1, 1, 2))
     assert first == again
     assert first.seconds != other.seconds
 
 
-def test_replay_uses_groups_as_often_as_it_may():
+def test_replay_uses_each_group_up_to_max_uses():
     often = {"sampler": "uniform", "max_uses": 3}
     found = Simulation(world(lengths=LONG_TAIL, sampler=often, max_lag="unbounded")).run(200, warm_up=50)
     assert found.num_trained == 150 * G * K
     assert found.num_generated < found.num_trained / 2
 
 
-def test_replay_generates_no_more_than_takes_the_place_of_what_was_used_up():
+def test_replay_generates_only_replacements_of_exhausted_groups():
     often = {"sampler": "uniform", "max_uses": 3, "replay_steps": 2.0}
     many = world(engines=8, lengths=LONG_TAIL, sampler=often, max_lag="unbounded")
     found = Simulation(many).run(200, warm_up=50)
     assert found.num_generated == pytest.approx(150 * G * K / 3, rel=0.1)
 
 
-def test_what_is_dropped_as_stale_after_a_use_is_not_issued_again():
+def test_prompts_of_used_groups_that_are_dropped_as_stale_are_not_reissued():
     simulation = Simulation(world(lengths=LONG_TAIL, sampler={"sampler": "uniform", "max_uses": 4}, max_lag=4))
     dropped, returned = [], []
     drop_stale, give_back = simulation._buffer.drop_stale, simulation._prompts.give_back
 
-    def watched(version):
+    def record_drop(version):
         found = list(drop_stale(version))
         dropped.extend(found)
         return found
 
-    def back(prompt):
+    def record_return(prompt):
         returned.append(prompt)
         give_back(prompt)
 
-    simulation._buffer.drop_stale, simulation._prompts.give_back = watched, back
+    simulation._buffer.drop_stale, simulation._prompts.give_back = record_drop, record_return
     simulation.run(150)
     assert any(group.uses for group in dropped)
     assert returned == [group.prompt for group in dropped if not group.uses]
 
 
-def test_groups_of_the_step_in_progress_keep_no_new_ones_from_being_generated():
+def test_groups_of_the_current_step_do_not_block_generation():
     often = {"sampler": "uniform", "max_uses": 2, "replay_steps": 1.0}
     found = Simulation(world(engines=8, step_s=10.0, sampler=often, max_lag="unbounded")).run(60, warm_up=20)
     assert found.learner_busy == pytest.approx(1.0, abs=0.01)
 
 
-def test_a_faster_pool_makes_more_and_the_price_is_that_of_all():
+def test_a_faster_pool_generates_more_and_prices_add_up():
     config = ActorsConfig(group_size=K, max_running_samples=16, max_new_tokens=4096)
     pools = (
         EnginePool("slow", 2, LAW, config, price=1.0),
@@ -180,32 +180,32 @@ def test_a_faster_pool_makes_more_and_the_price_is_that_of_all():
     assert found.price_per_1000 == pytest.approx(6.0 / 3600 * 1000 / found.samples_per_s)
 
 
-class Watched(Simulation):
-    """Tells how full the cache of an engine is whenever time has passed there: contexts only grow in between."""
+class CacheWatcher(Simulation):
+    """Records the cache usage of an engine at each advance; contexts only grow in between."""
 
     def _advance(self, engine):
         super()._advance(engine)
-        self.seen(engine.clock.kv_tokens)
+        self.record(engine.clock.kv_tokens)
 
 
-def test_a_cache_that_is_small_keeps_samples_waiting():
-    simulation, peaks = Watched(world(kv_tokens=5 * 112, max_lag="unbounded")), []
-    simulation.seen = peaks.append
+def test_a_small_cache_makes_samples_wait():
+    simulation, peaks = CacheWatcher(world(kv_tokens=5 * 112, max_lag="unbounded")), []
+    simulation.record = peaks.append
     found = simulation.run(60, warm_up=20)
-    assert 4 / 16 <= found.slots_used <= 5 / 16, "five fit whole, and something is kept free"
+    assert 4 / 16 <= found.slots_used <= 5 / 16, "five fit whole, and some space is kept free"
     assert 4 * 110 <= max(peaks) <= 5 * 110 * (1 + 1e-9)
     assert found.binds == "generation"
 
 
-def test_a_run_without_end_is_ended():
+def test_a_run_stops_at_its_time_limit():
     assert Simulation(world(step_s=1e6)).run(10, limit_s=100.0).num_steps == 0
 
 
-# --- who gets which prompt ------------------------------------------------------------------------
+# --- dispatch -------------------------------------------------------------------------------------
 
 
-def dispatched(dispatch, unlike, max_lag=2, on_stale="wait", num_prompts=256):
-    """What eight engines do; unlike: two are twice as fast. 65 % of the spread of lengths is the prompts'."""
+def simulated(dispatch, unlike, max_lag=2, on_stale="wait", num_prompts=256):
+    """Simulate eight engines; `unlike`: two are twice as fast. Prompts explain 65 % of the spread of lengths."""
     law, config = TokenTime(0.04, 0.001), ActorsConfig(group_size=8, max_running_samples=16, max_new_tokens=2000)
     pools = [EnginePool("slow", 6, law, config), EnginePool("fast", 2, TokenTime(0.02, 0.0005), config)]
     world = World(
@@ -220,30 +220,28 @@ def dispatched(dispatch, unlike, max_lag=2, on_stale="wait", num_prompts=256):
 
 
 @pytest.mark.parametrize("max_lag", [0, 2])
-def test_long_answers_on_fast_engines_pay_where_the_longest_is_waited_for(max_lag):
-    ahead, in_order = (dispatched(each, True, max_lag).samples_per_s for each in ("by_deadline", "in_order"))
+def test_long_samples_on_fast_engines_raise_the_rate_if_steps_wait(max_lag):
+    ahead, in_order = (simulated(each, True, max_lag).samples_per_s for each in ("by_deadline", "in_order"))
     assert ahead > 1.3 * in_order
 
 
-def test_what_outgrows_a_slow_engine_goes_on_on_a_fast_one_where_nothing_is_known_of_lengths(monkeypatch):
-    """Of prompts that are never seen again; and no token is made twice."""
-    ahead, in_order = (dispatched(each, True, num_prompts=1_000_000) for each in ("by_deadline", "in_order"))
+def test_overlong_samples_move_to_fast_engines_if_lengths_are_unknown(monkeypatch):
+    """Prompts do not repeat, and no token is generated twice."""
+    ahead, in_order = (simulated(each, True, num_prompts=1_000_000) for each in ("by_deadline", "in_order"))
     assert ahead.samples_per_s > 1.25 * in_order.samples_per_s
-    assert 0.02 < ahead.num_handed_on / ahead.num_generated < 0.15
+    assert 0.02 < ahead.num_requeued / ahead.num_generated < 0.15
     assert ahead.num_tokens / ahead.num_generated == pytest.approx(
         in_order.num_tokens / in_order.num_generated, rel=0.05
     )
-    monkeypatch.setattr("planning.dispatch.HAND_ON_SHARE", 1e9)
-    staying = dispatched("by_deadline", True, num_prompts=1_000_000)
-    assert (staying.num_handed_on, in_order.num_handed_on) == (0, 0)
+    monkeypatch.setattr("leeway.planning.dispatch.REQUEUE_SHARE", 1e9)
+    staying = simulated("by_deadline", True, num_prompts=1_000_000)
+    assert (staying.num_requeued, in_order.num_requeued) == (0, 0)
     assert staying.samples_per_s < 1.1 * in_order.samples_per_s
 
 
 @pytest.mark.parametrize(("explained", "of_the_bound", "of_in_order"), [(0.65, 0.75, 1.12), (1.0, 0.95, 1.15)])
-def test_where_a_step_has_more_samples_than_slots_the_longest_first_come_near_the_bound_of_work(
-    explained, of_the_bound, of_in_order
-):
-    """A synchronous step takes all its tokens over all slots, or its longest sample by itself; whichever is more."""
+def test_longest_first_comes_near_the_work_bound_if_samples_exceed_slots(explained, of_the_bound, of_in_order):
+    """The bound of a synchronous step is the larger of all its tokens over all slots and its longest sample alone."""
     law, config = TokenTime(0.04, 0.001), ActorsConfig(group_size=8, max_running_samples=8, max_new_tokens=2000)
 
     def shares(dispatch):
@@ -254,12 +252,12 @@ def test_where_a_step_has_more_samples_than_slots_the_longest_first_come_near_th
                              lambda _: 1e-6, num_prompts=128)),
             [],
         )  # fmt: skip
-        step_over = simulation._on_step
+        finish_step = simulation._on_step
 
         def on_step(what):
             made = [length for group in what[0] for length in group.lengths]
             bounds_s.append(max(sum(made) * law.seconds(8, 0) / 32, max(made) * law.seconds(1, 0)))
-            step_over(what)
+            finish_step(what)
 
         simulation._on_step = on_step
         found = simulation.run(60, 24)
@@ -270,10 +268,10 @@ def test_where_a_step_has_more_samples_than_slots_the_longest_first_come_near_th
     assert rate > of_in_order * before
 
 
-def test_engines_that_are_alike_get_prompts_in_order():
-    assert dispatched("by_deadline", False) == dispatched("in_order", False)
+def test_equal_engines_get_prompts_in_order():
+    assert simulated("by_deadline", False) == simulated("in_order", False)
 
 
-def test_what_is_dropped_as_stale_is_less_where_long_answers_are_fast():
-    ahead, in_order = (dispatched(each, True, on_stale="drop").samples_per_s for each in ("by_deadline", "in_order"))
+def test_long_samples_on_fast_engines_raise_the_rate_if_stale_groups_are_dropped():
+    ahead, in_order = (simulated(each, True, on_stale="drop").samples_per_s for each in ("by_deadline", "in_order"))
     assert ahead > in_order

@@ -1,4 +1,4 @@
-"""Delta files: smaller where that is possible, never anything but the published file, bounded whatever they claim."""
+"""Delta files: small if few weights changed, exact, and bounded in memory whatever their headers say."""
 
 import struct
 import tracemalloc
@@ -11,11 +11,11 @@ import pyarrow as pa
 import pytest
 import torch
 
+from leeway.weight_sync import publisher as publisher_file
+from leeway.weight_sync.delta import decode_delta, encode_delta, rebuild_file
+from leeway.weight_sync.manifest import Encoding, WeightsCorrupt, delta_name
+from leeway.weight_sync.store import WeightStore
 from tests.unit.published import PART, flip_last_byte, publisher_of, v
-from weight_sync import publisher as publisher_file
-from weight_sync.delta import decode_delta, encode_delta, rebuild_file
-from weight_sync.manifest import Encoding, WeightsCorrupt, delta_name
-from weight_sync.store import WeightStore
 
 DELTA = delta_name(PART)
 DTYPES = ("float32", "bfloat16")
@@ -36,7 +36,7 @@ def big(seed: int = 0) -> dict[str, torch.Tensor]:
 
 
 def nudged(tensors: dict[str, torch.Tensor], by: float = 1e-6) -> dict[str, torch.Tensor]:
-    """After a small step of an optimizer: every weight moves, few of them by as much as bfloat16 shows."""
+    """Return the tensors after a small optimizer step: every weight changes, but only few in bfloat16."""
     return tensors | {"w": tensors["w"] + by * torch.sign(torch.sin(1e4 * tensors["w"]))}
 
 
@@ -60,7 +60,7 @@ def encodings(folder: Path, version: int, dtype: str) -> dict[str, Encoding | No
 
 
 def noise(num: int, seed: int) -> torch.Tensor:
-    """Values of all sizes: two of them have not even their exponents in common."""
+    """Return values of all magnitudes, so that two tensors differ even in their exponents."""
     bits = torch.randint(-(2**31), 2**31, (num,), generator=torch.Generator().manual_seed(seed))
     return bits.to(torch.int32).view(torch.float32).nan_to_num()
 
@@ -70,7 +70,7 @@ def deltas_of(folder: Path, version: int) -> set[str]:
 
 
 def rebuild(folder: Path, version: int, file: str, parent: int | None = None) -> bytes:
-    """The file of a version, made from its delta and the file of the version before (or of `parent`)."""
+    """Rebuild a file of a version from its delta and the file of the previous version (or of `parent`)."""
     dtype = file.split(".")[1]
     parent_file = folder / v(version - 1 if parent is None else parent).key / file
     entries = WeightStore(folder).manifest(v(version)).variant(dtype)
@@ -79,14 +79,14 @@ def rebuild(folder: Path, version: int, file: str, parent: int | None = None) ->
 
 
 @pytest.mark.parametrize("file", [PART, HALF])
-def test_a_file_made_from_a_delta_is_the_published_one_byte_for_byte(folder: Path, file: str):
+def test_a_file_rebuilt_from_a_delta_equals_the_published_file(folder: Path, file: str):
     publish_all(folder, steps(4))
     for version in (1, 2, 3):
         assert deltas_of(folder, version) == {DELTA, delta_name(HALF)}
         assert rebuild(folder, version, file) == (folder / f"0.{version}" / file).read_bytes()
 
 
-def test_a_delta_is_much_smaller_where_few_weights_changed(folder: Path):
+def test_a_delta_is_much_smaller_if_few_weights_changed(folder: Path):
     publish_all(folder, steps(2))
     whole, delta = (folder / "0.1" / name for name in (HALF, delta_name(HALF)))
     changed = torch.ne(*(tensors["w"].bfloat16() for tensors in steps(2))).float().mean()
@@ -95,7 +95,7 @@ def test_a_delta_is_much_smaller_where_few_weights_changed(folder: Path):
     assert delta.stat().st_size == WeightStore(folder).manifest(v(1)).size_of(delta.name)
 
 
-def test_an_unchanged_tensor_takes_nothing_and_an_unchanged_version_an_empty_delta(folder: Path):
+def test_unchanged_tensors_take_no_bytes_and_an_unchanged_version_has_an_empty_delta(folder: Path):
     publish_all(folder, [big(), nudged(big()), nudged(big())])
     assert encodings(folder, 1, "bfloat16") == {"w": "xor", "frozen": "same", "b": "same"}
     assert encodings(folder, 2, "bfloat16") == dict.fromkeys(big(), "same")
@@ -111,7 +111,7 @@ def test_weights_that_all_changed_are_published_without_a_delta(folder: Path):
     assert WeightStore(folder).manifest(v(1)).parent == "0.0"
 
 
-def test_a_tensor_whose_delta_was_in_vain_is_not_tried_again_before_the_next_whole_version(folder: Path, monkeypatch):
+def test_an_incompressible_tensor_is_not_retried_before_the_next_full_version(folder: Path, monkeypatch):
     tried: list[int] = []
     monkeypatch.setattr(
         publisher_file, "encode_delta", lambda new, *rest: (tried.append(len(new)), encode_delta(new, *rest))[1]
@@ -120,14 +120,14 @@ def test_a_tensor_whose_delta_was_in_vain_is_not_tried_again_before_the_next_who
     for version, tensors in enumerate(versions):
         tensors["frozen"][0] = version
     publish_all(folder, versions, full_every=4, dtypes=["float32"])
-    # whole: 0 and 4; the noise was tried in 1 and 5
+    # full versions: 0 and 4; the noise is tried in 1 and 5
     assert [size for size in tried if size == 2000] == [2000] * 2
     for version in (1, 2, 3, 5, 6):
         assert encodings(folder, version, "float32") == {"noise": "raw", "frozen": "xor"}
         assert rebuild(folder, version, PART) == (folder / f"0.{version}" / PART).read_bytes()
 
 
-def test_a_tensor_that_changes_less_by_and_by_gets_deltas_long_before_the_next_whole_version(folder: Path, monkeypatch):
+def test_a_tensor_that_changes_less_later_gets_deltas_before_the_next_full_version(folder: Path, monkeypatch):
     tried: list[int] = []
     monkeypatch.setattr(publisher_file, "encode_delta", lambda *of: (tried.append(made[0]), encode_delta(*of))[1])
     made, publisher = [0], publisher_of(folder, full_every=100, dtypes=["float32"], keep_versions=50)
@@ -144,19 +144,19 @@ def test_a_tensor_that_changes_less_by_and_by_gets_deltas_long_before_the_next_w
     assert [bool(deltas_of(folder, version)) for version in range(13)] == [False] * 10 + [True] * 3
 
 
-def test_every_so_many_versions_there_is_none(folder: Path):
+def test_full_every_sets_the_versions_without_deltas(folder: Path):
     publish_all(folder, steps(7), full_every=3)
     assert [bool(deltas_of(folder, version)) for version in range(7)] == [False, True, True, False, True, True, False]
 
 
-def test_there_are_none_where_nobody_reads_over_a_network_or_every_version_is_whole(tmp_path: Path, folder: Path):
+def test_no_deltas_are_made_without_remote_readers_or_if_every_version_is_full(tmp_path: Path, folder: Path):
     publish_all(tmp_path / "local", steps(2))
     assert deltas_of(tmp_path / "local", 1) == set()
     publish_all(folder, steps(2), full_every=1)
     assert deltas_of(folder, 1) == set()
 
 
-def test_they_begin_when_somebody_comes_to_read_over_the_network(tmp_path: Path):
+def test_deltas_start_with_the_first_remote_reader(tmp_path: Path):
     folder = tmp_path / "weights"
     publisher = publisher_of(folder, dtypes=DTYPES, full_every=10)
     for version, tensors in enumerate(steps(4)):
@@ -169,7 +169,7 @@ def test_they_begin_when_somebody_comes_to_read_over_the_network(tmp_path: Path)
     assert rebuild(folder, 3, PART) == (folder / "0.3" / PART).read_bytes()
 
 
-def test_a_delta_whose_parent_another_learner_has_overtaken_is_not_in_the_manifest(folder: Path):
+def test_a_delta_from_a_superseded_parent_is_not_in_the_manifest(folder: Path):
     old, overtaken = steps(2)
     first = publisher_of(folder, dtypes=DTYPES, full_every=10)
     first.publish(v(0, incarnation=1), old)
@@ -186,7 +186,7 @@ def test_a_delta_whose_parent_another_learner_has_overtaken_is_not_in_the_manife
 
 def test_the_wrong_base_is_refused_by_name(folder: Path):
     publish_all(folder, steps(3))
-    with pytest.raises(WeightsCorrupt, match=rf"{DELTA}: tensor 'w' cannot be had from .*0\.0.*checksum is another"):
+    with pytest.raises(WeightsCorrupt, match=rf"{DELTA}: cannot rebuild tensor 'w' from .*0\.0.*wrong checksum"):
         rebuild(folder, 2, PART, parent=0)
     assert not (folder / "out").exists()
     assert list(folder.glob(".*.tmp")) == []
@@ -197,7 +197,7 @@ def _cut(path: Path) -> None:
 
 
 @pytest.mark.parametrize("spoil", [flip_last_byte, _cut, Path.unlink, lambda path: path.write_bytes(b"")])
-def test_a_spoiled_delta_is_refused_by_name_and_leaves_nothing(folder: Path, spoil: Callable[[Path], None]):
+def test_a_corrupt_delta_is_refused_by_name_and_leaves_no_files(folder: Path, spoil: Callable[[Path], None]):
     publish_all(folder, steps(2))
     spoil(folder / "0.1" / DELTA)
     with pytest.raises(WeightsCorrupt, match=DELTA):
@@ -206,7 +206,7 @@ def test_a_spoiled_delta_is_refused_by_name_and_leaves_nothing(folder: Path, spo
     assert list(folder.glob(".*.tmp")) == []
 
 
-def test_a_tensor_that_the_parent_lacks_must_come_whole(folder: Path):
+def test_a_tensor_that_the_parent_or_the_delta_lacks_is_refused(folder: Path):
     publish_all(folder, steps(2))
     entries = WeightStore(folder).manifest(v(1)).variant("float32")
     strange = [msgspec.structs.replace(entry, name=f"{entry.name}2") for entry in entries]
@@ -214,16 +214,16 @@ def test_a_tensor_that_the_parent_lacks_must_come_whole(folder: Path):
     with pytest.raises(WeightsCorrupt, match="tensor 'b2'"):
         rebuild_file(strange, *files)
     bare = [msgspec.structs.replace(entry, delta=None) for entry in entries]
-    with pytest.raises(WeightsCorrupt, match="the manifest gives it no delta"):
+    with pytest.raises(WeightsCorrupt, match="the manifest has no delta for it"):
         rebuild_file(bare, *files)
 
 
-def test_tensors_of_other_sizes_are_given_whole():
+def test_tensors_of_different_sizes_are_encoded_raw():
     encoding, blob = encode_delta(memoryview(bytes(8)), memoryview(bytes(12)), 4)
     assert (encoding, bytes(blob)) == ("raw", bytes(8))
 
 
-def test_what_follows_a_delta_is_refused():
+def test_trailing_bytes_after_a_delta_are_refused():
     old = memoryview(bytes(1000))
     encoding, blob = encode_delta(memoryview(b"x" + bytes(999)), old, 2)
     assert encoding == "xor"
@@ -232,7 +232,7 @@ def test_what_follows_a_delta_is_refused():
 
 
 @pytest.mark.parametrize("kind", [2, 3])
-def test_a_bomb_is_refused_before_it_takes_memory(kind: int):
+def test_a_decompression_bomb_is_refused_before_it_allocates_memory(kind: int):
     bomb = pa.Codec("zstd").compress(bytes(256 * 2**20), asbytes=True)
     assert len(bomb) < 2**16
     old = bytes(4096)
@@ -247,7 +247,7 @@ def test_a_bomb_is_refused_before_it_takes_memory(kind: int):
     tracemalloc.stop()
 
 
-def test_encoding_takes_no_more_memory_than_some_blocks():
+def test_encoding_allocates_only_a_few_blocks():
     old = np.random.default_rng(0).integers(0, 2**16, 2**24, dtype=np.uint16)
     new = old.copy()
     new[::100] ^= 1

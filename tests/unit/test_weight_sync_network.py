@@ -1,17 +1,17 @@
-"""Weights over ZeroMQ: what one machine publishes another one serves, whatever is lost on the way."""
+"""Weights over ZeroMQ: versions published on one machine are staged on another despite losses and damage."""
 
 import threading
 from pathlib import Path
 
 import pytest
 
+from leeway.weight_sync.client import StoreAccess, WeightClient
+from leeway.weight_sync.config import WeightSyncConfig
+from leeway.weight_sync.manifest import TransferFailed, WeightsCorrupt, WeightsGone, delta_name, file_name
+from leeway.weight_sync.puller import Puller, open_puller
+from leeway.weight_sync.staging import HostStaging
+from leeway.weight_sync.store import WeightStore
 from tests.weights_by_hand import RUN, Machine, assert_holds, damage, publish, upload_sink, v
-from weight_sync.client import StoreAccess, WeightClient
-from weight_sync.config import WeightSyncConfig
-from weight_sync.manifest import TransferFailed, WeightsCorrupt, WeightsGone, delta_name, file_name
-from weight_sync.puller import Puller, open_puller
-from weight_sync.staging import HostStaging
-from weight_sync.store import WeightStore
 
 WHOLE = file_name(0, "float32")
 BOTH = ("float32", "bfloat16")
@@ -24,7 +24,7 @@ def machine(tmp_path: Path):
     made.close()
 
 
-def test_an_actor_on_another_machine_stages_what_was_published_in_its_dtype(machine: Machine):
+def test_an_actor_on_another_machine_stages_the_published_version_in_its_dtype(machine: Machine):
     publish(machine.folder, 0, BOTH)
     for dtype in BOTH:
         puller = machine.puller(dtype=dtype)
@@ -42,40 +42,40 @@ def test_a_dtype_that_was_not_published_is_refused_by_name(machine: Machine):
         machine.puller(dtype="bfloat16").fetch(v(0))
 
 
-def test_who_has_the_parent_fetches_the_changes_alone(machine: Machine):
+def test_a_puller_with_the_parent_fetches_only_deltas(machine: Machine):
     publish(machine.folder, 0)
     puller = machine.puller()
     puller.fetch(v(0)).close()
     manifest = publish(machine.folder, 1, deltas=True)
     (staging,) = machine.staging_dir.iterdir()
     (staging / "0.1").mkdir()
-    (staging / "0.1" / f".{WHOLE}.1.tmp").write_bytes(b"what a killed process was rebuilding")
+    (staging / "0.1" / f".{WHOLE}.1.tmp").write_bytes(b"left by a killed process")
     with puller.fetch(v(1)) as staged:
         assert_holds(staged, 1)
     assert machine.read_bytes()["0.1"] == {delta_name(WHOLE): manifest.change_bytes("float32")}
     assert list((staging / "0.1").glob(".part-*")) == []
 
 
-def test_who_missed_versions_goes_through_their_changes_and_keeps_few_at_a_time(machine: Machine, monkeypatch):
+def test_a_puller_that_missed_versions_applies_their_deltas_and_keeps_few_versions(machine: Machine, monkeypatch):
     publish(machine.folder, 0)
     puller = machine.puller()
     puller.fetch(v(0)).close()
     for version in range(1, 6):
         publish(machine.folder, version, deltas=True, keep_versions=6)
-    admit, there = HostStaging._admit, []
+    mark, num_kept = HostStaging._mark_staged, []
 
-    def watched(staging, *arguments):
-        admit(staging, *arguments)
-        there.append(len(staging.store.committed()))
+    def counting(staging, *arguments):
+        mark(staging, *arguments)
+        num_kept.append(len(staging.store.committed()))
 
-    monkeypatch.setattr(HostStaging, "_admit", watched)
+    monkeypatch.setattr(HostStaging, "_mark_staged", counting)
     with puller.fetch(v(5)) as staged:
         assert_holds(staged, 5)
     assert all(machine.read_bytes()[f"0.{n}"].keys() == {delta_name(WHOLE)} for n in range(1, 6))
-    assert (len(there), max(there)) == (5, 3)
+    assert (len(num_kept), max(num_kept)) == (5, 3)
 
 
-def test_who_joins_late_fetches_whole_files_once(machine: Machine):
+def test_a_late_puller_fetches_full_files_once(machine: Machine):
     for version in range(3):
         manifest = publish(machine.folder, version, deltas=version > 0)
     with machine.puller().fetch(v(2)) as staged:
@@ -83,7 +83,7 @@ def test_who_joins_late_fetches_whole_files_once(machine: Machine):
     assert machine.read_bytes()["0.2"] == {WHOLE: manifest.whole_bytes("float32")}
 
 
-def test_a_delta_that_does_not_lead_to_what_was_published_is_replaced_by_whole_files(machine: Machine):
+def test_a_corrupt_delta_is_replaced_by_full_files(machine: Machine):
     publish(machine.folder, 0)
     puller = machine.puller()
     puller.fetch(v(0)).close()
@@ -95,7 +95,7 @@ def test_a_delta_that_does_not_lead_to_what_was_published_is_replaced_by_whole_f
     assert machine.read_bytes()["0.1"].keys() == {delta_name(WHOLE), WHOLE}
 
 
-def test_a_delta_on_another_base_is_not_used(machine: Machine):
+def test_a_delta_for_a_damaged_parent_is_not_used(machine: Machine):
     publish(machine.folder, 0)
     puller = machine.puller()
     with puller.fetch(v(0)) as staged:
@@ -106,7 +106,7 @@ def test_a_delta_on_another_base_is_not_used(machine: Machine):
     assert WHOLE in machine.read_bytes()["0.1"]
 
 
-def test_weights_that_lie_wrong_in_the_store_are_asked_for_twice_and_never_staged(machine: Machine):
+def test_weights_damaged_in_the_store_are_fetched_twice_and_never_staged(machine: Machine):
     publish(machine.folder, 0)
     damage(machine.folder / "0.0" / WHOLE)
     puller = machine.puller()
@@ -119,15 +119,15 @@ def test_weights_that_lie_wrong_in_the_store_are_asked_for_twice_and_never_stage
         assert_holds(staged, 1)
 
 
-def test_a_file_cut_in_the_store_is_refused_by_name(machine: Machine):
+def test_a_file_truncated_in_the_store_is_refused_by_name(machine: Machine):
     publish(machine.folder, 0)
     path = machine.folder / "0.0" / WHOLE
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(WeightsCorrupt, match=rf"{WHOLE}: has \d+ bytes, the manifest says"):
+    with pytest.raises(WeightsCorrupt, match=rf"{WHOLE} has \d+ bytes, the manifest says"):
         machine.puller().fetch(v(0))
 
 
-def test_a_version_that_retention_removed_is_gone_and_the_newer_one_is_not(machine: Machine):
+def test_a_version_removed_by_retention_is_gone_and_a_newer_one_is_available(machine: Machine):
     puller = machine.puller()
     for version in range(4):
         publish(machine.folder, version, keep_versions=1)
@@ -137,10 +137,10 @@ def test_a_version_that_retention_removed_is_gone_and_the_newer_one_is_not(machi
         assert_holds(staged, 3)
 
 
-def test_a_service_started_again_in_the_middle_serves_the_rest_on_the_same_port(machine: Machine):
+def test_a_restarted_service_continues_a_transfer_on_the_same_port(machine: Machine):
     manifest = publish(machine.folder, 0)
     total, address = manifest.size_of(WHOLE), machine.address
-    assert total > 10 * 2**14, "the transfer must be of many chunks"
+    assert total > 10 * 2**14, "the transfer must have many chunks"
     client = machine.client(window=2)
     received = bytearray()
     sent_before = 0
@@ -158,18 +158,18 @@ def test_a_service_started_again_in_the_middle_serves_the_rest_on_the_same_port(
     assert bytes(received) == (machine.folder / "0.0" / WHOLE).read_bytes()
     sent = sent_before + machine.read_bytes()["0.0"][WHOLE]
     assert 0 < sent_before < total
-    # a window is lost with the service, and another asked for twice: by the old link as it comes back, and by the new
+    # one window is lost with the service; another is requested twice, by the old connection and by the new one
     assert sent <= total + 2 * 2 * 2**14
 
 
 def partial_of(staging: Path) -> Path:
-    """The name of a partial file of version 0, and the lock that a killed process left with it."""
+    """Return the path of a partial file of version 0, and create the lock that a killed process leaves."""
     lock = staging / "locks" / "0.0"
     lock.touch()
     return staging / "0.0" / f".{WHOLE}.{lock.stat().st_ino:x}.partial"
 
 
-def test_a_fetch_goes_on_where_an_earlier_one_broke_off(machine: Machine):
+def test_a_fetch_resumes_a_partial_file(machine: Machine):
     manifest = publish(machine.folder, 0)
     total = manifest.size_of(WHOLE)
     puller = machine.puller()
@@ -177,14 +177,14 @@ def test_a_fetch_goes_on_where_an_earlier_one_broke_off(machine: Machine):
     puller.fetch(v(1)).close()
     (staging,) = machine.staging_dir.iterdir()
     (staging / "0.0").mkdir()
-    there = (machine.folder / "0.0" / WHOLE).read_bytes()[: total // 2 + 77]
-    partial_of(staging).write_bytes(there)
+    partial = (machine.folder / "0.0" / WHOLE).read_bytes()[: total // 2 + 77]
+    partial_of(staging).write_bytes(partial)
     with machine.puller("actor-1").fetch(v(0)) as staged:
         assert_holds(staged, 0)
-    assert machine.read_bytes()["0.0"] == {WHOLE: total - len(there)}
+    assert machine.read_bytes()["0.0"] == {WHOLE: total - len(partial)}
 
 
-def test_what_came_wrong_before_is_found_at_the_end_and_fetched_again(machine: Machine):
+def test_a_corrupt_partial_file_is_detected_and_fetched_again(machine: Machine):
     manifest = publish(machine.folder, 0)
     puller = machine.puller()
     publish(machine.folder, 1)
@@ -196,7 +196,7 @@ def test_what_came_wrong_before_is_found_at_the_end_and_fetched_again(machine: M
         assert_holds(staged, 0)
 
 
-def test_sixteen_actors_of_a_machine_read_every_version_once(machine: Machine):
+def test_sixteen_actors_of_a_machine_fetch_every_version_once(machine: Machine):
     manifest = publish(machine.folder, 0)
     pullers = [machine.puller(f"actor-{n}") for n in range(16)]
     errors: list[BaseException] = []
@@ -221,7 +221,7 @@ def test_sixteen_actors_of_a_machine_read_every_version_once(machine: Machine):
         assert machine.read_bytes()[f"0.{version}"] == {file: size or manifest.size_of(WHOLE)}
 
 
-def test_the_transport_is_the_folder_where_it_is_seen_and_the_network_elsewhere(machine: Machine, tmp_path: Path):
+def test_the_transport_is_the_folder_if_it_is_mounted_and_the_network_otherwise(machine: Machine, tmp_path: Path):
     publish(machine.folder, 0)
     config = machine.config.model_copy(update={"transport": "auto"})
 
@@ -252,7 +252,7 @@ def test_without_a_service_the_folder_is_read(tmp_path: Path):
         open_puller(StoreAccess(WeightSyncConfig(transport="network"), tmp_path, "", RUN), "a", "float32")
 
 
-def test_only_readers_over_the_network_have_deltas_made(machine: Machine):
+def test_only_remote_readers_cause_deltas(machine: Machine):
     publish(upload_sink(machine), 0)
     assert not WeightStore(machine.folder).wants_deltas()
     machine.puller().newest()

@@ -1,4 +1,4 @@
-"""What goes on when a folder vanishes or is full, and when a process was stopped: nobody waits for it for ever."""
+"""Recovery from stopped processes, removed staging folders and full disks."""
 
 import os
 import shutil
@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from leeway.weight_sync import staging as staging_file
+from leeway.weight_sync.client import WeightClient, loopback_hint
+from leeway.weight_sync.host_folder import HostFolder
+from leeway.weight_sync.manifest import TransferFailed, delta_name, file_name
+from leeway.weight_sync.store import StagedVersion, WeightStore
 from tests.weights_by_hand import Machine, assert_holds, damage, publish, v
-from weight_sync import staging as staging_file
-from weight_sync.client import WeightClient, loopback_hint
-from weight_sync.host_folder import HostFolder
-from weight_sync.manifest import TransferFailed, delta_name, file_name
-from weight_sync.store import StagedVersion, WeightStore
 
 WHOLE = file_name(0, "float32")
 
@@ -29,11 +29,11 @@ def staging_of(machine: Machine) -> Path:
     return staging
 
 
-# --- a process that is stopped --------------------------------------------------------------------
+# --- stopped processes ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("when", ["in the middle of a file", "before it gives it its name"])
-def test_a_fetcher_that_was_replaced_and_continues_harms_nothing(machine: Machine, monkeypatch, when: str):
+@pytest.mark.parametrize("when", ["while it writes a file", "before the rename"])
+def test_a_replaced_fetcher_that_continues_does_no_harm(machine: Machine, monkeypatch, when: str):
     publish(machine.folder, 0, num_values=2**18)
     pullers = [machine.puller(f"actor-{n}") for n in range(3)]
     for puller in pullers:
@@ -53,7 +53,7 @@ def test_a_fetcher_that_was_replaced_and_continues_harms_nothing(machine: Machin
     def stopped(self, version, file, total, start, write) -> None:
         def write_and_stop(data: memoryview) -> None:
             write(data)
-            if when == "in the middle of a file":
+            if when == "while it writes a file":
                 replace()
 
         read(self, version, file, total, start, write_and_stop)
@@ -67,37 +67,37 @@ def test_a_fetcher_that_was_replaced_and_continues_harms_nothing(machine: Machin
     assert list((staging / "0.1").glob(".part-*")) == []
 
 
-@pytest.mark.parametrize("deltas", [False, True], ids=["whole", "changes"])
-def test_a_file_that_lies_under_its_name_already_is_checked_before_it_is_taken(machine: Machine, deltas: bool):
+@pytest.mark.parametrize("deltas", [False, True], ids=["full", "deltas"])
+def test_an_existing_file_is_verified_before_it_is_used(machine: Machine, deltas: bool):
     publish(machine.folder, 0)
     puller = machine.puller()
     puller.fetch(v(0)).close()
     publish(machine.folder, 1, deltas=deltas)
-    mine = staging_of(machine) / "0.1"
-    mine.mkdir()
-    shutil.copyfile(machine.folder / "0.1" / WHOLE, mine / WHOLE)
-    damage(mine / WHOLE)
+    version_dir = staging_of(machine) / "0.1"
+    version_dir.mkdir()
+    shutil.copyfile(machine.folder / "0.1" / WHOLE, version_dir / WHOLE)
+    damage(version_dir / WHOLE)
     with puller.fetch(v(1)) as staged:
         assert_holds(staged, 1)
     assert machine.read_bytes()["0.1"].keys() == {delta_name(WHOLE) if deltas else WHOLE}
 
 
-# --- a folder that vanishes or is full ------------------------------------------------------------
+# --- removed folders and full disks ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize("when", ["between", "while it fetches"])
-def test_a_staging_folder_that_somebody_removed_is_made_anew(machine: Machine, monkeypatch, when: str):
+@pytest.mark.parametrize("when", ["between fetches", "during a fetch"])
+def test_a_removed_staging_folder_is_created_again(machine: Machine, monkeypatch, when: str):
     publish(machine.folder, 0)
     puller = machine.puller()
     puller.fetch(v(0)).close()
     staging = staging_of(machine)
     publish(machine.folder, 1)
-    if when == "between":
+    if when == "between fetches":
         shutil.rmtree(staging)
     else:
         with monkeypatch.context() as patch:
-            patch.setattr("weight_sync.store.checked", lambda *_: shutil.rmtree(staging, ignore_errors=True))
-            with pytest.raises(TransferFailed, match="somebody else has removed that folder"):
+            patch.setattr("leeway.weight_sync.store.checked", lambda *_: shutil.rmtree(staging, ignore_errors=True))
+            with pytest.raises(TransferFailed, match="another program removed that folder"):
                 puller.fetch(v(1))
     for version in (1, 1):
         with puller.fetch(v(version)) as staged:
@@ -106,7 +106,7 @@ def test_a_staging_folder_that_somebody_removed_is_made_anew(machine: Machine, m
     assert list(machine.staging_dir.iterdir()) == []
 
 
-def test_a_full_disk_costs_the_versions_that_nobody_reads_and_not_the_update(machine: Machine, monkeypatch):
+def test_unused_versions_are_removed_if_the_disk_is_full_and_the_update_succeeds(machine: Machine, monkeypatch):
     puller = machine.puller()
     for version in (0, 1, 2):
         publish(machine.folder, version, deltas=version > 0)
@@ -123,7 +123,7 @@ def test_a_full_disk_costs_the_versions_that_nobody_reads_and_not_the_update(mac
             raise OSError(28, "No space left on device")
         fetch(*arguments)
 
-    monkeypatch.setattr("weight_sync.staging.fetch", full)
+    monkeypatch.setattr("leeway.weight_sync.staging.fetch", full)
     with puller.fetch(v(3)) as staged:
         assert_holds(staged, 3)
     assert len(tried) == 2
@@ -131,8 +131,8 @@ def test_a_full_disk_costs_the_versions_that_nobody_reads_and_not_the_update(mac
     assert machine.read_bytes()["0.3"].keys() == {delta_name(WHOLE)}
 
 
-def test_who_joins_while_the_last_one_removes_the_folder_has_a_whole_folder(tmp_path: Path, monkeypatch):
-    """The removal is slow; before it ends, another one joins and writes."""
+def test_a_process_that_joins_while_a_folder_is_removed_gets_a_complete_folder(tmp_path: Path, monkeypatch):
+    """The removal is slow; before it ends, another process joins and writes."""
     path = tmp_path / f"leeway-{os.geteuid()}-run"
     removing, joined = threading.Event(), threading.Event()
     rmtree = shutil.rmtree
@@ -148,7 +148,7 @@ def test_who_joins_while_the_last_one_removes_the_folder_has_a_whole_folder(tmp_
     closing = threading.Thread(target=first.close)
     closing.start()
     assert removing.wait(60)
-    # whoever joins sweeps what is dead beside it
+    # a joining process removes abandoned folders
     monkeypatch.setattr(shutil, "rmtree", rmtree)
     second = HostFolder(path)
     (path / "0.2").mkdir()
@@ -160,7 +160,7 @@ def test_who_joins_while_the_last_one_removes_the_folder_has_a_whole_folder(tmp_
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_that_vanishes_between_two_looks_is_joined_anew(tmp_path: Path, monkeypatch):
+def test_a_folder_removed_between_two_checks_is_created_again(tmp_path: Path, monkeypatch):
     path = tmp_path / "leeway-0-run"
     path.mkdir(mode=0o700)
     lstat = Path.lstat
@@ -187,5 +187,5 @@ def test_a_folder_that_vanishes_between_two_looks_is_joined_anew(tmp_path: Path,
         ("tcp://gpu-12:5555", False),
     ],
 )
-def test_only_an_address_of_this_machine_alone_is_said_to_be_one(address: str, is_loopback: bool):
-    assert ("weight_sync] host" in loopback_hint(address)) == is_loopback
+def test_only_a_loopback_address_gets_a_hint(address: str, is_loopback: bool):
+    assert ("launch.host" in loopback_hint(address)) == is_loopback

@@ -1,4 +1,4 @@
-"""The weight service among strangers, slow readers and many clients."""
+"""The weight service with invalid requests, slow readers and many clients."""
 
 import os
 import pickle
@@ -12,16 +12,16 @@ from pathlib import Path
 import pytest
 import zmq
 
-from common.rpc.messages import ROLES, Asker, Envelope, Protocol, Refused, Role
+from leeway.common.rpc.messages import ROLES, ClientIdentity, Envelope, Protocol, Refused, Role
+from leeway.weight_sync import protocol as p
+from leeway.weight_sync.client import StoreAccess
+from leeway.weight_sync.config import WeightSyncConfig
+from leeway.weight_sync.manifest import TransferFailed, WeightsCorrupt, WeightsGone, encode, file_name
+from leeway.weight_sync.puller import open_puller
+from leeway.weight_sync.service import MAX_SERVED, ServedVersions, WeightService
+from leeway.weight_sync.store import WeightStore
 from tests.weights_by_hand import RUN, Machine, assert_holds, make_part, publish, v, weights
 from tests.world.waiting import wait_until
-from weight_sync import protocol as p
-from weight_sync.client import StoreAccess
-from weight_sync.config import WeightSyncConfig
-from weight_sync.manifest import TransferFailed, WeightsCorrupt, WeightsGone, encode, file_name
-from weight_sync.puller import open_puller
-from weight_sync.service import MAX_SERVED, ServedVersions, WeightService
-from weight_sync.store import WeightStore
 
 WHOLE = file_name(0, "float32")
 CONFIG = WeightSyncConfig(transport="network")
@@ -36,7 +36,7 @@ def machine(tmp_path: Path):
 
 @pytest.fixture
 def raw(machine: Machine):
-    """`raw(address)`: a bare socket to the service."""
+    """`raw(address)` connects a bare socket to the service."""
     context = zmq.Context()
     sockets = []
 
@@ -52,34 +52,34 @@ def raw(machine: Machine):
     context.term()
 
 
-def ask(number: int, message: p.Request, run_id: str = RUN, role: Role = "learner") -> bytes:
-    return p.PROTOCOL.encode(number, message, run_id=run_id, asker=Asker("raw", role, "s"))
+def encode_request(number: int, message: p.Request, run_id: str = RUN, role: Role = "learner") -> bytes:
+    return p.PROTOCOL.encode(number, message, run_id=run_id, client=ClientIdentity("raw", role, "s"))
 
 
-def answer(connection: zmq.Socket) -> Envelope:
-    assert connection.poll(10_000), "no answer"
+def receive_reply(connection: zmq.Socket) -> Envelope:
+    assert connection.poll(10_000), "no reply"
     return p.PROTOCOL.decode(connection.recv_multipart()[0])
 
 
-def test_a_client_of_another_run_is_refused_with_both_names(machine: Machine):
+def test_a_client_of_another_run_is_refused_with_the_names_of_both_runs(machine: Machine):
     access = StoreAccess(machine.config, machine.folder, machine.address, "other")
     with pytest.raises(TransferFailed, match="weight service serves run 'test-run', not 'other'"):
         open_puller(access, "a", "float32")
 
 
-def test_another_release_is_refused_with_what_to_do(machine: Machine, raw):
+def test_a_client_of_another_release_is_refused_with_the_fix(machine: Machine, raw):
     connection = raw()
-    old = Protocol("weight service", 99, p.Request, p.Reply, asked_by=p.ASKED_BY, max_header_bytes=2**16)
+    old = Protocol("weight service", 99, p.Request, p.Reply, allowed_roles=p.ALLOWED_ROLES, max_header_bytes=2**16)
     connection.send(old.encode(1, p.StoreRequest("old"), run_id=RUN))
-    refused = answer(connection).message
+    refused = receive_reply(connection).message
     assert isinstance(refused, Refused)
     assert "from the same release" in refused.reason
 
 
-def test_garbage_is_dropped_and_the_service_goes_on(machine: Machine, raw):
+def test_garbage_is_dropped_and_the_service_continues(machine: Machine, raw):
     publish(machine.folder, 0)
-    connection, chance = raw(), random.Random(0)
-    good = ask(1, p.ReadRequest("0.0", WHOLE, 0, 100))
+    connection, rng = raw(), random.Random(0)
+    good = encode_request(1, p.ReadRequest("0.0", WHOLE, 0, 100))
     junk = [
         [b""],
         [pickle.dumps({"a": 1})],
@@ -91,15 +91,15 @@ def test_garbage_is_dropped_and_the_service_goes_on(machine: Machine, raw):
     ]
     for _ in range(200):
         flipped = bytearray(good)
-        flipped[chance.randrange(len(good))] ^= 1 << chance.randrange(8)
+        flipped[rng.randrange(len(good))] ^= 1 << rng.randrange(8)
         junk.append([bytes(flipped)])
     for frames in junk:
         connection.send_multipart(frames)
-    with socket.create_connection(tuple(machine.address.removeprefix("tcp://").split(":"))) as stranger:
-        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" * 100)
+    with socket.create_connection(tuple(machine.address.removeprefix("tcp://").split(":"))) as other:
+        other.sendall(b"GET / HTTP/1.1\r\n\r\n" * 100)
     with machine.puller().fetch(v(0)) as staged:
         assert_holds(staged, 0)
-    # the junk has a connection of its own, which may be slower
+    # the junk uses a separate connection, which may be slower
     deadline_s = time.monotonic() + 60
     while machine.service.requests["Damaged"] < len(junk) and time.monotonic() < deadline_s:
         time.sleep(0.01)
@@ -129,32 +129,32 @@ def test_a_request_for_anything_but_files_of_a_version_is_refused(machine: Machi
     publish(machine.folder, 0)
     before = {path: path.read_bytes() for path in machine.folder.rglob("*") if path.is_file()}
     connection = raw()
-    connection.send(ask(7, message))
-    envelope = answer(connection)
+    connection.send(encode_request(7, message))
+    envelope = receive_reply(connection)
     assert envelope.request_id == 7
     assert isinstance(envelope.message, Refused)
     assert {path: path.read_bytes() for path in machine.folder.rglob("*") if path.is_file()} == before
 
 
 @pytest.mark.parametrize("role", [None, *sorted(ROLES - {"learner"})])
-def test_who_is_not_of_the_learner_writes_nothing(machine: Machine, raw, role: Role | None):
+def test_only_the_learner_can_write(machine: Machine, raw, role: Role | None):
     publish(machine.folder, 0)
     before = {path: path.read_bytes() for path in machine.folder.rglob("*") if path.is_file()}
     part, files = make_part(0, v(1), weights(1))
-    (chunk, *_), asker = files[WHOLE], None if role is None else Asker("raw", role, "s")
+    (chunk, *_), client = files[WHOLE], None if role is None else ClientIdentity("raw", role, "s")
     requests = [
         (p.WriteRequest("0.1", WHOLE, 0, len(chunk)), bytes(chunk)),
         (p.PartDone(), encode(part)), (p.PartRequest("0.0", 0), b""), (p.CommitRequest(1), b"{}"),
     ]  # fmt: skip
-    assert {type(message) for message, _ in requests} == {each for each, who in p.ASKED_BY.items() if who != ROLES}
+    assert {type(message) for message, _ in requests} == {m for m, roles in p.ALLOWED_ROLES.items() if roles != ROLES}
     connection = raw()
     for number, (message, body) in enumerate(requests):
-        header = p.PROTOCOL.encode(number, message, body, run_id=RUN, asker=asker)
+        header = p.PROTOCOL.encode(number, message, body, run_id=RUN, client=client)
         connection.send_multipart([header, body] if body else [header])
-        refused = answer(connection).message
+        refused = receive_reply(connection).message
         assert isinstance(refused, Refused)
         assert (
-            "came from nobody" if role is None else f"is for learner, and 'raw' is of role '{role}'"
+            "has no sender" if role is None else f"requires role learner, but 'raw' has role '{role}'"
         ) in refused.reason
     assert {path: path.read_bytes() for path in machine.folder.rglob("*") if path.is_file()} == before
 
@@ -162,12 +162,12 @@ def test_who_is_not_of_the_learner_writes_nothing(machine: Machine, raw, role: R
 def test_an_uploaded_part_cannot_name_files_outside_of_its_version(machine: Machine):
     part, files = make_part(0, v(0), weights(0))
     for name in ("../x.safetensors", "STORE", "manifest.json"):
-        with pytest.raises((WeightsCorrupt, TransferFailed), match="is no name of a"):
+        with pytest.raises((WeightsCorrupt, TransferFailed), match="is not the name of a"):
             machine.client().write(v(0), name, files[WHOLE])
     assert part.files
 
 
-def test_retention_leaves_a_version_alone_while_a_slow_reader_asks_for_it(tmp_path: Path):
+def test_retention_keeps_a_version_while_a_slow_reader_requests_it(tmp_path: Path):
     now = [0.0]
     service = WeightService(RUN, tmp_path, read_expires_s=30.0, clock=lambda: now[0])
     service.bind()
@@ -193,14 +193,14 @@ def test_retention_leaves_a_version_alone_while_a_slow_reader_asks_for_it(tmp_pa
 
 @pytest.fixture
 def served(tmp_path: Path):
-    """Versions that are served, the time, and the store; retention keeps two."""
+    """Yield served versions, a settable time, and the store."""
     now = [0.0]
     made = ServedVersions(WeightStore(tmp_path), expires_s=30.0, clock=lambda: now[0])
     yield made, now, WeightStore(tmp_path)
     made.close()
 
 
-def test_a_version_is_left_to_retention_some_time_after_its_last_request(served):
+def test_a_version_expires_some_time_after_its_last_request(served):
     versions, now, store = served
     publish(store.folder, 0, keep_versions=2)
     for version, at_s, stays in ((2, 0.0, True), (4, 29.9, True), (6, 50.0, True), (8, 60.0, False)):
@@ -215,7 +215,7 @@ def test_a_version_is_left_to_retention_some_time_after_its_last_request(served)
         assert (v(0) in store.committed()) == stays
 
 
-def test_readers_that_never_get_through_keep_a_bounded_number_of_versions(served):
+def test_readers_that_never_finish_keep_a_bounded_number_of_versions(served):
     versions, now, store = served
     for version in range(30):
         publish(store.folder, version, keep_versions=2)
@@ -241,12 +241,12 @@ def test_sixty_four_clients_are_served_in_turn(tmp_path: Path, raw):
     try:
         greedy, *light = [connect() for _ in range(65)]
         for number in range(16):
-            greedy.send(ask(number, p.ReadRequest("0.0", WHOLE, 0, 2**14)))
+            greedy.send(encode_request(number, p.ReadRequest("0.0", WHOLE, 0, 2**14)))
         for connection in light:
             for number in range(4):
-                connection.send(ask(number, p.ReadRequest("0.0", WHOLE, number * 2**14, 2**14)))
-        # each end has one thread, which makes no new connection before what was sent over older ones has passed: after
-        # two of them, for the first waits for the last of `light`, the socket's order is all that counts
+                connection.send(encode_request(number, p.ReadRequest("0.0", WHOLE, number * 2**14, 2**14)))
+        # each side has one I/O thread, which handles a new connection only after messages of older ones; after two new
+        # connections (the first waits for the last of `light`), only the order of the socket matters
         connect(), connect()
         served = dict.fromkeys(light, 0)
         for round_number in range(1, 5):
@@ -262,12 +262,12 @@ def test_sixty_four_clients_are_served_in_turn(tmp_path: Path, raw):
         service.close()
 
 
-def test_a_service_that_is_not_there_is_an_error_that_says_so_in_time(machine: Machine):
-    client = machine.client(timeout_s=0.6, silence_s=0.1)
+def test_a_request_to_a_stopped_service_times_out(machine: Machine):
+    client = machine.client(timeout_s=0.6, resend_s=0.1)
     machine.end()
     began = time.monotonic()
     with pytest.raises(
-        TransferFailed, match=rf"{machine.address} did not answer NewestRequest for [\d.]+ s.* 0\.0\.0\.0"
+        TransferFailed, match=rf"{machine.address} did not reply to NewestRequest for [\d.]+ s.* 0\.0\.0\.0"
     ):
         client.newest()
     assert 0.5 < time.monotonic() - began < 60
@@ -280,10 +280,10 @@ def test_a_service_that_is_not_there_is_an_error_that_says_so_in_time(machine: M
     wait_until(is_back, "the service to be back")
 
 
-def test_a_slow_link_is_not_cut_again_and_again(machine: Machine):
-    """Each answer takes longer than the silence after which a client connects anew."""
+def test_a_slow_connection_is_not_reset_repeatedly(machine: Machine):
+    """Each reply takes longer than the silence after which a client reconnects."""
     publish(machine.folder, 0)
-    client = machine.client(silence_s=0.05, timeout_s=60.0)
+    client = machine.client(resend_s=0.05, timeout_s=60.0)
     send = machine.service._rpc.answer
 
     def slowly(*arguments) -> None:
@@ -294,9 +294,9 @@ def test_a_slow_link_is_not_cut_again_and_again(machine: Machine):
     assert client.newest() == v(0)
 
 
-def test_work_that_takes_long_is_done_once_however_often_it_is_asked_for(machine: Machine):
+def test_slow_work_runs_once_despite_resent_requests(machine: Machine):
     part, files = make_part(0, v(0), weights(0))
-    client = machine.client(silence_s=0.05)
+    client = machine.client(resend_s=0.05)
     uploads, jobs, go = machine.service._uploads, [], threading.Event()
     finish, submit = uploads.finish_part, machine.service._worker.submit
 
@@ -311,8 +311,8 @@ def test_work_that_takes_long_is_done_once_however_often_it_is_asked_for(machine
     waiter = threading.Thread(target=client.part_done, args=(encode(part),))
     waiter.start()
     wait_until(lambda: machine.service.requests["PartDone"] >= 3, "a third request")
-    assert machine.client("other").newest() is None, "others are served meanwhile"
-    assert jobs == [1]  # of the three; what is asked again once it is done may be done again
+    assert machine.client("other").newest() is None, "other clients are served meanwhile"
+    assert jobs == [1]  # for three requests; a request after completion may start another
     go.set()
     waiter.join(20)
     assert not waiter.is_alive()
@@ -320,7 +320,7 @@ def test_work_that_takes_long_is_done_once_however_often_it_is_asked_for(machine
 
 
 def test_a_port_in_use_is_an_error_that_names_the_key(machine: Machine, tmp_path: Path, monkeypatch):
-    monkeypatch.setattr("common.rpc.server.BIND_RETRY_S", 0.0)
+    monkeypatch.setattr("leeway.common.rpc.server.BIND_RETRY_S", 0.0)
     port = int(machine.address.rsplit(":", 1)[1])
     other = WeightService(RUN, tmp_path / "other", host="127.0.0.1")
     (tmp_path / "other" / "PORT").write_text(str(port))

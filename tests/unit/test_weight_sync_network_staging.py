@@ -1,4 +1,4 @@
-"""What a machine keeps of the weights that it fetched, who waits for whom, and what an actor refuses."""
+"""Staging folders: their contents, locks between pullers, and versions that an actor refuses."""
 
 import errno
 import fcntl
@@ -14,14 +14,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from leeway.weight_sync import host_folder
+from leeway.weight_sync.client import UPDATE_TIMEOUT_S
+from leeway.weight_sync.host_folder import HostFolder, folder_for, lock_within, locked
+from leeway.weight_sync.manifest import (
+    MANIFEST_NAME,
+    TransferFailed,
+    WeightsCorrupt,
+    WeightsGone,
+    build_manifest,
+    file_name,
+)
+from leeway.weight_sync.puller import Puller
+from leeway.weight_sync.store import StagedVersion, WeightStore
 from tests.weights_by_hand import Machine, assert_holds, damage, make_part, publish, v, weights
 from tests.world.waiting import wait_until
-from weight_sync import host_folder
-from weight_sync.client import UPDATE_TIMEOUT_S
-from weight_sync.host_folder import HostFolder, folder_for, lock_within, locked
-from weight_sync.manifest import MANIFEST_NAME, TransferFailed, WeightsCorrupt, WeightsGone, build_manifest, file_name
-from weight_sync.puller import Puller
-from weight_sync.store import StagedVersion, WeightStore
 
 WHOLE = file_name(0, "float32")
 
@@ -38,10 +45,10 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "weights"
 
 
-# --- the folder of the machine --------------------------------------------------------------------
+# --- staging folders ------------------------------------------------------------------------------
 
 
-def test_the_last_puller_removes_what_the_machine_kept(machine: Machine):
+def test_the_last_puller_removes_the_staging_folder(machine: Machine):
     publish(machine.folder, 0)
     first, second = machine.puller("actor-0"), machine.puller("actor-1")
     for puller in (first, second):
@@ -55,7 +62,7 @@ def test_the_last_puller_removes_what_the_machine_kept(machine: Machine):
     assert list(machine.staging_dir.iterdir()) == []
 
 
-def test_what_killed_processes_left_is_removed_by_the_next_one_to_start(tmp_path: Path):
+def test_folders_of_killed_processes_are_removed_by_the_next_process(tmp_path: Path):
     left, used, foreign = (tmp_path / f"leeway-{os.geteuid()}-{name}" for name in ("old", "used", "foreign"))
     (left / "0.1").mkdir(parents=True)
     (left / "users.lock").touch()
@@ -64,20 +71,20 @@ def test_what_killed_processes_left_is_removed_by_the_next_one_to_start(tmp_path
     HostFolder(tmp_path / f"leeway-{os.geteuid()}-mine").close()
     assert not left.exists()
     assert used.exists()
-    assert foreign.exists(), "without a users' lock it is none of ours, or just being made"
+    assert foreign.exists(), "without users.lock it is foreign, or just being created"
     holder.close()
 
 
-def test_a_folder_that_others_may_write_is_not_used(tmp_path: Path):
+def test_a_folder_that_other_users_can_write_is_refused(tmp_path: Path):
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)
     (tmp_path / "link").symlink_to(tmp_path)
     for name in ("open", "link"):
-        with pytest.raises(TransferFailed, match="is not a folder that this user alone may write"):
+        with pytest.raises(TransferFailed, match="must be a folder writable by this user alone"):
             HostFolder(tmp_path / name)
 
 
-def test_memory_is_taken_where_it_has_the_room_and_the_temporary_folder_where_not(tmp_path: Path, monkeypatch):
+def test_the_staging_folder_is_in_memory_if_it_fits_and_in_tmp_otherwise(tmp_path: Path, monkeypatch):
     monkeypatch.setattr(host_folder, "_SHM", tmp_path)
     small = folder_for("a run/1", "abc", 1000)
     assert small.parent == tmp_path
@@ -85,7 +92,7 @@ def test_memory_is_taken_where_it_has_the_room_and_the_temporary_folder_where_no
     assert folder_for("r", "abc", 2**60).parent != tmp_path
 
 
-def test_a_machine_keeps_the_two_newest_and_what_is_read(machine: Machine):
+def test_a_machine_keeps_the_two_newest_versions_and_those_in_use(machine: Machine):
     puller = machine.puller()
     publish(machine.folder, 0)
     reading = puller.fetch(v(0))
@@ -103,7 +110,7 @@ def test_a_machine_keeps_the_two_newest_and_what_is_read(machine: Machine):
 
 
 @pytest.mark.parametrize("deltas", [False, True])
-def test_what_rots_on_this_machine_is_fetched_again_once_an_engine_has_refused_it(machine: Machine, deltas: bool):
+def test_a_damaged_staged_version_is_fetched_again_after_it_is_invalidated(machine: Machine, deltas: bool):
     publish(machine.folder, 0)
     puller = machine.puller()
     puller.fetch(v(0)).close()
@@ -112,42 +119,42 @@ def test_what_rots_on_this_machine_is_fetched_again_once_an_engine_has_refused_i
         damage(staged.folder / "0.1" / WHOLE)
         with pytest.raises(WeightsCorrupt, match=WHOLE):
             assert_holds(staged, 1)
-        puller.distrust(staged)
+        puller.invalidate(staged)
     with puller.fetch(v(1)) as staged:
         assert_holds(staged, 1)
     with machine.puller("actor-1").fetch(v(1)) as staged:
         assert_holds(staged, 1)
 
 
-def test_a_disk_without_room_is_an_error_that_names_the_folder_and_the_knob(machine: Machine, monkeypatch):
+def test_a_full_disk_is_an_error_that_names_the_folder_and_the_fix(machine: Machine, monkeypatch):
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     publish(machine.folder, 0)
     puller = machine.puller()
     with monkeypatch.context() as patch:
-        patch.setattr("weight_sync.staging.fetch", full)
-        with pytest.raises(TransferFailed, match=rf"{machine.staging_dir}.*it is full. Make room"):
+        patch.setattr("leeway.weight_sync.staging.fetch", full)
+        with pytest.raises(TransferFailed, match=rf"{machine.staging_dir}.*the disk is full. Free space"):
             puller.fetch(v(0))
     with puller.fetch(v(0)) as staged:
         assert_holds(staged, 0)
 
 
-# --- waiting for one another ----------------------------------------------------------------------
+# --- locks between pullers ------------------------------------------------------------------------
 
 
-def test_who_waits_for_a_stopped_process_says_for_whom_and_gives_up_in_time(tmp_path: Path):
+def test_a_wait_for_a_stopped_process_names_it_and_times_out(tmp_path: Path):
     path = tmp_path / "lock"
-    with lock_within(path, 1.0, who="actor-3", what="version 1"):
+    with lock_within(path, 1.0, owner="actor-3", what="version 1"):
         began = time.monotonic()
         with pytest.raises(TransferFailed, match=rf"version 1: waited 0\.2 s for actor-3 \(process {os.getpid()}\)"):
-            lock_within(path, 0.2, who="actor-4", what="version 1")
+            lock_within(path, 0.2, owner="actor-4", what="version 1")
         assert time.monotonic() - began < 60
-    with lock_within(path, 0.2, who="actor-4", what="version 1"):
+    with lock_within(path, 0.2, owner="actor-4", what="version 1"):
         pass
 
 
-def test_who_gets_on_is_waited_for_longer(tmp_path: Path):
+def test_progress_of_the_lock_holder_extends_the_wait(tmp_path: Path):
     now = [0.0]
 
     def pause(_: float) -> None:
@@ -158,12 +165,12 @@ def test_who_gets_on_is_waited_for_longer(tmp_path: Path):
     holder = locked(tmp_path / "lock")
     assert holder is not None
     lock_within(
-        tmp_path / "lock", 2.0, who="b", what="x", progress=lambda: int(now[0]), clock=lambda: now[0], pause=pause
+        tmp_path / "lock", 2.0, owner="b", what="x", progress=lambda: int(now[0]), clock=lambda: now[0], pause=pause
     ).close()
     assert now[0] > 50
 
 
-def test_a_lock_whose_file_its_holder_removed_just_then_is_taken_anew(tmp_path: Path, monkeypatch):
+def test_a_lock_file_removed_by_its_holder_is_created_again(tmp_path: Path, monkeypatch):
     path = tmp_path / "lock"
     real = fcntl.flock
     removals = iter([path.unlink])
@@ -172,24 +179,24 @@ def test_a_lock_whose_file_its_holder_removed_just_then_is_taken_anew(tmp_path: 
         next(removals, lambda: None)()
         real(file, operation)
 
-    monkeypatch.setattr("common.files.fcntl.flock", flock)
-    with lock_within(path, 0.2, who="b", what="x"):
+    monkeypatch.setattr("leeway.common.files.fcntl.flock", flock)
+    with lock_within(path, 0.2, owner="b", what="x"):
         assert locked(path) is None
 
 
-def test_another_version_does_not_wait_for_one_whose_fetcher_is_stopped(machine: Machine):
+def test_a_fetch_does_not_wait_for_a_stopped_fetch_of_another_version(machine: Machine):
     publish(machine.folder, 0)
     puller = machine.puller()
     puller.fetch(v(0)).close()
     publish(machine.folder, 1)
     (staging,) = machine.staging_dir.iterdir()
-    with lock_within(staging / "locks" / "0.1", 1.0, who="stopped", what="it"):
+    with lock_within(staging / "locks" / "0.1", 1.0, owner="stopped", what="it"):
         publish(machine.folder, 2)
         with puller.fetch(v(2)) as staged:
             assert_holds(staged, 2)
 
 
-def test_a_fetcher_that_is_stopped_is_replaced_by_one_of_those_that_wait(machine: Machine, monkeypatch):
+def test_a_stopped_fetcher_is_replaced_by_one_of_the_waiting_processes(machine: Machine, monkeypatch):
     now, waiting = [0.0], set()
 
     def clock() -> float:
@@ -204,9 +211,9 @@ def test_a_fetcher_that_is_stopped_is_replaced_by_one_of_those_that_wait(machine
     (staging,) = machine.staging_dir.iterdir()
     manifest = publish(machine.folder, 1)
     (staging / "0.1").mkdir()
-    monkeypatch.setattr("weight_sync.staging.lock_within", functools.partial(lock_within, clock=clock))
+    monkeypatch.setattr("leeway.weight_sync.staging.lock_within", functools.partial(lock_within, clock=clock))
     began = time.monotonic()
-    with lock_within(staging / "locks" / "0.1", 1.0, who="stopped", what="it"):
+    with lock_within(staging / "locks" / "0.1", 1.0, owner="stopped", what="it"):
         stale = (staging / "0.1" / f".{WHOLE}.0a.partial").open("ab", buffering=0)
         stale.write((machine.folder / "0.1" / WHOLE).read_bytes()[:1000])
         staged: list[StagedVersion] = []
@@ -214,10 +221,10 @@ def test_a_fetcher_that_is_stopped_is_replaced_by_one_of_those_that_wait(machine
         for thread in threads:
             thread.start()
         wait_until(lambda: len(waiting) == 4, "all four to wait")
-        now[0] += UPDATE_TIMEOUT_S / 4  # and no longer: the process that fetches now is not replaced
+        now[0] += UPDATE_TIMEOUT_S / 4  # not longer: the new fetcher must not be replaced too
         for thread in threads:
             thread.join(60)
-        stale.write(b"what it had still to write")
+        stale.write(b"late data")
         stale.close()
     assert len(staged) == 4
     assert time.monotonic() - began < 60
@@ -227,7 +234,7 @@ def test_a_fetcher_that_is_stopped_is_replaced_by_one_of_those_that_wait(machine
     assert machine.read_bytes()["0.1"] == {WHOLE: manifest.size_of(WHOLE)}
 
 
-def test_what_a_replaced_fetcher_left_takes_no_room_from_those_that_fetch_anew(machine: Machine, monkeypatch):
+def test_partial_files_of_a_replaced_fetcher_are_removed(machine: Machine, monkeypatch):
     publish(machine.folder, 0)
     puller = machine.puller()
     puller.fetch(v(0)).close()
@@ -245,32 +252,32 @@ def test_what_a_replaced_fetcher_left_takes_no_room_from_those_that_fetch_anew(m
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("weight_sync.staging.lock_within", functools.partial(lock_within, clock=clock))
-    monkeypatch.setattr("weight_sync.staging._fetch_bytes", full)
+    monkeypatch.setattr("leeway.weight_sync.staging.lock_within", functools.partial(lock_within, clock=clock))
+    monkeypatch.setattr("leeway.weight_sync.staging._fetch_bytes", full)
     with (
-        lock_within(staging / "locks" / "0.1", 1.0, who="stopped", what="it"),
-        pytest.raises(TransferFailed, match="it is full"),
+        lock_within(staging / "locks" / "0.1", 1.0, owner="stopped", what="it"),
+        pytest.raises(TransferFailed, match="the disk is full"),
     ):
         puller.fetch(v(1))
     assert not stale.exists()
 
 
 @pytest.mark.parametrize("deltas", [False, True])
-def test_a_fetcher_shows_at_every_tensor_that_it_gets_on(machine: Machine, monkeypatch, deltas: bool):
-    """Nothing else grows while a file that was reserved whole is filled, or is read against its checksums."""
+def test_a_fetcher_reports_progress_at_every_tensor(machine: Machine, monkeypatch, deltas: bool):
+    """No file grows while a preallocated file is filled or its checksums are verified."""
     publish(machine.folder, 0, num_tensors=5)
     puller = machine.puller()
     puller.fetch(v(0)).close()
     (staging,) = machine.staging_dir.iterdir()
     publish(machine.folder, 1, deltas=deltas, num_tensors=5)
     seen, lock = [], staging / "locks" / "0.1"
-    module = "weight_sync.delta" if deltas else "weight_sync.store"
+    module = "leeway.weight_sync.delta" if deltas else "leeway.weight_sync.store"
     checksum = import_module(module).checksum_of
 
     def slow(data) -> str:
         if lock.exists():
             seen.append(lock.stat().st_mtime_ns)
-            os.utime(lock, (0, 0))  # so that only what touches it anew can make it young again
+            os.utime(lock, (0, 0))  # so that only a new touch makes the time positive
         return checksum(data)
 
     monkeypatch.setattr(f"{module}.checksum_of", slow)
@@ -279,16 +286,16 @@ def test_a_fetcher_shows_at_every_tensor_that_it_gets_on(machine: Machine, monke
     assert all(seen[:5])
 
 
-# --- a folder that is seen ------------------------------------------------------------------------
+# --- mounted folders ------------------------------------------------------------------------------
 
 
-def test_an_unreadable_folder_is_refused_with_what_to_try(tmp_path: Path):
+def test_an_unreadable_folder_is_refused_with_the_fix(tmp_path: Path):
     (tmp_path / "file").write_text("no folder")
     with pytest.raises(TransferFailed, match=r"cannot read the weight store's folder .* transport = 'network'"):
         Puller.of_folder(tmp_path / "file" / "weights", "float32")
 
 
-# --- what an actor refuses ------------------------------------------------------------------------
+# --- refused versions -----------------------------------------------------------------------------
 
 
 @pytest.fixture(params=["folder", "network"])
@@ -296,19 +303,19 @@ def puller(request, machine: Machine) -> Puller:
     return machine.puller() if request.param == "network" else Puller.of_folder(machine.folder, "float32")
 
 
-def test_an_older_version_in_the_place_of_a_newer_one_is_refused_by_name(machine: Machine, puller: Puller):
+def test_an_older_version_reported_as_the_newest_is_refused_by_name(machine: Machine, puller: Puller):
     publish(machine.folder, 7)
     publish(machine.folder, 1, incarnation=1)
     assert puller.newest() == v(1, 1)
     puller.fetch(v(1, 1)).close()
     (machine.folder / "NEWEST").write_text("0.7\n")
-    with pytest.raises(WeightsCorrupt, match=r"gives out version 7 as the newest, but 1 \(start 1\) was before"):
+    with pytest.raises(WeightsCorrupt, match=r"reports version 7 as the newest, but it was 1 \(start 1\) before"):
         puller.newest()
     with pytest.raises(WeightsCorrupt, match=r"version 7 is older than 1 \(start 1\)"):
         puller.fetch(v(7))
 
 
-def test_another_version_under_the_name_of_a_newer_one_is_refused(machine: Machine, puller: Puller):
+def test_a_manifest_of_another_version_is_refused(machine: Machine, puller: Puller):
     publish(machine.folder, 1)
     publish(machine.folder, 2)
     (machine.folder / "0.2" / MANIFEST_NAME).write_bytes((machine.folder / "0.1" / MANIFEST_NAME).read_bytes())
@@ -316,7 +323,7 @@ def test_another_version_under_the_name_of_a_newer_one_is_refused(machine: Machi
         puller.fetch(v(2))
 
 
-def test_another_architecture_is_refused_and_the_next_good_version_taken(machine: Machine, puller: Puller):
+def test_another_architecture_is_refused_and_the_next_valid_version_accepted(machine: Machine, puller: Puller):
     publish(machine.folder, 0)
     puller.fetch(v(0)).close()
     sink = WeightStore(machine.folder)
@@ -330,7 +337,7 @@ def test_another_architecture_is_refused_and_the_next_good_version_taken(machine
         assert_holds(staged, 2)
 
 
-def test_two_learners_under_one_number_are_noticed(machine: Machine):
+def test_two_learners_that_publish_one_version_are_detected(machine: Machine):
     publish(machine.folder, 0)
     machine.puller("actor-0").fetch(v(0)).close()
     sink = WeightStore(machine.folder)
@@ -340,11 +347,11 @@ def test_two_learners_under_one_number_are_noticed(machine: Machine):
     sink.commit(build_manifest(v(0), [part], None, 1.0), 3)
     machine.end()
     machine.start()
-    with pytest.raises(WeightsCorrupt, match="two learners publish under one number"):
+    with pytest.raises(WeightsCorrupt, match="two learners publish under the same version number"):
         machine.puller("actor-1").fetch(v(0))
 
 
-def test_deltas_against_another_learners_parent_are_not_even_fetched(machine: Machine):
+def test_deltas_for_the_parent_of_another_learner_are_not_fetched(machine: Machine):
     publish(machine.folder, 0)
     puller = machine.puller("actor-0")
     puller.fetch(v(0)).close()
@@ -362,7 +369,7 @@ def test_deltas_against_another_learners_parent_are_not_even_fetched(machine: Ma
     assert machine.read_bytes()["0.1"].keys() == {WHOLE}
 
 
-def test_a_version_that_never_was_is_gone(puller: Puller):
+def test_an_unknown_version_is_gone(puller: Puller):
     assert puller.newest() is None
     with pytest.raises(WeightsGone, match=r"version 9 is not in"):
         puller.fetch(v(9))

@@ -1,4 +1,4 @@
-"""Stages on another machine than the weight service: uploads, whole and as changes, resumed and refused."""
+"""Stages on another machine than the weight service: uploads as full files and deltas, resumed and refused."""
 
 from pathlib import Path
 
@@ -6,13 +6,13 @@ import msgspec
 import pytest
 import torch
 
+from leeway.weight_sync.manifest import PublishFailed, TransferFailed, build_manifest, file_name
+from leeway.weight_sync.publisher import Publisher
+from leeway.weight_sync.puller import Puller
+from leeway.weight_sync.service import UploadReceiver
+from leeway.weight_sync.store import WeightStore
+from leeway.weight_sync.tensors import read_tensors
 from tests.weights_by_hand import Machine, assert_holds, damage, make_part, publish, upload_sink, v, weights
-from weight_sync.manifest import PublishFailed, TransferFailed, build_manifest, file_name
-from weight_sync.publisher import Publisher
-from weight_sync.puller import Puller
-from weight_sync.service import UploadReceiver
-from weight_sync.store import WeightStore
-from weight_sync.tensors import read_tensors
 
 WHOLE = file_name(0, "float32")
 BOTH = ("float32", "bfloat16")
@@ -25,7 +25,7 @@ def machine(tmp_path: Path):
     made.close()
 
 
-def test_a_stage_elsewhere_uploads_changes_alone_and_the_service_makes_them_whole(machine: Machine):
+def test_a_remote_stage_uploads_only_deltas_and_the_service_rebuilds_full_files(machine: Machine):
     sink = upload_sink(machine)
     publish(sink, 0, BOTH)
     sent_whole = machine.service.requests["WriteRequest"]
@@ -36,7 +36,7 @@ def test_a_stage_elsewhere_uploads_changes_alone_and_the_service_makes_them_whol
             assert_holds(staged, 1, dtype)
 
 
-def test_what_a_killed_learner_left_is_removed_before_the_first_byte_of_the_next_one_is_uploaded(machine: Machine):
+def test_unfinished_versions_of_a_killed_learner_are_removed_before_the_next_upload(machine: Machine):
     sink = upload_sink(machine)
     publish(sink, 0, BOTH)
     for name in ("0.1", "1.1"):
@@ -46,7 +46,7 @@ def test_what_a_killed_learner_left_is_removed_before_the_first_byte_of_the_next
     assert sorted(path.name for path in machine.folder.glob("[0-9]*")) == ["0.0", "1.0", "1.1"]
 
 
-def test_only_files_that_have_changes_are_uploaded_as_such(machine: Machine):
+def test_only_files_with_deltas_are_uploaded_as_deltas(machine: Machine):
     sink = upload_sink(machine)
     publish(sink, 0, BOTH)
     part, files = make_part(0, v(1), weights(1), BOTH)
@@ -67,8 +67,8 @@ def test_only_files_that_have_changes_are_uploaded_as_such(machine: Machine):
             assert_holds(staged, 1, dtype)
 
 
-def test_a_learner_elsewhere_publishes_for_actors_elsewhere_in_every_dtype(machine: Machine):
-    """The real publisher, over two stages; its versions go through deltas both ways."""
+def test_a_remote_learner_publishes_for_remote_actors_in_every_dtype(machine: Machine):
+    """The real publisher with two stages; its versions are uploaded and fetched as deltas."""
     tensors = [{f"{rank}.{name}": torch.from_numpy(w) for name, w in weights(0).items()} for rank in range(2)]
     publishers = [
         Publisher(upload_sink(machine, f"stage-{rank}"), rank, 2, BOTH, keep_versions=4, full_every=3)
@@ -76,16 +76,16 @@ def test_a_learner_elsewhere_publishes_for_actors_elsewhere_in_every_dtype(machi
     ]
     pullers = {dtype: machine.puller(dtype=dtype) for dtype in BOTH}
     for version in range(4):
-        for publisher, mine in zip(publishers, tensors, strict=True):
-            mine["0.w0" if "0.w0" in mine else "1.w0"][version] += 1.0
-            publisher.publish(v(version), mine)
+        for publisher, own in zip(publishers, tensors, strict=True):
+            own["0.w0" if "0.w0" in own else "1.w0"][version] += 1.0
+            publisher.publish(v(version), own)
         for publisher in publishers:
             publisher.flush(30.0)
         for dtype, puller in pullers.items():
             assert puller.newest() == v(version)
             with puller.fetch(v(version)) as staged:
                 found = read_tensors(WeightStore(staged.folder), staged.manifest, dtype)
-                expected = {name: tensor.to(getattr(torch, dtype)) for mine in tensors for name, tensor in mine.items()}
+                expected = {name: tensor.to(getattr(torch, dtype)) for own in tensors for name, tensor in own.items()}
                 assert found.keys() == expected.keys()
                 assert all(torch.equal(found[name], expected[name]) for name in expected)
     for publisher in publishers:
@@ -94,7 +94,7 @@ def test_a_learner_elsewhere_publishes_for_actors_elsewhere_in_every_dtype(machi
     assert {version: len(names) for version, names in deltas.items()} == {"0.0": 0, "0.1": 4, "0.2": 4, "0.3": 0}
 
 
-def test_an_upload_whose_changes_do_not_serve_is_made_whole(machine: Machine):
+def test_an_upload_with_unusable_deltas_is_repeated_in_full(machine: Machine):
     sink = upload_sink(machine)
     publish(sink, 0)
     damage(machine.folder / "0.0" / WHOLE)
@@ -103,13 +103,13 @@ def test_an_upload_whose_changes_do_not_serve_is_made_whole(machine: Machine):
         assert_holds(staged, 1)
 
 
-def test_two_stages_upload_one_version_and_it_exists_once_both_have(machine: Machine):
+def test_a_version_of_two_stages_is_committed_after_both_uploads(machine: Machine):
     sinks = [upload_sink(machine, f"stage-{rank}") for rank in range(2)]
     tensors = weights(0, 4)
     parts = []
     for rank, sink in enumerate(sinks):
-        mine = {f"{rank}.{name}": tensor for name, tensor in tensors.items()}
-        part, files = make_part(rank, v(0), mine, BOTH)
+        own = {f"{rank}.{name}": tensor for name, tensor in tensors.items()}
+        part, files = make_part(rank, v(0), own, BOTH)
         assert sinks[0].part(v(0), rank) is None
         sink.write_part(part, files)
         found = sinks[0].part(v(0), rank)
@@ -123,7 +123,7 @@ def test_two_stages_upload_one_version_and_it_exists_once_both_have(machine: Mac
         assert len(staged.manifest.variant("bfloat16")) == 8
 
 
-def test_a_version_is_not_committed_before_all_its_files_have_come(machine: Machine):
+def test_a_version_is_not_committed_before_all_its_files_have_arrived(machine: Machine):
     sink = upload_sink(machine)
     part, _ = make_part(0, v(0), weights(0))
     with pytest.raises(TransferFailed, match="is missing"):
@@ -131,7 +131,7 @@ def test_a_version_is_not_committed_before_all_its_files_have_come(machine: Mach
     assert sink.newest_manifest() is None
 
 
-def test_an_upload_goes_on_where_the_service_was_killed(machine: Machine):
+def test_an_upload_resumes_after_the_service_was_killed(machine: Machine):
     part, files = make_part(0, v(0), weights(0))
     total = sum(map(len, files[WHOLE]))
     folder = machine.folder / "0.0"
@@ -148,7 +148,7 @@ def test_an_upload_goes_on_where_the_service_was_killed(machine: Machine):
         assert_holds(staged, 0)
 
 
-def test_an_upload_that_came_wrong_is_never_committed_and_comes_again(machine: Machine):
+def test_a_corrupt_upload_is_not_committed_and_is_repeated(machine: Machine):
     part, files = make_part(0, v(0), weights(0))
     total = sum(map(len, files[WHOLE]))
     folder = machine.folder / "0.0"
@@ -156,14 +156,14 @@ def test_an_upload_that_came_wrong_is_never_committed_and_comes_again(machine: M
     (folder / f".{WHOLE}.{total}.upload").write_bytes(b"".join(files[WHOLE]))
     damage(folder / f".{WHOLE}.{total}.upload")
     sink = upload_sink(machine)
-    with pytest.raises(TransferFailed, match="has to be uploaded again"):
+    with pytest.raises(TransferFailed, match="must be uploaded again"):
         sink.write_part(part, files)
     assert sink.part(v(0), 0) is None
     sink.write_part(part, files)
     assert sink.part(v(0), 0) is not None
 
 
-def test_an_old_learner_cannot_upload_behind_the_newest(machine: Machine):
+def test_a_stale_learner_cannot_upload(machine: Machine):
     sink = upload_sink(machine)
     publish(sink, 5, incarnation=1)
     part, files = make_part(0, v(6), weights(6))
@@ -171,14 +171,14 @@ def test_an_old_learner_cannot_upload_behind_the_newest(machine: Machine):
         sink.write_part(part, files)
 
 
-def test_a_full_disk_of_the_service_is_an_error_of_the_disk_for_the_stage(machine: Machine, monkeypatch):
+def test_a_full_disk_of_the_service_raises_enospc_in_the_stage(machine: Machine, monkeypatch):
     def full(*_: object) -> int:
         raise OSError(28, "No space left on device")
 
     sink = upload_sink(machine)
     part, files = make_part(0, v(0), weights(0))
     with monkeypatch.context() as patch:
-        patch.setattr("weight_sync.service.os.pwrite", full)
+        patch.setattr("leeway.weight_sync.service.os.pwrite", full)
         with pytest.raises(OSError, match="No space left") as error:
             sink.write_part(part, files)
         assert error.value.errno == 28

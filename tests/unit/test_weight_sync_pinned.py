@@ -1,7 +1,7 @@
-"""What a GPU is given in the pause of an update, and from which memory: no GPU, and no vLLM.
+"""Weights that a GPU loads from pinned memory in the pause of an update, tested without GPU and vLLM.
 
-`Cuda` stands for the parts of torch.cuda that pin memory: it registers nothing. vLLM's base class, its model and its
-reload are stand-ins that keep what they are given.
+`Cuda` replaces the functions of torch.cuda that pin memory, and pins nothing. The base class, model and reload of vLLM
+are stand-ins that record their inputs.
 """
 
 import contextlib
@@ -17,9 +17,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from leeway.weight_sync import store, tensors, vllm_engine
+from leeway.weight_sync.tensors import HostCopy
 from tests.unit.published import DTYPE, PART, publish, same, v, weights
-from weight_sync import store, tensors, vllm_engine
-from weight_sync.tensors import HostCopy
 
 GPU = torch.device("cuda", 1)
 FIRST, SECOND = v(1), v(2)
@@ -28,7 +28,7 @@ Init, Update = TypeVar("Init"), TypeVar("Update")
 
 
 class Cuda:
-    """What was registered, for which GPU, and what was given back; an error stays with the thread that met it."""
+    """Records registered memory with its GPU, and unregistered memory; an error persists in its thread."""
 
     def __init__(self, monkeypatch) -> None:
         self.registered: list[tuple[int, int, torch.device | None]] = []
@@ -54,19 +54,19 @@ class Cuda:
         return self.error
 
     def launch_kernel(self) -> None:
-        """Fail for whatever went wrong in this thread before, as CUDA does."""
+        """Fail after an earlier error in this thread, as CUDA does."""
         assert not getattr(self._current, "last_error", 0)
 
 
 class BaseEngine(Generic[Init, Update]):
-    """Stands for vLLM's WeightTransferEngine."""
+    """Stand-in for vLLM's WeightTransferEngine."""
 
     def __init__(self, device: torch.device, model: "Model", model_config: SimpleNamespace) -> None:
         self.device, self.model, self.model_config = device, model, model_config
 
 
 class Model:
-    """Stands for the served model: copies what it is given, and remembers where that lay."""
+    """Stand-in for the served model: copies loaded tensors and records their addresses."""
 
     def __init__(self) -> None:
         self.loaded: dict[str, torch.Tensor] = {}
@@ -80,7 +80,7 @@ class Model:
 
 @pytest.fixture
 def transfer(monkeypatch) -> type:
-    """StoreWeightTransfer on stand-ins of vLLM."""
+    """Return StoreWeightTransfer based on stand-ins of vLLM."""
     base = SimpleNamespace(WeightTransferEngine=BaseEngine)
     monkeypatch.setitem(sys.modules, "vllm.distributed.weight_transfer.base", base)
     reload = {"initialize_layerwise_reload": lambda model: None, "finalize_layerwise_reload": lambda *_: None}
@@ -103,13 +103,13 @@ class World:
         self.worker = vllm_engine.WorkerCalls()
         self.worker.weight_transfer_engine = self.engine
         self.num_copied = 0
-        copied = store.copied
+        copied = store.copy_and_hash
 
         def counting(data, into):
             self.num_copied += len(data)
             return copied(data, into)
 
-        monkeypatch.setattr(store, "copied", counting)
+        monkeypatch.setattr(store, "copy_and_hash", counting)
         publish(self.folder, FIRST, SECOND)
 
     def info(self, version):
@@ -126,20 +126,20 @@ class World:
         return refusal
 
     def load(self, version) -> dict[str, torch.Tensor]:
-        """The pause: what the model has then."""
+        """Load a version as in the pause and return the weights of the model."""
         self.engine.receive_weights(self.info(version))
         self.engine.finish_weight_update()
         return self.engine.model.loaded
 
     def spoil(self, version) -> None:
-        """Every byte of its file becomes another, in place: a map of the file shows it."""
+        """Change every byte of its file in place, which also changes mappings of the file."""
         path = self.folder / version.key / PART
         with path.open("r+b") as file:
             file.write(bytes(255 - byte for byte in path.read_bytes()))
 
     @property
     def are_pinned(self) -> bool:
-        """Did all that the model was given lie in registered memory?"""
+        """True if every tensor loaded by the model was in registered memory."""
         inside = [(at, at + size) for at, size, _ in self.cuda.registered]
         return all(any(start <= address < end for start, end in inside) for address in self.engine.model.addresses)
 
@@ -149,17 +149,17 @@ def world(transfer, tmp_path, monkeypatch) -> World:
     return World(transfer, tmp_path, monkeypatch, GPU)
 
 
-def test_a_gpu_is_given_in_the_pause_what_was_verified_from_pinned_memory_and_nothing_is_copied_before(world: World):
+def test_a_gpu_loads_verified_weights_from_pinned_memory_after_one_host_copy(world: World):
     world.begin(FIRST)
     assert world.verified() == ""
     assert world.num_copied == SIZE_BYTES
-    world.spoil(FIRST)  # nobody reads it any more
+    world.spoil(FIRST)  # the file is not read again
     assert same(world.load(FIRST), weights(1))
     assert world.num_copied == SIZE_BYTES
     assert world.are_pinned
 
 
-def test_its_memory_is_taken_once_exactly_and_for_the_gpu_of_the_engine(world: World):
+def test_memory_is_pinned_once_in_exact_size_for_the_gpu_of_the_engine(world: World):
     for version in (FIRST, SECOND):
         world.begin(version)
         assert world.verified() == ""
@@ -168,7 +168,7 @@ def test_its_memory_is_taken_once_exactly_and_for_the_gpu_of_the_engine(world: W
     assert world.are_pinned
 
 
-def test_on_a_cpu_the_map_is_loaded_from_as_ever(transfer, tmp_path, monkeypatch):
+def test_a_cpu_loads_from_the_mapped_file(transfer, tmp_path, monkeypatch):
     world = World(transfer, tmp_path, monkeypatch, torch.device("cpu"))
     world.begin(FIRST)
     assert world.verified() == ""
@@ -176,13 +176,13 @@ def test_on_a_cpu_the_map_is_loaded_from_as_ever(transfer, tmp_path, monkeypatch
     assert (world.cuda.registered, world.num_copied) == ([], 0)
 
 
-@pytest.mark.parametrize("why", ["CUDA has none", "little memory is free", "it is too large"])
-def test_a_version_that_cannot_be_pinned_is_loaded_from_the_map_and_that_is_said_once(
-    world: World, monkeypatch, caplog, why
+@pytest.mark.parametrize("reason", ["CUDA fails", "little memory is free", "it is too large"])
+def test_a_version_that_cannot_be_pinned_loads_from_the_mapped_file_with_one_warning(
+    world: World, monkeypatch, caplog, reason
 ):
-    if why == "CUDA has none":
+    if reason == "CUDA fails":
         world.cuda.error = 2
-    elif why == "it is too large":
+    elif reason == "it is too large":
         monkeypatch.setattr(tensors, "_MOST_PINNED_BYTES", SIZE_BYTES - 1)
     else:
         memory = SimpleNamespace(available=4 * SIZE_BYTES - 1)
@@ -192,74 +192,74 @@ def test_a_version_that_cannot_be_pinned_is_loaded_from_the_map_and_that_is_said
         assert world.verified() == ""
         assert same(world.load(version), weights(version.version))
     assert (world.cuda.registered, world.num_copied) == ([], 0)
-    said = [record.getMessage() for record in caplog.records]
-    assert ["weights are copied to cuda:1 from memory that is not pinned" in text for text in said] == [True]
+    messages = [record.getMessage() for record in caplog.records]
+    assert ["weights are copied to cuda:1 from unpinned memory" in text for text in messages] == [True]
 
 
-def test_what_is_damaged_is_refused_in_pinned_memory_too_and_the_next_version_is_taken(world: World):
+def test_a_damaged_version_is_refused_and_a_later_verification_succeeds(world: World):
     world.begin(FIRST)
     assert world.verified() == ""
     world.load(FIRST)
     world.spoil(SECOND)
     world.begin(SECOND)
-    assert "not a readable safetensors file" in world.verified()
+    assert "is not a valid safetensors file" in world.verified()
     assert same(world.engine.model.loaded, weights(1))
-    with pytest.raises(RuntimeError, match="not a readable safetensors file"):
+    with pytest.raises(RuntimeError, match="is not a valid safetensors file"):
         world.load(SECOND)
     assert same(world.engine.model.loaded, weights(1))
     world.begin(FIRST)
     assert world.verified() == ""
 
 
-def overtake(world: World, held: threading.Event, go_on: threading.Event, seen: list[threading.Thread]) -> None:
-    """Verify the second version while the first is held, and load it once the first has ended."""
+def overtake(world: World, blocked: threading.Event, resume: threading.Event, threads: list[threading.Thread]) -> None:
+    """Verify the second version while that of the first is blocked, and load it when the first has ended."""
     world.begin(FIRST)
-    assert held.wait(60)
+    assert blocked.wait(60)
     world.begin(SECOND)
     assert world.verified() == ""
-    go_on.set()
-    seen[0].join(60)
+    resume.set()
+    threads[0].join(60)
     assert same(world.load(SECOND), weights(2))
 
 
-def test_a_verification_that_was_given_up_never_writes_into_what_a_later_one_has_verified(world: World, monkeypatch):
-    """The first is held at its last tensor, until the second is verified and about to be loaded."""
-    copied, held, go_on = store.copied, threading.Event(), threading.Event()
-    seen: list[threading.Thread] = []
+def test_an_abandoned_verification_does_not_overwrite_a_later_one(world: World, monkeypatch):
+    """The first verification is blocked while it copies, until the second is about to be loaded."""
+    copied, blocked, resume = store.copy_and_hash, threading.Event(), threading.Event()
+    threads: list[threading.Thread] = []
 
     def slow(data, into):
-        if threading.current_thread() not in seen:
-            seen.append(threading.current_thread())
-        if threading.current_thread() is seen[0]:
-            held.set()
-            assert go_on.wait(60)
+        if threading.current_thread() not in threads:
+            threads.append(threading.current_thread())
+        if threading.current_thread() is threads[0]:
+            blocked.set()
+            assert resume.wait(60)
         return copied(data, into)
 
-    monkeypatch.setattr(store, "copied", slow)
-    overtake(world, held, go_on, seen)
+    monkeypatch.setattr(store, "copy_and_hash", slow)
+    overtake(world, blocked, resume, threads)
     world.begin(FIRST)
     assert world.verified() == ""
     assert same(world.load(FIRST), weights(1))
 
 
-def test_a_verification_that_was_given_up_and_comes_late_finds_the_memory_taken(world: World, monkeypatch):
-    """The first is held before it has read what the version holds, until the second is verified."""
-    manifest, held, go_on = store.WeightStore.manifest, threading.Event(), threading.Event()
-    seen: list[threading.Thread] = []
+def test_an_abandoned_verification_that_continues_late_finds_its_memory_in_use(world: World, monkeypatch):
+    """The first verification is blocked before it reads its manifest, until the second is verified."""
+    manifest, blocked, resume = store.WeightStore.manifest, threading.Event(), threading.Event()
+    threads: list[threading.Thread] = []
 
     def slow(self, version):
         if version == FIRST:
-            seen.append(threading.current_thread())
-            held.set()
-            assert go_on.wait(60)
+            threads.append(threading.current_thread())
+            blocked.set()
+            assert resume.wait(60)
         return manifest(self, version)
 
     monkeypatch.setattr(store.WeightStore, "manifest", slow)
-    overtake(world, held, go_on, seen)
+    overtake(world, blocked, resume, threads)
     assert world.are_pinned
 
 
-def test_a_stages_copies_for_publication_take_of_pinned_memory_what_they_need_and_give_it_back(monkeypatch):
+def test_host_copies_of_a_stage_pin_the_memory_they_need_and_release_it(monkeypatch):
     cuda = Cuda(monkeypatch)
     on_cpu = HostCopy.like(weights(), ["float32", "bfloat16"])
     assert cuda.registered == []
@@ -278,7 +278,7 @@ def test_a_stages_copies_for_publication_take_of_pinned_memory_what_they_need_an
     assert sorted(cuda.unregistered) == sorted(address for address, _, _ in cuda.registered)
 
 
-def test_a_stage_whose_memory_cannot_be_pinned_publishes_all_the_same_and_makes_no_further_copy(monkeypatch, caplog):
+def test_a_stage_without_pinned_memory_publishes_but_makes_no_further_copy(monkeypatch, caplog):
     cuda = Cuda(monkeypatch)
     cuda.error = 2
     places = HostCopy.like(weights(), ["bfloat16"]).places
@@ -286,6 +286,6 @@ def test_a_stage_whose_memory_cannot_be_pinned_publishes_all_the_same_and_makes_
     cuda.launch_kernel()
     copy.fill(weights(3))
     assert cuda.registered == []
-    assert "weights are copied from cuda:1 to memory that is not pinned" in caplog.text
-    with pytest.raises(OSError, match="cannot be pinned"):
+    assert "weights are copied from cuda:1 to unpinned memory" in caplog.text
+    with pytest.raises(OSError, match="cannot pin"):
         copy.another()

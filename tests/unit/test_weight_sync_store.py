@@ -1,4 +1,4 @@
-"""The folder of versions: each is there whole or not at all, and no reader loses what it reads."""
+"""The version folder: versions are committed atomically, and versions in use are not removed."""
 
 import json
 import time
@@ -7,9 +7,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from common.files import leftovers
-from tests.unit.published import DTYPE, PART, publish, publisher_of, pull, read, same, v, weights
-from weight_sync.manifest import (
+from leeway.common.files import leftovers
+from leeway.weight_sync.manifest import (
     MANIFEST_NAME,
     DeltaEntry,
     FileEntry,
@@ -25,8 +24,9 @@ from weight_sync.manifest import (
     delta_name,
     encode,
 )
-from weight_sync.puller import Puller
-from weight_sync.store import WeightStore
+from leeway.weight_sync.puller import Puller
+from leeway.weight_sync.store import WeightStore
+from tests.unit.published import DTYPE, PART, publish, publisher_of, pull, read, same, v, weights
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def puller_of(folder: Path) -> Puller:
     return Puller.of_folder(folder, DTYPE)
 
 
-def test_what_was_published_is_what_is_pulled(folder: Path):
+def test_a_pulled_version_equals_the_published_one(folder: Path):
     publish(folder, v(3))
     with puller_of(folder).fetch(v(3)) as staged:
         assert staged.version == v(3)
@@ -59,7 +59,7 @@ def test_a_flipped_byte_is_refused_by_name(folder: Path, name: str):
 
 
 @pytest.mark.parametrize("cut", [0, 5, 40, -1])
-def test_a_cut_file_is_refused(folder: Path, cut: int):
+def test_a_truncated_file_is_refused(folder: Path, cut: int):
     publish(folder, v(0))
     path = folder / "0.0" / PART
     path.write_bytes(path.read_bytes()[:cut])
@@ -70,7 +70,7 @@ def test_a_cut_file_is_refused(folder: Path, cut: int):
 def test_a_missing_file_is_refused(folder: Path):
     publish(folder, v(0))
     (folder / "0.0" / PART).unlink()
-    with pytest.raises(WeightsCorrupt, match=f"{PART}: missing"):
+    with pytest.raises(WeightsCorrupt, match=f"{PART} is missing"):
         pull(folder, v(0))
 
 
@@ -88,7 +88,7 @@ def test_a_manifest_of_another_version_is_refused(folder: Path):
         puller_of(folder).fetch(v(1))
 
 
-def test_a_manifest_of_a_newer_format_says_so(folder: Path):
+def test_a_manifest_of_a_newer_format_is_refused_with_its_format_version(folder: Path):
     publish(folder, v(0))
     path = folder / "0.0" / MANIFEST_NAME
     newer = json.loads(path.read_text()) | {"format_version": 99, "a_field_of_the_future": 1}
@@ -117,7 +117,7 @@ def test_an_empty_store_has_no_newest_version(folder: Path):
         puller_of(folder).fetch(v(0))
 
 
-def test_a_spoiled_pointer_is_looked_past_to_the_versions_themselves(folder: Path):
+def test_a_corrupt_newest_pointer_is_ignored(folder: Path):
     publish(folder, v(0), v(1))
     (folder / "NEWEST").write_bytes(b"\xff\x00seven")
     assert puller_of(folder).newest() == v(1)
@@ -125,7 +125,7 @@ def test_a_spoiled_pointer_is_looked_past_to_the_versions_themselves(folder: Pat
     assert (folder / "NEWEST").read_text() == "0.2\n"
 
 
-def test_a_newest_version_that_a_power_cut_spoiled_does_not_keep_the_next_learner_from_publishing(folder: Path):
+def test_the_next_learner_publishes_after_a_power_cut_damaged_the_newest_version(folder: Path):
     publish(folder, v(0), v(1))
     (folder / "0.1" / MANIFEST_NAME).write_bytes(b"\x00" * 100)
     with pytest.raises(WeightsCorrupt, match="manifest"):
@@ -135,16 +135,16 @@ def test_a_newest_version_that_a_power_cut_spoiled_does_not_keep_the_next_learne
         assert staged.manifest.parent is None
 
 
-def test_a_killed_learners_unfinished_version_is_removed_before_the_next_learner_writes(folder: Path, monkeypatch):
+def test_unfinished_versions_of_a_killed_learner_are_removed_before_the_next_write(folder: Path, monkeypatch):
     publish(folder, v(0))
     for name in ("0.1", "1.1"):
         (folder / name).mkdir()
         (folder / name / f".{PART}.4711.tmp").write_bytes(b"x")
     seen = []
-    monkeypatch.setattr("weight_sync.store.write_whole", lambda *_: seen.append(sorted(folder.glob("[0-9]*"))))
+    monkeypatch.setattr("leeway.weight_sync.store.write_whole", lambda *_: seen.append(sorted(folder.glob("[0-9]*"))))
     sink = WeightStore(folder)
     sink.write_part(Part(0, "1.2", None, (), ()), {PART: [b"x"]})
-    assert seen[0] == [folder / name for name in ("0.0", "1.1", "1.2")], "what this incarnation has begun stays"
+    assert seen[0] == [folder / name for name in ("0.0", "1.1", "1.2")], "unfinished versions of this incarnation stay"
     sink.write_part(Part(0, "2.0", None, (), ()), {PART: [b"x"]})
     assert seen[-1] == [folder / "0.0", folder / "2.0"]
 
@@ -158,7 +158,7 @@ def test_a_failed_fetch_holds_no_lock(folder: Path):
     assert WeightStore(folder).committed() == [v(1)]
 
 
-def test_a_crash_between_parts_and_manifest_leaves_the_old_version_and_is_cleaned_up_later(folder: Path):
+def test_a_crash_between_parts_and_manifest_keeps_the_old_version_and_is_cleaned_up(folder: Path):
     publish(folder, v(0))
     publish(folder, v(1), num_stages=2)
     assert (folder / "0.1" / PART).exists()
@@ -168,7 +168,7 @@ def test_a_crash_between_parts_and_manifest_leaves_the_old_version_and_is_cleane
     assert WeightStore(folder).committed() == [v(0), v(0, incarnation=1)]
 
 
-def test_retention_keeps_so_many_versions_and_every_one_being_read(folder: Path):
+def test_retention_keeps_the_newest_versions_and_those_in_use(folder: Path):
     publish(folder, v(0))
     staged = puller_of(folder).fetch(v(0))
     publish(folder, v(1), v(2), v(3), keep_versions=2)
@@ -179,7 +179,7 @@ def test_retention_keeps_so_many_versions_and_every_one_being_read(folder: Path)
     assert WeightStore(folder).committed() == [v(3), v(4)]
 
 
-def test_a_version_that_cannot_be_removed_is_told_once_and_the_next_is_published(folder: Path, monkeypatch):
+def test_a_version_that_cannot_be_removed_is_reported_once_and_publishing_continues(folder: Path, monkeypatch):
     publish(folder, v(1), keep_versions=1)
     real = Path.unlink
 
@@ -196,7 +196,7 @@ def test_a_version_that_cannot_be_removed_is_told_once_and_the_next_is_published
     assert not (folder / "0.1").exists(), "the next publish tries again"
 
 
-def test_versions_only_grow_even_across_publishers(folder: Path):
+def test_versions_increase_across_publishers(folder: Path):
     publish(folder, v(5, incarnation=1))
     zombie = publisher_of(folder)
     zombie.publish(v(9), weights())
@@ -215,14 +215,14 @@ def test_an_older_version_replayed_into_the_store_is_never_the_newest(folder: Pa
 
 
 def part_of(value: str, *, rank: int = 0, shape: tuple[int, ...] = (2,), parent: str | None = None) -> Part:
-    """A part with one tensor; with a parent also its delta."""
+    """Return a part with one tensor; with a parent, also its delta."""
     file = f"part-{rank}.float32.safetensors"
     delta = DeltaEntry("xor", 0, 5) if parent else None
     files = (FileEntry(file, 1000), *([FileEntry(delta_name(file), 5)] if parent else []))
     return Part(rank, "0.1", parent, (TensorEntry("w", DTYPE, shape, file, value, delta),), files)
 
 
-def test_the_fingerprint_names_the_architecture_and_the_chain_names_the_history():
+def test_the_fingerprint_identifies_the_architecture_and_the_chain_the_history():
     first = build_manifest(v(0), [part_of("aa")], None, 0.0)
     second = build_manifest(v(1), [part_of("bb")], first, 0.0)
     orphan = build_manifest(v(1), [part_of("bb")], None, 0.0)
@@ -237,7 +237,7 @@ def test_one_tensor_from_two_stages_is_refused():
         build_manifest(v(1), [part_of("aa"), part_of("aa", rank=1)], None, 0.0)
 
 
-def test_a_delta_against_another_version_than_the_parent_is_dropped_at_the_commit():
+def test_a_delta_from_a_version_other_than_the_parent_is_dropped_at_commit():
     first = build_manifest(v(0), [part_of("aa")], None, 0.0)
     kept = build_manifest(v(1), [part_of("bb", parent="0.0")], first, 0.0)
     assert kept.tensors[0].delta == DeltaEntry("xor", 0, 5)
@@ -249,20 +249,20 @@ def test_a_delta_against_another_version_than_the_parent_is_dropped_at_the_commi
 
 
 @pytest.mark.parametrize(
-    ("change", "complaint"),
+    ("change", "message"),
     [
-        ({"name": "../../etc/passwd"}, "no name of a file beside a manifest"),
-        ({"name": "/etc/passwd"}, "no name of a file beside a manifest"),
-        ({"name": ".hidden"}, "no name of a file beside a manifest"),
-        ({"file": "elsewhere.safetensors"}, "which is none of its files"),
+        ({"name": "../../etc/passwd"}, "is not a valid name of a weight file"),
+        ({"name": "/etc/passwd"}, "is not a valid name of a weight file"),
+        ({"name": ".hidden"}, "is not a valid name of a weight file"),
+        ({"file": "elsewhere.safetensors"}, "which it does not list"),
         ({"dtype": "complex64"}, "unknown dtype 'complex64'"),
-        ({"shape": (10**6,)}, "beyond its file"),
-        ({"shape": (-1, -1)}, "beyond its file"),
-        ({"delta": DeltaEntry("xor", 3, 5)}, "lies outside its file"),
-        ({"delta": DeltaEntry("xor", -1, 2)}, "lies outside its file"),
+        ({"shape": (10**6,)}, "does not fit its file"),
+        ({"shape": (-1, -1)}, "does not fit its file"),
+        ({"delta": DeltaEntry("xor", 3, 5)}, "is outside its file"),
+        ({"delta": DeltaEntry("xor", -1, 2)}, "is outside its file"),
     ],
 )
-def test_a_well_sealed_manifest_that_makes_no_sense_is_refused(change: dict[str, object], complaint: str):
+def test_an_inconsistent_manifest_with_a_valid_checksum_is_refused(change: dict[str, object], message: str):
     manifest = build_manifest(v(1), [part_of("aa")], None, 0.0)
     entry = manifest.tensors[0]
     files = (*manifest.files, FileEntry(delta_name(PART), 5))
@@ -272,15 +272,15 @@ def test_a_well_sealed_manifest_that_makes_no_sense_is_refused(change: dict[str,
         entry = msgspec.structs.replace(entry, **change)
     chain = chain_of("", [entry])
     spoiled = msgspec.structs.replace(manifest, tensors=(entry,), files=files, chain=chain)
-    with pytest.raises(WeightsCorrupt, match=f"there: .*{complaint}"):
+    with pytest.raises(WeightsCorrupt, match=f"there: .*{message}"):
         decode(encode(spoiled), Manifest, "there")
 
 
-def test_a_well_sealed_manifest_that_lacks_a_tensor_is_refused_by_its_chain():
+def test_a_manifest_that_lacks_a_tensor_is_refused_by_its_chain():
     two = Part(0, "0.1", None, tuple(part_of(x).tensors[0] for x in ("aa",)), part_of("aa").files)
     manifest = build_manifest(v(1), [two, _renamed(part_of("bb", rank=1), "u")], None, 0.0)
     lacking = msgspec.structs.replace(manifest, tensors=manifest.tensors[:1])
-    with pytest.raises(WeightsCorrupt, match="chain is not that of its parent and content"):
+    with pytest.raises(WeightsCorrupt, match="chain does not match its parent and content"):
         decode(encode(lacking), Manifest, "there")
 
 
@@ -294,7 +294,7 @@ def test_a_tensor_that_the_file_lacks_is_refused_by_name(folder: Path, tmp_path:
     lead.publish(v(0), {name: tensor for name, tensor in weights().items() if name != "norm"})
     lead.close()
     (folder / "0.0" / PART).write_bytes((tmp_path / "other" / "0.0" / PART).read_bytes())
-    with pytest.raises(WeightsCorrupt, match=f"{PART}: tensor 'norm' of the manifest is missing"):
+    with pytest.raises(WeightsCorrupt, match=f"{PART}: tensor 'norm' is missing"):
         pull(folder, v(0))
 
 

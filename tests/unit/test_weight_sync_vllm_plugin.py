@@ -1,4 +1,4 @@
-"""What our plugin does to a process of vLLM; vLLM itself is not imported: its registry is a stand-in that has us."""
+"""The plugin in a process of vLLM, tested with a stand-in for vLLM's registry that contains the backend."""
 
 import gc
 import os
@@ -8,12 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from weight_sync import vllm_engine
+from leeway.weight_sync import vllm_engine
 
 
 @pytest.fixture
 def register(monkeypatch):
-    """`register(owner)`: the plugin in a process that was started by this owner, or is the owner."""
+    """`register(owner)` runs the plugin in this process, which is the owner or a child of it."""
     registry = SimpleNamespace(_registry={vllm_engine.BACKEND: None})
     stand_in = SimpleNamespace(WeightTransferEngineFactory=registry)
     monkeypatch.setitem(sys.modules, "vllm.distributed.weight_transfer", stand_in)
@@ -31,9 +31,9 @@ def register(monkeypatch):
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def test_an_engine_gets_its_collector_and_its_ear_for_sigterm_back(register):
+def test_the_plugin_enables_the_collector_and_unblocks_sigterm_in_an_engine(register):
     assert register(os.getppid()) == (True, False)
 
 
-def test_its_owner_is_left_as_it_is(register):
+def test_the_plugin_does_not_change_its_owner(register):
     assert register(os.getpid()) == (False, True)

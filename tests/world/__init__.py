@@ -1,10 +1,10 @@
-"""What the tests share: the world around the part that one of them looks at.
+"""Helpers shared by tests: the environment around the component under test.
 
-buffer       the buffer in this process, and an actor that works with it
-service      the buffer's service in a process, without one of its protections or with other constants
-learner      small models, made-up trajectories, and the ranks of a learner as processes
-live_run     a real `leeway train`, whose roles a test stops, continues and kills
-run_context  what the processes of a run are handed
-waiting      waits, and what a measured time may be
+buffer       the buffer in this process, and a simulated actor
+service      the buffer service as a process, with a protection disabled or constants changed
+learner      small models, generated trajectories, and the ranks of a learner as processes
+live_run     a real `leeway train`, whose processes a test can stop, continue and kill
+run_context  the run context that processes of a run receive
+waiting      waits with a timeout, and bounds of measured times
 files, ports, terminal
 """

@@ -1,8 +1,8 @@
-"""The buffer in this process, and who works with it.
+"""The buffer in this process, and its clients.
 
-InProcessBuffer  the buffer's rules over a store, without sockets, under a clock of the caller's: what answers is what
-                 the service runs, and only the wire is left out
-Actor            generates what it is told to
+InProcessBuffer  the buffer's rules over a store, with the caller's clock and without sockets; it runs the same code as
+                 the service
+Actor            generates trajectories for leases
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 import pyarrow as pa
 
-from buffer import protocol as p
-from buffer import samplers, schema
-from buffer.config import BufferConfig
-from buffer.core import BufferCore
-from buffer.errors import BufferRefused
-from buffer.index import GroupIndex, Weights
-from buffer.ingest import Pushes
-from buffer.offline.inspect import verify
-from buffer.rows import RowBytes, records_in
-from buffer.schema import HANDED_ON, Trajectory, VersionSpan
-from buffer.store import Store
-from buffer.transaction import Transaction
-from common.run import RunFacts
-from common.staleness import PolicyVersion
+from leeway.buffer import protocol as p
+from leeway.buffer import samplers, schema
+from leeway.buffer.config import BufferConfig
+from leeway.buffer.core import BufferCore
+from leeway.buffer.errors import BufferRefused
+from leeway.buffer.index import GroupIndex, Weights
+from leeway.buffer.ingest import Pushes
+from leeway.buffer.offline.inspect import verify
+from leeway.buffer.rows import RowBytes, records_in
+from leeway.buffer.schema import REQUEUED, Trajectory, VersionSpan
+from leeway.buffer.store import Store
+from leeway.buffer.transaction import Transaction
+from leeway.common.run import RunFacts
+from leeway.common.staleness import PolicyVersion
 from tests.trajectories import decode
 from tests.world.run_context import run_facts
 
 M = TypeVar("M", bound=p.Message)
 
 
-class _CutOff(Exception):
-    """A commit that did not happen."""
+class _CommitAborted(Exception):
+    """Raised to abort a commit."""
 
 
 class InProcessBuffer:
-    """One client's view of a buffer; every call is one transaction."""
+    """A buffer as its clients see it; every call is one transaction."""
 
     def __init__(
         self,
@@ -57,26 +57,26 @@ class InProcessBuffer:
         self.facts = facts
         self.config = config or BufferConfig()
         self.now_s = 0.0
-        """The clock, where no other is given. Move it as you like; `expire` acts on it."""
-        # a map so small that it has to grow is part of what is tested
+        """Time of the default clock. Set it to any value; `expire` acts on it."""
+        # small enough that the map has to grow, which is tested as well
         self._open_store = open_store or (lambda: Store(folder, facts, first_map_size=2**18))
         self._clock = clock or (lambda: self.now_s)
         self._requests = 0
         self.loses: Literal["", "commit", "service"] = ""
-        """What fails at the next request but one for the status, which is then asked again: its commit, on a full
-        disk, or the whole service."""
+        """Failure of the next request except status requests, which is then repeated: "commit" fails as on a full disk;
+        "service" also restarts the service."""
         self._open()
 
     def _lose(self, change: Callable[[Any], object]) -> None:
-        """Do all of a request but commit it. Nothing of it may be left, in the store or in memory."""
+        """Apply a request without the commit; assert that no trace is left in the store or in memory."""
 
-        def cut_off(tx: Any) -> None:
+        def abort(tx: Any) -> None:
             change(tx)
             tx.flush()
-            raise _CutOff
+            raise _CommitAborted
 
-        with contextlib.suppress(_CutOff):
-            self.store.write(cut_off)
+        with contextlib.suppress(_CommitAborted):
+            self.store.write(abort)
         if self.loses == "service":
             self.restart()
         self.loses = ""
@@ -89,23 +89,23 @@ class InProcessBuffer:
         self.store.read(self.core.leases.restart)
 
     def restart(self) -> None:
-        """What a new service process would find."""
+        """Reopen the store as a new service process does."""
         self.store.close()
         self._open()
 
     def close(self) -> None:
-        """Give the folder back."""
+        """Close the store."""
         self.store.close()
 
     def answer(self, message: p.Request, body: bytes = b"") -> tuple[p.Reply, Any] | None:
-        """The reply to a request and its body, as the service gives them; None to a draw that is not ready.
+        """Return the service's reply to a request and its body; None for a draw that is not ready.
 
         Raises:
-            BufferRefused: the request was refused. What it changed before stays, as in the service's transaction.
+            BufferRefused: the request was refused. Its earlier changes stay, as in the service's transaction.
         """
         refused: list[BufferRefused] = []
 
-        def answered(tx: Any) -> tuple[p.Reply, Any] | None:
+        def apply(tx: Any) -> tuple[p.Reply, Any] | None:
             try:
                 if isinstance(message, p.Push):
                     return self.core.push(tx, Pushes([(message, body)]))[0], b""
@@ -117,15 +117,15 @@ class InProcessBuffer:
                 return None
 
         if self.loses and not isinstance(message, p.StatusRequest):
-            self._lose(answered)
+            self._lose(apply)
             refused.clear()
-        found: tuple[p.Reply, Any] | None = self.store.write(answered)
+        found: tuple[p.Reply, Any] | None = self.store.write(apply)
         if refused:
             raise refused[0]
         return found
 
     def ask(self, message: p.Request, kind: type[M], body: bytes = b"") -> M:
-        """The reply to a request, which must be of this kind.
+        """Return the reply to a request, which must be of this kind.
 
         Raises:
             BufferRefused: the request was refused.
@@ -143,23 +143,23 @@ class InProcessBuffer:
         return self.ask(p.Hello(role, name, session), p.Welcome)
 
     def begin(self, version: int = 0, step: int = 0, *, session: str = "learner") -> p.IncarnationReply:
-        """Start a learner that publishes the version it starts from."""
+        """Start a learner that publishes its first version."""
         reply = self.ask(p.BeginIncarnation(session, version, step), p.IncarnationReply)
         self.publish(version, reply.incarnation)
         return reply
 
     def publish(self, version: int, incarnation: int = 0) -> None:
-        """Announce weights."""
+        """Announce a published version."""
         self.ask(p.Published(incarnation, version), p.Done)
 
     def lease(self, actor: str, max_groups: int, *, epoch: int = 1) -> list[p.Lease]:
-        """Ask for groups under a new request number."""
+        """Request leases under a new request number."""
         return self.grant(actor, max_groups, epoch=epoch)[0]
 
     def grant(
         self, actor: str, max_groups: int, *, epoch: int = 1, again: bool = False
     ) -> tuple[list[p.Lease], list[Trajectory]]:
-        """Ask for groups under a new request number, or `again` under the last; and what there is of their samples."""
+        """Request leases under a new number, or the last one if `again`; return leases and partial samples."""
         self._requests += not again
         answered = self.answer(p.LeaseRequest(actor, epoch, self._requests, max_groups))
         assert answered is not None
@@ -170,39 +170,39 @@ class InProcessBuffer:
         assert names == [(row.group_id, row.sample_index) for row in rows]
         return reply.leases, rows
 
-    def hand_on(
+    def requeue(
         self,
         lease: p.Lease,
         indices: Sequence[int],
-        there: Sequence[int],
+        with_tokens: Sequence[int],
         *,
         actor: str = "actor-0",
         epoch: int = 1,
         goes_on: bool = False,
         **fields: Any,
     ) -> None:
-        """Leave samples of a lease; `there` are those of them that have tokens."""
+        """Requeue samples of a lease; those in `with_tokens` have partial rollouts."""
         rows = [
             dataclasses.replace(
                 make_trajectory(lease, index, seq=0, actor=actor, epoch=epoch, reward=None, **fields),
-                finish_reason=HANDED_ON,
+                finish_reason=REQUEUED,
                 columns={},
                 reward_parts={},
             )
-            for index in there
+            for index in with_tokens
         ]
         body = schema.encode(rows, self.facts.run_id)
         message = p.HandOn(actor, epoch, lease.lease_id, lease.attempt, list(indices), goes_on)
         self.ask(message, p.Done, bytes(body))
 
     def push(self, rows: Sequence[Trajectory]) -> list[str]:
-        """Push trajectories of one actor; the outcome of each."""
+        """Push trajectories of one actor; return the outcome of each."""
         body = schema.encode(rows, self.facts.run_id)
         results = self.ask(p.Push(rows[0].actor, rows[0].epoch), p.PushReply, body).results
         return [result.outcome for result in results]
 
     def draw(self, step: int, version: int, *, incarnation: int = 0) -> tuple[p.DrawReply, list[Trajectory]]:
-        """Ask for a batch; where it is not ready, the reply that a service gives at the deadline.
+        """Request a batch; if it is not ready, return the service's reply at the deadline.
 
         Raises:
             BufferRefused: the draw was refused.
@@ -215,28 +215,28 @@ class InProcessBuffer:
         return reply, decode(body) if body else []
 
     def finish(self, step: int, version: int, *, incarnation: int = 0, skipped: bool = False) -> None:
-        """Finish a step, which led to `version`."""
+        """Finish a step that led to `version`."""
         self.ask(p.StepFinished(step, version, incarnation, skipped), p.Done)
 
     def expire(self) -> None:
-        """Lose the leases whose time is over."""
+        """Expire leases whose timeout has passed."""
         self.store.write(self.core.leases.expire_due)
 
     def status(self) -> p.Status:
-        """The ledger and what is in flight."""
+        """Return the status with the ledger."""
         return self.ask(p.StatusRequest(), p.Status)
 
     def faults(self) -> list[str]:
-        """What `verify` finds wrong, and where the index in memory differs from the rows."""
+        """Return the faults that `verify` finds and the differences between the index and the rows."""
         found: list[str] = self.store.read(verify)["faults"]
         return found + self.store.read(lambda tx: index_faults(self.core, tx))
 
 
 def index_faults(core: BufferCore, tx: Transaction) -> list[str]:
-    """In what the index of a core differs from one that is derived anew."""
-    mine, anew = core.groups.index, GroupIndex(core.groups.config, samplers.build(core.groups.config)[1])
-    mine.load(tx)
-    anew.load(tx)
+    """Return how the index of a core differs from one that is rebuilt from the store."""
+    current, rebuilt = core.groups.index, GroupIndex(core.groups.config, samplers.build(core.groups.config)[1])
+    current.load(tx)
+    rebuilt.load(tx)
     names = (
         "_places",
         "open",
@@ -246,31 +246,31 @@ def index_faults(core: BufferCore, tx: Transaction) -> list[str]:
         "uninformative",
         "num_unused",
         "_by_prompt",
-        "first_to_go",
+        "next_evictable",
     )
-    pairs = [(name, getattr(mine, name), getattr(anew, name)) for name in names]
-    pairs.append(("_weights", _weighed(mine), _weighed(anew)))
+    pairs = [(name, getattr(current, name), getattr(rebuilt, name)) for name in names]
+    pairs.append(("_weights", _log_weights(current), _log_weights(rebuilt)))
     pairs += _prompts_of(core, tx)
-    return [f"the index has {name} = {kept}, the rows say {found}" for name, kept, found in pairs if kept != found]
+    return [f"the index has {name} = {kept}, but the rows give {found}" for name, kept, found in pairs if kept != found]
 
 
 def _prompts_of(core: BufferCore, tx: Transaction) -> list[tuple[str, Any, Any]]:
-    """What a core keeps of prompts, beside what is derived anew."""
-    from planning.prompts import ChosenPrompts  # a test looks at which processes import it
+    """Return pairs of the prompt statistics of a core and of rebuilt ones."""
+    from leeway.planning.prompts import ChosenPrompts  # a test checks which processes import it
 
-    mine, facts = core.groups.prompts, core.facts
-    if not isinstance(mine, ChosenPrompts):
+    current, facts = core.groups.prompts, core.facts
+    if not isinstance(current, ChosenPrompts):
         return []
-    anew = ChosenPrompts(facts, core.groups.config, lambda: 0.0)
-    mine.load(tx)
-    anew.load(tx)
-    both, every = (mine, anew), range(facts.num_prompts)
+    rebuilt = ChosenPrompts(facts, core.groups.config, lambda: 0.0)
+    current.load(tx)
+    rebuilt.load(tx)
+    both, every = (current, rebuilt), range(facts.num_prompts)
     visits = [[each.lengths.get(prompt) for prompt in every] for each in both]
     tries = [[each.successes and each.successes.get(prompt) for prompt in every] for each in both]
-    return [("window", [*mine._window], [*anew._window]), ("lengths", *visits), ("tries", *tries)]
+    return [("window", [*current._window], [*rebuilt._window]), ("lengths", *visits), ("tries", *tries)]
 
 
-def _weighed(index: GroupIndex) -> dict[int, float]:
+def _log_weights(index: GroupIndex) -> dict[int, float]:
     return {
         number * Weights.BLOCK + slot: log_weight
         for number, block in index._weights._blocks.items()
@@ -280,7 +280,7 @@ def _weighed(index: GroupIndex) -> dict[int, float]:
 
 
 def weights_of(log_weights: Mapping[int, float]) -> Weights:
-    """Items with these logarithms of weights."""
+    """Return items with these logarithms of weights."""
     weights = Weights()
     for item, log_weight in log_weights.items():
         weights.put(item, log_weight)
@@ -288,13 +288,13 @@ def weights_of(log_weights: Mapping[int, float]) -> Weights:
 
 
 def block_of(batch: pa.RecordBatch) -> bytes:
-    """All rows of a batch as one block, under the records from 1 on."""
+    """Return all rows of a batch as one block, with records from 1 on."""
     rows = range(batch.num_rows)
     return b"".join(RowBytes(batch).block(rows, [row + 1 for row in rows]))
 
 
 def key_of_block(tx: Transaction, record: int) -> int:
-    """Where the block of a record lies in the store."""
+    """Return the key of the block of a record in the store."""
     return min(records_in(tx.blocks_of([record])[0]))
 
 
@@ -309,7 +309,7 @@ def make_trajectory(
     reward: float | None = 1.0,
     num_completion_tokens: int = 4,
 ) -> Trajectory:
-    """A valid trajectory of a leased sample, of a single version (default: the lease's `min_version`)."""
+    """Return a valid trajectory of a leased sample, with a single version (default: the lease's `min_version`)."""
     sampled = version or PolicyVersion(0, lease.min_version)
     return Trajectory(
         lease_id=lease.lease_id,
@@ -338,7 +338,7 @@ def facts(**changes):
 
 
 class Actor:
-    """Generates what it is told to, with sequence numbers of its own."""
+    """A simulated actor with its own sequence numbers."""
 
     def __init__(self, buffer, name="actor-0", session="1"):
         self.buffer, self.name, self.seq = buffer, name, 0
@@ -372,7 +372,7 @@ def run_steps(buffer, actor, steps):
 
 
 def generate(buffer, actor, num_groups, rewards=(1.0,), tokens=4, version=None):
-    """Complete groups, each of these rewards (the last one repeated) and this length; their ids."""
+    """Complete groups with these rewards (the last one repeated) and this length; return their ids."""
     done = []
     while len(done) < num_groups:
         leases = actor.lease(num_groups - len(done))
@@ -386,7 +386,7 @@ def generate(buffer, actor, num_groups, rewards=(1.0,), tokens=4, version=None):
 
 
 def train(buffer, step, *, incarnation=0, publish=True):
-    """One whole step at version step - 1; the reply to its draw."""
+    """Train one step at version step - 1; return the reply to its draw."""
     reply, _ = buffer.draw(step, step - 1, incarnation=incarnation)
     assert reply.ready, reply.waiting_for
     buffer.finish(step, step, incarnation=incarnation)

@@ -1,10 +1,10 @@
 """The buffer service of tests and benchmarks as a process.
 
-`python -m tests.world.buffer_process --folder F --facts JSON --config JSON` serves. It prints its address as its
-only line of output, and ends on SIGTERM or SIGINT, and with its parent.
+`python -m tests.world.buffer_process --folder F --facts JSON --config JSON` serves. Its only output is its address. It
+shuts down on SIGTERM or SIGINT, and exits with its parent.
 
-`python -m tests.world.buffer_process --folder F --verify` opens the store of any run, changes nothing, checks
-every value, recounts the ledger, and reports as JSON.
+`python -m tests.world.buffer_process --folder F --verify` opens the store of any run without changing it, verifies
+every value, recounts the ledger, and prints a JSON report.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ import threading
 from pathlib import Path
 
 from benchmarks.lib.processes import end_with_parent
-from buffer.config import BufferConfig
-from buffer.errors import BufferError
-from buffer.offline.inspect import check_store
-from buffer.service import BufferService, keep_memory
-from buffer.store import Store
-from common.run import RunFacts
+
+from leeway.buffer.config import BufferConfig
+from leeway.buffer.errors import BufferError
+from leeway.buffer.offline.inspect import check_store
+from leeway.buffer.service import BufferService, keep_memory
+from leeway.buffer.store import Store
+from leeway.common.run import RunFacts
 
 
 def command(folder: Path, *arguments: str) -> list[str]:
@@ -37,11 +38,11 @@ def serving(folder: Path, facts: RunFacts, *arguments: str) -> list[str]:
 
 
 def main() -> int:
-    """Run the service; 0 where it ended in order, 1 where it could not run, 2 where --verify found a fault."""
+    """Run the service; return 0 after a shutdown, 1 if it cannot run, 2 if --verify finds a fault."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.world.buffer_process", description="The durable replay buffer of a run."
     )
-    parser.add_argument("--folder", type=Path, required=True, help="where the store lies")
+    parser.add_argument("--folder", type=Path, required=True, help="folder of the store")
     parser.add_argument("--facts", help="RunFacts as JSON; needed to serve")
     parser.add_argument("--config", default="{}", help="the [buffer] section as JSON")
     parser.add_argument("--host", help="address to bind; without it a Unix socket in the folder")

@@ -1,12 +1,12 @@
-"""A command of ours in the process of the test, which has imported what it needs."""
+"""Run a `leeway` command in the test process, where its imports are already loaded."""
 
 import pytest
 
 
 def leeway_here(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
-    """Status, output and errors of `leeway ...`."""
-    from launch.cli import main
+    """Return the exit status, stdout and stderr of `leeway ...`."""
+    from leeway.launch.cli import main
 
     status = main([*map(str, arguments)])
-    said = capsys.readouterr()
-    return status, said.out, said.err
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err

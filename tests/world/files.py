@@ -1,4 +1,4 @@
-"""What tests read while another process still writes it."""
+"""Read files that another process is still writing."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 
 def whole_lines(path: Path) -> list[str]:
-    """Its lines, none while there is no such file.
+    """Return the complete lines of a file; empty while it does not exist.
 
-    The last is left out where it is not written to its end: a read can see half of another process's write.
+    An unterminated last line is omitted: a read can return half of another process's write.
     """
     return path.read_text().rpartition("\n")[0].splitlines() if path.exists() else []
 
 
 def json_rows(path: Path) -> list[dict[str, Any]]:
-    """What the lines of a JSONL file say."""
+    """Return the decoded lines of a JSONL file."""
     return [json.loads(line) for line in whole_lines(path)]

@@ -1,7 +1,7 @@
-"""The server that all tests fork ranks of a learner from: what they need is imported there already.
+"""The fork server for the ranks of a learner in tests; it has their imports preloaded.
 
-So a rank starts in a tenth of a second. What is imported there is in every rank and may change nothing: a module that
-does, as `tests.world.learner`, is imported by the ranks that want it.
+With it, a rank starts in a tenth of a second. Every rank has the preloaded modules, so they must not change the
+product; modules that do, as `tests.world.learner`, are imported by the ranks that need them.
 """
 
 import multiprocessing

@@ -1,10 +1,10 @@
-"""Stand-ins for liger-kernel and for the learner's own kernels: the same functions, and what they do to their
-arguments, in torch.
+"""Fakes of liger-kernel and of the learner's own kernels: the same functions in torch, with the same in-place
+writes to their arguments.
 
-It fakes liger_kernel.transformers.functional as of 0.8, which needs a GPU: the formulas, what is computed in float32,
-what dtype comes out, and what is written over. That is, for a rotation its queries and keys and their gradients, for a
-gate its inputs in the backward pass, and for a norm the incoming gradient where it may. It is not fast and keeps much.
-What it fakes of `learner.row_kernels` is that Triton is there.
+The module fakes liger_kernel.transformers.functional 0.8, which needs a GPU: its formulas, float32 computations, output
+dtypes and overwritten tensors. A rotation overwrites its queries and keys and their gradients, a gate its inputs in the
+backward pass, and a norm the incoming gradient if `in_place`. The fakes are slow and need much memory.
+Those of `leeway.learner.row_kernels` need no Triton.
 """
 
 from types import ModuleType
@@ -69,7 +69,7 @@ class _Rotation(torch.autograd.Function):
 
 
 def _turn(states, cosines, sines):
-    """In place, as long as the memory of [1, H, T, D] is that of [1, T, H, D]."""
+    """Rotate in place if the memory of [1, H, T, D] is laid out as [1, T, H, D]."""
     memory = states.transpose(1, 2).contiguous()
     cosines, sines = (each[:, :, None, : memory.shape[-1] // 2] for each in (cosines, sines))
     left, right = (each.to(sines.dtype) for each in memory.chunk(2, -1))
@@ -110,7 +110,7 @@ def softmax(logits, tokens, out):
 
 
 def as_module() -> ModuleType:
-    """What `import liger_kernel.transformers.functional` would give."""
+    """Return a module like `liger_kernel.transformers.functional`."""
     module = ModuleType("liger_kernel.transformers.functional")
     for function in (liger_rms_norm, liger_swiglu, liger_geglu, liger_rope):
         setattr(module, function.__name__, function)
@@ -118,8 +118,8 @@ def as_module() -> ModuleType:
 
 
 def ours() -> ModuleType:
-    """What `import learner.row_kernels` would give."""
-    module = ModuleType("learner.row_kernels")
+    """Return a module like `leeway.learner.row_kernels`."""
+    module = ModuleType("leeway.learner.row_kernels")
     for function in (add_norm, softmax):
         setattr(module, function.__name__, function)
     return module

@@ -1,4 +1,4 @@
-"""`learner.row_kernels` against its formulas, by Triton's interpreter, which is chosen before Triton is imported."""
+"""Check `leeway.learner.row_kernels` in Triton's interpreter, which must be selected before Triton is imported."""
 
 import os
 
@@ -8,23 +8,23 @@ import itertools
 
 import torch
 
-from learner import kernels, row_kernels
+from leeway.learner import kernels, row_kernels
 from tests.world import fused_kernels
 
 EPS = 1e-6
 BF16 = torch.bfloat16
 ROUNDED = 1e-5
-"""Of a probability: its exponent, which is of some forty, is rounded by 1e-6 and more."""
+"""Relative tolerance of a probability: its exponent of about 40 is rounded by at least 1e-6."""
 
 
 def check_softmax() -> None:
-    """A vocabulary of several blocks, and no multiple of one."""
+    """Check a vocabulary of several blocks that is not a multiple of the block size."""
     logits, tokens = torch.randn(5, 9001) * 5, torch.tensor([0, 4095, 4096, 9000, 7])
-    wanted, others = logits.log_softmax(1), logits.softmax(1).scatter(1, tokens[:, None], 0)
+    expected, others = logits.log_softmax(1), logits.softmax(1).scatter(1, tokens[:, None], 0)
     for dtype, within in ((torch.float32, ROUNDED), (BF16, 1e-2)):
         out = torch.empty_like(logits, dtype=dtype)
         found = row_kernels.softmax(logits, tokens, out)
-        torch.testing.assert_close(found, wanted.gather(1, tokens[:, None])[:, 0], rtol=1e-6, atol=1e-5)
+        torch.testing.assert_close(found, expected.gather(1, tokens[:, None])[:, 0], rtol=1e-6, atol=1e-5)
         torch.testing.assert_close(out.float(), others, rtol=within, atol=1e-7)
     in_place = logits.clone()
     assert torch.equal(row_kernels.softmax(in_place, tokens, in_place), row_kernels.softmax(logits, tokens, None))
@@ -33,7 +33,7 @@ def check_softmax() -> None:
 
 
 def check_add_norm(dtype: torch.dtype, adds: bool, num_tokens: int) -> None:
-    """Outputs and gradients; the width is no power of two, and rows do not share out evenly."""
+    """Check outputs and gradients for a width that is not a power of two and rows that do not divide evenly."""
     states, added = (torch.randn(1, num_tokens, 48).to(kind).requires_grad_() for kind in (dtype, BF16))
     weight = torch.nn.Parameter((1 + 0.1 * torch.randn(48)).to(BF16))
     weight.grad_dtype = torch.float32
@@ -50,15 +50,15 @@ def check_add_norm(dtype: torch.dtype, adds: bool, num_tokens: int) -> None:
         pairs.append((added.grad, exact[1].grad))
     assert weight.grad is not None
     assert weight.grad.dtype == torch.float32
-    for found, wanted in pairs:
+    for found, expected in pairs:
         assert found is not None
-        assert wanted is not None
+        assert expected is not None
         within = 1e-6 if found.dtype == torch.float32 == dtype else 1e-2
-        assert float((found.double() - wanted).norm()) <= within * float(wanted.norm()), (dtype, adds, found.dtype)
+        assert float((found.double() - expected).norm()) <= within * float(expected.norm()), (dtype, adds, found.dtype)
 
 
 def check_gradients_apart() -> None:
-    """Those of inputs first and of weights later, as zero-bubble schedules take them, are those of one pass."""
+    """Check that separate gradients of inputs and weights, as in zero-bubble schedules, equal those of one pass."""
     leaves = [torch.randn(3, 48).requires_grad_(), torch.randn(48).requires_grad_()]
     found = torch.cat(row_kernels.add_norm(leaves[0] * 1, leaves[0].sin(), leaves[1], EPS)).cos().sum()
     at_once = torch.autograd.grad(found, leaves, retain_graph=True)
@@ -66,18 +66,18 @@ def check_gradients_apart() -> None:
     assert all(map(torch.equal, at_once, apart))
 
 
-def check_what_a_stage_tries() -> None:
-    """It finds nothing wrong with them, in any dtype."""
+def check_self_test() -> None:
+    """Check that the self-test of a stage accepts the kernels in every dtype."""
     wrong = kernels._first_wrong(fused_kernels.as_module(), row_kernels, torch.device("cpu"))
     assert wrong is None, wrong
 
 
 def main() -> None:
-    """All of it."""
+    """Run all checks."""
     torch.manual_seed(0)
     check_softmax()
     check_gradients_apart()
-    check_what_a_stage_tries()
+    check_self_test()
     for case in itertools.product((torch.float32, BF16), (True, False), (1, 19)):
         check_add_norm(*case)
     print("right")

@@ -1,4 +1,4 @@
-"""An endpoint with OpenAI's chat completions, in a thread; the test says what its language model answers."""
+"""A server of OpenAI's chat completions API, in a thread; tests supply the replies of its language model."""
 
 import json
 import threading
@@ -11,11 +11,11 @@ class JudgeServer(ThreadingHTTPServer):
     request_queue_size = 64
 
     def __init__(self, answer, models=("judge-8b",), key=None):
-        """`answer(text)`: an answer, or a status with the headers it comes with."""
+        """`answer(text)` returns a reply, or a status with response headers."""
         super().__init__(("127.0.0.1", 0), _Handler)
         self.answer, self.models, self.key = answer, models, key
-        self.asked = []
-        """Bodies of the requests, as they came."""
+        self.requests = []
+        """Bodies of the requests, in order of arrival."""
 
     @property
     def endpoint(self):
@@ -23,23 +23,23 @@ class JudgeServer(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.0"  # a connection for each request: tests leave none behind
+    protocol_version = "HTTP/1.0"  # one connection per request, so tests leave none open
 
     def do_GET(self):
         self._send(200, {"object": "list", "data": [{"id": name, "object": "model"} for name in self.server.models]})
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.asked.append(body)
-        found = self.server.answer(body["messages"][-1]["content"])
-        if isinstance(found, tuple):
-            status, headers = found
+        self.server.requests.append(body)
+        reply = self.server.answer(body["messages"][-1]["content"])
+        if isinstance(reply, tuple):
+            status, headers = reply
             self._send(status, {"error": {"message": f"status {status}"}}, headers)
             return
-        text, reason = (found[4:], "length") if found.startswith("CUT:") else (found, "stop")
+        text, reason = (reply[4:], "length") if reply.startswith("CUT:") else (reply, "stop")
         choice = {"index": 0, "finish_reason": reason, "message": {"role": "assistant", "content": text}}
-        about = {"id": "1", "object": "chat.completion", "created": 0, "model": "judge-8b"}
-        self._send(200, {**about, "choices": [choice]})
+        fields = {"id": "1", "object": "chat.completion", "created": 0, "model": "judge-8b"}
+        self._send(200, {**fields, "choices": [choice]})
 
     def _send(self, status, body, headers=None):
         if self.server.key is not None and self.headers.get("Authorization") != f"Bearer {self.server.key}":
@@ -52,7 +52,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def log_message(self, *args):
-        """Say nothing."""
+        """Log nothing."""
 
 
 @contextmanager

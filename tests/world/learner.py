@@ -1,7 +1,7 @@
-"""What the tests of the learner's step share: tiny models, made-up trajectories, and ranks as processes.
+"""Helpers for tests of the learner step: tiny models, synthetic trajectories, and ranks as processes.
 
-Whoever imports it has a learner with a shorter bucket and norms of float64, whose sums are rounded otherwise. Of
-two ranks that are compared to the bit both import it, or neither.
+Importing this module shortens the attention buckets and makes norms compute in float64, which changes rounding. If two
+ranks are compared bit by bit, both or neither must import it.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from algorithms.registry import AlgorithmConfig
-from buffer.schema import Trajectory, VersionSpan, to_batch
-from common.staleness import PolicyVersion
-from learner import attention
-from learner.batch import StepBatch
-from learner.config import LearnerConfig
-from learner.mesh import Mesh, MeshPlace
-from learner.networks import Networks, Reference, build_reference, load_networks
-from learner.packing import PackingRule, micro_batches_asked
-from learner.step import TrainStep
+from leeway.algorithms.registry import AlgorithmConfig
+from leeway.buffer.schema import Trajectory, VersionSpan, to_batch
+from leeway.common.staleness import PolicyVersion
+from leeway.learner import attention
+from leeway.learner.batch import StepBatch
+from leeway.learner.config import LearnerConfig
+from leeway.learner.mesh import Mesh, MeshPlace
+from leeway.learner.networks import Networks, Reference, build_reference, load_networks
+from leeway.learner.packing import PackingRule, micro_batches_required
+from leeway.learner.step import TrainStep
 from tests.world.forks import FORKS
 from tests.world.run_context import run_context, run_facts
 
@@ -43,26 +43,26 @@ VOCABULARY, TEMPERATURE, TOKEN_BUDGET, NUM_STEPS = 40, 0.8, 48, 2
 SEED = 5
 
 TABLES = frozenset({"lag0_by_actor", "lag_by_actor"})
-"""What is in a report and is no metric."""
+"""Fields of a report that are not metrics."""
 
 READS = ("_local_scalar_dense", "nonzero", "bincount", "_unique2", "masked_select", "equal", "unique_dim")
 
 
 @dataclass(frozen=True)
 class Case:
-    """One run to compare with an unsplit one."""
+    """A run to compare with an unsplit one."""
 
     kind: str
-    """tied or untied."""
+    """Model: tied or untied."""
     config: LearnerConfig
     algorithm: AlgorithmConfig
     precision: str = "float64"
 
 
-def _norms_of_their_own_width(kind: type[torch.nn.Module], offset: float) -> None:
-    """In float64, compute a norm in it: Transformers' compute in float32 whatever the model is.
+def _compute_norms_in_float64(kind: type[torch.nn.Module], offset: float) -> None:
+    """Make a norm compute in float64 for float64 states; the norms of Transformers always compute in float32.
 
-    That rounds the gradients of a prompt's copies one by one, and of a shared prompt their sum.
+    Float32 rounds the gradient of each copy of a prompt, but only the sum for a shared prompt.
     """
     plain = kind.forward
 
@@ -76,17 +76,17 @@ def _norms_of_their_own_width(kind: type[torch.nn.Module], offset: float) -> Non
 
 
 attention.SHORTEST_BUCKET = 2
-"""So that of prompts as short as these some ask once for several samples."""
+"""Low enough that some of these short prompts are queried once for several samples."""
 
 
 for _kind, _offset in ((LlamaRMSNorm, 0.0), (Qwen3RMSNorm, 0.0), (Gemma2RMSNorm, 1.0)):
-    _norms_of_their_own_width(_kind, _offset)
+    _compute_norms_in_float64(_kind, _offset)
 
 
-class NoReading(TorchDispatchMode):
-    """Fails where a number is read, or a shape depends on values: on a GPU each waits for all that was begun.
+class NoDeviceReads(TorchDispatchMode):
+    """Fail if a number is read or a shape depends on values: on a GPU each waits for all queued work.
 
-    But for single integers: the number of a micro-batch is in host memory everywhere.
+    Single integers are exempt: the number of a micro-batch is always in host memory.
     """
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -148,7 +148,7 @@ def make_networks(
     precision="float64",
     **changes: object,
 ) -> tuple[Networks, Reference]:
-    """As a rank of a run makes them; without a mesh as the only one. `changes` are of the run's context."""
+    """Build networks as a rank of a run does, or as its only rank without a mesh; `changes` go to the run context."""
     mesh = mesh or Mesh.build(MeshPlace(0))
     place = mesh.place
     update = {"num_stages": place.num_stages, "num_replicas": place.num_replicas, "precision": precision}
@@ -170,8 +170,8 @@ def build(rows: list[Trajectory], version: int = 0, token_budget: int = TOKEN_BU
 
 
 @contextmanager
-def alone() -> Iterator[None]:
-    """A process group of this process."""
+def single_rank() -> Iterator[None]:
+    """Create a process group of this process only."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield
@@ -180,7 +180,7 @@ def alone() -> Iterator[None]:
 
 
 def weights_of(networks: Networks) -> dict[str, torch.Tensor]:
-    """Copies of all that is trained, by name."""
+    """Return copies of all trained weights by name."""
     found = {}
     for name, network in zip(("policy", "critic"), networks.all, strict=False):
         found |= {f"{name}.{key}": parameter.detach().clone() for key, parameter in network.named_weights()}
@@ -201,13 +201,13 @@ def run_ranks(module: str, folder: Path, shapes: list[tuple[int, int]]) -> None:
             rank.join(max(0.0, deadline_s - time.monotonic()))
             rank.kill()
             rank.join()
-        said = "\n".join(f"--- {log.name}\n{log.read_text()[-4000:]}" for log in logs if log.exists())
+        output = "\n".join(f"--- {log.name}\n{log.read_text()[-4000:]}" for log in logs if log.exists())
         codes = [rank.exitcode for rank in ranks]
-        assert not any(codes), f"{num_replicas} replicas of {num_stages} stages ended with {codes}\n{said}"
+        assert not any(codes), f"{num_replicas} replicas of {num_stages} stages exited with {codes}\n{output}"
 
 
 def run_rank(module: str, folder: Path, place: MeshPlace, log: Path) -> None:
-    """Be a rank, with a log file of its own, in which every warning is an error."""
+    """Run as a rank that writes to its own log file and treats every warning as an error."""
     with log.open("w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -226,15 +226,15 @@ def run_rank(module: str, folder: Path, place: MeshPlace, log: Path) -> None:
 
 
 def train_cases(cases: dict[str, Case], folder: Path, mesh: Mesh) -> None:
-    """Train every case for some steps, and write down what came of it."""
+    """Train every case for `NUM_STEPS` steps and save its metrics and weights."""
     place = mesh.place
     for name, case in cases.items():
         networks, reference = make_networks(folder / case.kind, case.config, case.algorithm, mesh, case.precision)
         train_step = TrainStep(networks, reference, case.algorithm, case.config, SEED)
-        fewest, multiple = micro_batches_asked(case.config.schedule, place.num_stages)
+        fewest, multiple = micro_batches_required(case.config.schedule, place.num_stages)
         tensors, version = {}, 0
         for step in range(NUM_STEPS):
-            # the second step fits one micro-batch: it is spread over the stages, and some more stay empty
+            # the second step fits one micro-batch: it is spread over the stages, and some micro-batches stay empty
             budget, least = (TOKEN_BUDGET, fewest) if step == 0 else (4096, 12)
             rule = {"num_replicas": place.num_replicas, "min_micro_batches": least, "multiple": multiple}
             batch = build(make_rows(step), version, budget, **rule)
@@ -246,7 +246,7 @@ def train_cases(cases: dict[str, Case], folder: Path, mesh: Mesh) -> None:
                 seen |= {key: value for key, value in update.metrics.items() if value is not None}
                 numbers = {f"seen.{step}.{number}.{key}": value for key, value in seen.items()}
                 tensors |= {key: torch.tensor(value, dtype=torch.float64) for key, value in numbers.items()}
-        # copies: a file refuses two names for one memory
+        # clones, because safetensors rejects two names for one storage
         tensors |= {key: tensor.clone() for key, tensor in networks.policy.published_tensors().items()}
         for prefix, network in zip(("policy.", "critic."), networks.all, strict=False):
             for key, parameter in network.named_weights():

@@ -1,4 +1,4 @@
-"""A real `leeway train` in a process of its own, whose roles a test stops, continues and kills."""
+"""A real `leeway train` as a process, whose roles a test can stop, continue and kill."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from typing import Any, TypeVar
 import psutil
 import pyarrow.parquet as pq
 import pytest
-
 from benchmarks.lib.runs import joined
-from buffer.offline.inspect import Inspection, export
-from common.staleness import PolicyVersion
-from launch.errors import ExitStatus
-from launch.run_folder import RunFolder
+
+from leeway.buffer.offline.inspect import Inspection, export
+from leeway.common.staleness import PolicyVersion
+from leeway.launch.errors import ExitStatus
+from leeway.launch.run_folder import RunFolder
+from leeway.weight_sync.store import WeightStore
 from tests.world.files import json_rows
-from weight_sync.store import WeightStore
 
 ROOT = Path(__file__).parents[2]
 SMALL = [
@@ -37,9 +37,9 @@ SMALL = [
 
 
 def start(folder: Path, *overrides: str, example: str = "demo") -> subprocess.Popen[str]:
-    """Start `leeway train` on the demo, in a process group of its own; `example`: one of ours, or a path."""
+    """Start `leeway train` in a new process group; `example` is the name of one of our examples, or a path."""
     config = str(Path("examples", f"{example}.toml"))
-    command = [sys.executable, "-m", "launch.cli", "train", config, "--run.dir", str(folder)]
+    command = [sys.executable, "-m", "leeway", "train", config, "--run.dir", str(folder)]
     return subprocess.Popen(
         [*command, "--run.name", "run", *SMALL, *overrides],
         cwd=ROOT,
@@ -47,12 +47,12 @@ def start(folder: Path, *overrides: str, example: str = "demo") -> subprocess.Po
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         start_new_session=True,
-        preexec_fn=_hear_signals,
+        preexec_fn=_reset_signals,
     )
 
 
-def _hear_signals() -> None:
-    """They are ignored where the tests themselves run in the background, or under nohup."""
+def _reset_signals() -> None:
+    """Restore default signal handling: signals are ignored if the tests run in the background or under nohup."""
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
 
@@ -62,7 +62,7 @@ def descendants(process: subprocess.Popen[str]) -> list[psutil.Process]:
 
 
 def command_of(process: psutil.Process) -> str:
-    """Its command line; empty where it has just ended."""
+    """Return the command line; empty if the process has just exited."""
     try:
         return " ".join(process.cmdline())
     except psutil.Error:
@@ -70,13 +70,13 @@ def command_of(process: psutil.Process) -> str:
 
 
 def wait_for_end(processes: list[psutil.Process], timeout_s: float = 60.0) -> list[str]:
-    """Names of those that still run after the timeout."""
+    """Return the names of the processes that still run after the timeout."""
     _, alive = psutil.wait_procs(processes, timeout=timeout_s)
     return [process.name() for process in alive if process.status() != psutil.STATUS_ZOMBIE]
 
 
 def wait_for_steps(process: subprocess.Popen[str], folder: Path, count: int, timeout_s: float) -> None:
-    """Wait until so many rows are there."""
+    """Wait until there are `count` rows."""
     seen: list[dict] = []
     wait_for_rows(process, folder, lambda row: seen.append(row) or len(seen) >= count, timeout_s)
 
@@ -84,7 +84,7 @@ def wait_for_steps(process: subprocess.Popen[str], folder: Path, count: int, tim
 def wait_for_rows(
     process: subprocess.Popen[str], folder: Path, is_enough: Callable[[dict], bool], timeout_s: float
 ) -> None:
-    """Show a test each row of metrics.jsonl as it comes, until it has seen enough."""
+    """Pass each row of metrics.jsonl to `is_enough` until it returns True."""
     num_seen = 0
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
@@ -97,11 +97,11 @@ def wait_for_rows(
         time.sleep(0.2)
     os.killpg(process.pid, signal.SIGKILL)
     output, _ = process.communicate()
-    pytest.fail(f"after {timeout_s} s there were {num_seen} rows; it said: {output}")
+    pytest.fail(f"after {timeout_s} s there were {num_seen} rows; output: {output}")
 
 
 def assert_ended_in_order(run: Path) -> None:
-    """Of a run that was interrupted: the step at hand was finished, and is in a checkpoint."""
+    """Assert that an interrupted run finished its current step and saved a checkpoint of it."""
     summary = json.loads((run / "summary.json").read_text())
     assert summary["accuracy_after"] is None
     assert list((run / "checkpoints").glob(f"*{summary['num_steps']}")), "no checkpoint of the last step"
@@ -112,69 +112,69 @@ R = TypeVar("R")
 GROUP_SIZE = 8
 GROUPS_PER_STEP = 8
 LIMIT_S = 480.0
-"""Of every wait of these tests."""
+"""Timeout of every wait of these tests, in seconds."""
 
 
 class LiveRun:
-    """Two actors, two stages, groups of 8, 8 groups per step; no evaluation within."""
+    """A run with two actors, two stages, and 8 groups of 8 samples per step; without evaluation during training."""
 
     def __init__(self, folder: Path, *overrides: str) -> None:
         self.folder = folder / "run"
         self.process = start(folder, *("--actors.eval_every", "0"), *("--task.num_heldout", "16"), *overrides)
         self._stopped: list[psutil.Process] = []
 
-    # --- what it says -----------------------------------------------------------------------------
+    # --- what it reports --------------------------------------------------------------------------
 
     def steps(self) -> list[dict]:
-        """The rows of all steps so far; the newest may lack the columns of the actors yet."""
+        """Return the rows of all steps so far; the newest may still lack the columns of the actors."""
         return [row for row in joined(RunFolder(self.folder)) if "loss" in row]
 
-    def events(self, kind: str, who: str | None = None) -> list[dict]:
-        """All events of a kind so far, or those of one actor."""
+    def events(self, kind: str, name: str | None = None) -> list[dict]:
+        """Return all events of a kind so far, or those of one actor."""
         events = [event for event in json_rows(self.folder / "events.jsonl") if event["kind"] == kind]
-        return [event for event in events if who is None or event["who"] == who]
+        return [event for event in events if name is None or event["who"] == name]
 
     def newest(self, folder: Path | None = None) -> PolicyVersion:
-        """The newest published version."""
+        """Return the newest published version."""
         folder = folder or self.folder / "weights"
-        found = WeightStore(folder).newest() if folder.exists() else None  # a store makes its folder
+        found = WeightStore(folder).newest() if folder.exists() else None  # a store creates its folder
         return found or PolicyVersion(0, -1)
 
     def ledger(self) -> dict[str, int]:
-        """The buffer's, read from its files."""
+        """Return the buffer's ledger, read from its files."""
         with Inspection.open(self.folder / "buffer") as inspection:
             return inspection.state().ledger.counts()
 
     def trajectories(self) -> list[dict[str, Any]]:
-        """All that are stored."""
+        """Return all stored trajectories."""
         out = self.folder / "trajectories.parquet"
         with Inspection.open(self.folder / "buffer") as inspection:
             export(inspection, out)
         return pq.read_table(out).to_pylist()
 
-    def wait_for(self, what: str, look: Callable[[], R], limit_s: float = LIMIT_S, every_s: float = 0.1) -> R:
-        """What `look` gives, once that is something."""
+    def wait_for(self, name: str, read: Callable[[], R], limit_s: float = LIMIT_S, every_s: float = 0.1) -> R:
+        """Poll `read` until its result is true; return the result."""
         deadline = time.monotonic() + limit_s
-        while not (found := look()):
+        while not (result := read()):
             if self.process.poll() is not None:
-                pytest.fail(f"the run ended with {self.process.returncode} before {what}: {self.process.stdout.read()}")
+                pytest.fail(f"the run ended with {self.process.returncode} before {name}: {self.process.stdout.read()}")
             if time.monotonic() > deadline:
                 events = json_rows(self.folder / "events.jsonl")
-                pytest.fail(f"waited {limit_s:.0f} s for {what}; its events: {events[-8:]}")
+                pytest.fail(f"waited {limit_s:.0f} s for {name}; its events: {events[-8:]}")
             time.sleep(every_s)
-        return found
+        return result
 
     def wait_for_steps(self, count: int) -> None:
-        """Until so many more steps are reported."""
+        """Wait until `count` more steps are reported."""
         goal = len(self.steps()) + count
         self.wait_for(f"step {goal}", lambda: len(self.steps()) >= goal)
 
     def end(self, *, now: bool = False, limit_s: float = LIMIT_S) -> dict[str, Any]:
-        """Its summary, after it has ended well and left no process behind.
+        """Wait until the run has exited successfully without leaving a process; return its summary.
 
         Args:
-            now: ask it to end after the step at hand, with a checkpoint.
-            limit_s: how long that may take.
+            now: request an end after the current step, with a checkpoint.
+            limit_s: timeout in seconds.
         """
         family = descendants(self.process)
         if now:
@@ -184,22 +184,22 @@ class LiveRun:
         assert wait_for_end(family) == []
         return json.loads((self.folder / "summary.json").read_text())
 
-    # --- what is done to it -----------------------------------------------------------------------
+    # --- faults -----------------------------------------------------------------------------------
 
     def processes(self, role: str, number: int = 0) -> list[psutil.Process]:
-        """Those that write into the log of a role: its own, which is the oldest, and its engine."""
+        """Return the processes that write to the log of a role: its own, which is the oldest, and its engine."""
         log = str(self.folder / "logs" / f"{role}.{number}.log")
         found = [each for each in descendants(self.process) if _writes_into(each) == log]
-        # what it has just forked has its name too, until it becomes a program of its own
+        # a process just forked by it has its name too, until it executes another program
         return sorted(found, key=lambda each: (not command_of(each).startswith("ray::"), each.create_time()))
 
     def kill(self, role: str, number: int = 0) -> None:
-        """kill -9."""
+        """Kill a role with SIGKILL."""
         self.processes(role, number)[0].kill()
 
     @contextmanager
     def stopped(self, *roles: tuple[str, int]) -> Iterator[None]:
-        """SIGSTOP for the length of a block."""
+        """Stop roles with SIGSTOP for the duration of a block."""
         family = [each for role in roles for each in self.processes(*role)]
         assert len(family) >= len(roles)
         self._stopped += family
@@ -214,7 +214,7 @@ class LiveRun:
                 self._stopped.remove(each)
 
     def close(self) -> None:
-        """Leave nothing behind, whatever became of the test."""
+        """Kill all processes that are left."""
         if self.process.poll() is None:
             family = descendants(self.process)
             os.killpg(self.process.pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Ports for a test to give to a process that does not choose its own."""
+"""Free ports for processes that cannot choose their own."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import random
 import socket
 
 _BELOW_THE_EPHEMERAL = range(20_000, 32_000)
-"""Linux takes the ports of its own choice from 32,768 on: what a test has found free there, any connection may get."""
+"""Linux assigns ephemeral ports from 32,768 on: any connection could take a port found free there."""
 _NUM_TRIES = 100
 
 
 def free_port() -> int:
-    """A TCP port of loopback that nobody has and that the system gives to nobody by itself."""
-    chance = random.SystemRandom()  # two tests beside each other would choose the same by a seed
+    """Return a free TCP port of loopback outside the ephemeral range."""
+    chance = random.SystemRandom()  # with a seed, concurrent tests would choose the same port
     for _ in range(_NUM_TRIES):
         port = chance.choice(_BELOW_THE_EPHEMERAL)
         with socket.socket() as probe:

@@ -1,21 +1,21 @@
-"""Reward functions without processes: their whole path is the product's, but a thread of this process calls them."""
+"""Reward functions without processes: the product's code, but a thread of this process calls the function."""
 
 import asyncio
 import json
 
 import msgspec
 
-from actors import reward_process
-from actors.rewards import RETRIES, Scorer, ScorerLimits
-from actors.tasks import RewardFunction, TaskError, load_reward
-from actors.tasks.config import ReasoningGymTask
-from common.process import DaemonThreads
+from leeway.actors import reward_process
+from leeway.actors.rewards import RETRIES, Scorer, ScorerLimits
+from leeway.actors.tasks import RewardFunction, TaskError, load_reward
+from leeway.actors.tasks.config import ReasoningGymTask
+from leeway.common.process import DaemonThreads
 
 TASK = ReasoningGymTask(type="reasoning_gym", name="chain_sum")
 
 
 class InThisProcess:
-    """A caller of a plain function."""
+    """Calls a plain function in a thread."""
 
     def __init__(self, function):
         self._function = function
@@ -24,19 +24,19 @@ class InThisProcess:
 
     @classmethod
     async def load(cls, function, timeout_s):
-        """Instead of `RewardProcess.start`."""
+        """Replace `RewardProcess.start`."""
         try:
             return cls(load_reward(function))
         except TaskError as error:
             raise reward_process.CallFailed("its process did not start", str(error)) from error
 
     async def call(self, problems, completions):
-        asked = json.loads(json.dumps(reward_process._asked(problems, completions)))
-        return (await self._threads.run(self._outcome, asked)).values_or_failure()
+        message = json.loads(json.dumps(reward_process._call_message(problems, completions)))
+        return (await self._threads.run(self._outcome, message)).values_or_failure()
 
-    def _outcome(self, asked):
+    def _outcome(self, message):
         with asyncio.Runner() as runner:
-            outcome = reward_process._outcome(self._function, asked, runner)
+            outcome = reward_process._outcome(self._function, message, runner)
         return msgspec.json.decode(msgspec.json.encode(outcome), type=reward_process._Outcome)
 
     async def end(self):
@@ -44,7 +44,7 @@ class InThisProcess:
 
 
 def scorer(*functions, retries=RETRIES, timeout_s=60.0, num_processes=4, start=None, **options):
-    """A Scorer of plain functions (problems, completions) -> values."""
+    """Return a Scorer of plain functions (problems, completions) -> values."""
     by_name = {function.__name__: function for function in functions}
 
     async def call(function, timeout_s):

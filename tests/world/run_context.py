@@ -1,19 +1,19 @@
-"""The description of a run as a test makes it: only what the test is about need be said."""
+"""Run contexts for tests: a test gives only the settings that matter to it."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
 
-from actors.config import ActorsConfig
-from buffer.config import BufferConfig
-from common.run import RunContext, RunFacts
-from common.staleness import StalenessConfig
-from weight_sync.config import WeightSyncConfig
+from leeway.actors.config import ActorsConfig
+from leeway.buffer.config import BufferConfig
+from leeway.common.run import RunContext, RunFacts
+from leeway.common.staleness import StalenessConfig
+from leeway.weight_sync.config import WeightSyncConfig
 
 
 def run_facts(**changes) -> RunFacts:
-    """Of a small run; the knobs of staleness are told by their own names."""
+    """Return the facts of a small run; staleness settings are given by their own names."""
     staleness = {key: changes.pop(key) for key in list(changes) if key in StalenessConfig.model_fields}
     small = {
         "run_id": "test",
@@ -29,16 +29,16 @@ def run_facts(**changes) -> RunFacts:
 
 
 def run_context(folder: Path, facts: RunFacts | None = None, **changes) -> RunContext:
-    """As a role of a run is handed it.
+    """Return the context that a role of a run receives.
 
     Args:
-        folder: of the run, and of its model where `model_path` says no other.
-        facts: of the run; None: those of a small one.
-        changes: sections of the config by their names, and fields of RunContext.
+        folder: of the run, and of its model unless `model_path` is given.
+        facts: of the run; None for those of a small run.
+        changes: config sections by name, and fields of RunContext.
     """
-    # with these comes torch, which the processes of a buffer's tests start without
-    from algorithms.trajectory_balance import TrajectoryBalanceConfig
-    from learner.config import LearnerConfig
+    # imported here because they import torch, which processes of buffer tests start without
+    from leeway.algorithms.trajectory_balance import TrajectoryBalanceConfig
+    from leeway.learner.config import LearnerConfig
 
     sections = {
         "actors": ActorsConfig(),

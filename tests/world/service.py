@@ -1,8 +1,8 @@
-"""The buffer service, changed: without one of its protections, with a small first map, or with other constants.
+"""The buffer service with one protection disabled, a small first map, or other constants.
 
-`python -m tests.world.service CHANGE ...`, then the arguments of `buffer_process`. A change is the name of a function
-here, or MODULE.NAME=NUMBER. The positive controls of the fault matrix run it, and tests that need a constant small or
-out of the way.
+`python -m tests.world.service CHANGE ...`, followed by the arguments of `buffer_process`. A change is the name of a
+function here, or MODULE.NAME=NUMBER. It is used by the positive controls of the fault matrix, and by tests that need
+another value of a constant.
 """
 
 import contextlib
@@ -16,70 +16,70 @@ import lmdb
 import pyarrow as pa
 import zmq
 
-from buffer import ingest, schema, store
-from buffer.errors import BadBody
-from buffer.ingest import Ingest
-from buffer.leases import Leases
-from buffer.service import BufferService
-from buffer.store import Store
-from buffer.transaction import Table
-from buffer.upkeep import ReaderWatch
+from leeway.buffer import ingest, schema, store
+from leeway.buffer.errors import BadBody
+from leeway.buffer.ingest import Ingest
+from leeway.buffer.leases import Leases
+from leeway.buffer.service import BufferService
+from leeway.buffer.store import Store
+from leeway.buffer.transaction import Table
+from leeway.buffer.upkeep import ReaderWatch
 from tests.world import buffer_process as program
 
 
-def tuned(where, number):
-    """A constant has another value."""
-    module, _, name = where.rpartition(".")
+def tuned(path, number):
+    """Set a constant to another value."""
+    module, _, name = path.rpartition(".")
     owner = importlib.import_module(module)
     return mock.patch.object(owner, name, type(getattr(owner, name))(float(number)))
 
 
-# --- on the disk ----------------------------------------------------------------------------------
+# --- disk -----------------------------------------------------------------------------------------
 
 
 def with_small_map():
-    """A new store's map has 4 MiB; nothing else differs from the real service."""
+    """Give a new store a map of 4 MiB."""
     return mock.patch.dict(Store.__init__.__kwdefaults__, first_map_size=4 * 2**20)
 
 
-def with_small_map_that_stays():
-    """A map of 4 MiB that cannot grow."""
+def with_fixed_small_map():
+    """Give a new store a map of 4 MiB that cannot grow."""
     refuse = mock.Mock(side_effect=lmdb.MapFullError("the map is full"))
     with_small_map().start()
     return _environment(lambda real: _Environment(real, set_mapsize=refuse))
 
 
 def without_commit_before_acknowledgement():
-    """A transaction is committed every 0.3 s; its answers do not wait for that."""
+    """Commit every 0.3 s and reply without waiting for the commit."""
     return _environment(_LateCommits)
 
 
-def without_regard_for_errors():
-    """A commit that failed is taken for one that did not."""
-    return _environment(_DeafCommits)
+def without_commit_errors():
+    """Ignore errors of commits."""
+    return _environment(_UncheckedCommits)
 
 
 def without_reader_watch():
-    """Nobody looks at who reads."""
+    """Disable the watch for long read transactions."""
     return mock.patch.object(ReaderWatch, "run", return_value=None)
 
 
 def without_checksums():
-    """Values are taken as they are read: 8 bytes of checksum, then the value."""
+    """Read values without checking the 8 bytes of checksum before them."""
     return mock.patch.object(Table, "_checked", lambda self, key, value: value[8:])
 
 
-# --- on the wire ----------------------------------------------------------------------------------
+# --- wire -----------------------------------------------------------------------------------------
 
 
 def without_epochs():
-    """A new process of a name is taken for the old one."""
-    open_epoch = Leases.hello
+    """Treat a new process of an actor as the old one."""
+    original = Leases.hello
 
     def hello(self, tx, message):
         actor = tx.actors.get(message.name)
         if actor is None:
-            return open_epoch(self, tx, message)
+            return original(self, tx, message)
         if message.session not in (actor.session, *actor.replaced):
             actor.session, actor.replaced = message.session, [*actor.replaced, actor.session]
             tx.actors.put(actor, actor.name)
@@ -89,30 +89,30 @@ def without_epochs():
 
 
 def without_monotonic_time():
-    """Deadlines are kept on the wall clock."""
-    begin = BufferService.__init__
+    """Measure deadlines on the wall clock."""
+    original = BufferService.__init__
 
     def init(self, *arguments, **named):
-        begin(self, *arguments, clock=time.time, **named)
+        original(self, *arguments, clock=time.time, **named)
 
     return mock.patch.object(BufferService, "__init__", init)
 
 
 def without_deduplication():
-    """Every arrival of a trajectory counts as its first."""
+    """Count every arrival of a trajectory as the first one."""
 
     def push_group(self, tx, actor, group_id, rows, bad, as_bytes):
         self.commit(tx, tx.groups.require(group_id), list(rows), rows, as_bytes)
         return {}
 
     patches = contextlib.ExitStack()
-    patches.enter_context(mock.patch.object(Ingest, "_settle_known", return_value={}))
+    patches.enter_context(mock.patch.object(Ingest, "_find_settled", return_value={}))
     patches.enter_context(mock.patch.object(Ingest, "_push_group", push_group))
     return patches
 
 
 def without_validation():
-    """What Arrow can open is believed."""
+    """Accept everything that Arrow can open."""
 
     def read_stream(body, expected=schema.SCHEMA, *, max_rows=None):
         try:
@@ -127,7 +127,7 @@ def without_validation():
 
 
 def without_size_limits():
-    """Messages may be as large as they like, and expand."""
+    """Accept messages of any size, compressed ones included."""
 
     class Limitless(zmq.Socket):
         def setsockopt(self, option, value):
@@ -140,11 +140,11 @@ def without_size_limits():
     return patches
 
 
-# --- an LMDB that is not what it should be --------------------------------------------------------
+# --- a faulty LMDB --------------------------------------------------------------------------------
 
 
 def _environment(wrap):
-    """Let the store see LMDB through this."""
+    """Wrap the LMDB environment that the store opens."""
 
     def opened(*arguments, **options):
         real = lmdb.open(*arguments, **options)
@@ -166,7 +166,7 @@ class _Environment:
 
 
 class _LateCommits(_Environment):
-    """Write transactions go on in the next one, and are committed when 0.3 s have passed."""
+    """Continue a write transaction in the next one, and commit after 0.3 s."""
 
     def __init__(self, real):
         super().__init__(real)
@@ -200,15 +200,15 @@ class _LateCommits(_Environment):
         self._real.close()
 
 
-class _DeafCommits(_Environment):
-    """Commits whose errors are not heard."""
+class _UncheckedCommits(_Environment):
+    """Ignores errors of commits."""
 
     def begin(self, *arguments, write=False, **options):
         txn = self._real.begin(*arguments, write=write, **options)
-        return _DeafCommit(txn) if write else txn
+        return _UncheckedCommit(txn) if write else txn
 
 
-class _DeafCommit:
+class _UncheckedCommit:
     def __init__(self, txn):
         self._txn = txn
 
@@ -224,7 +224,7 @@ class _DeafCommit:
         except lmdb.MapFullError:
             raise
         except lmdb.Error as failed:
-            print(f"a commit failed and nobody hears it: {failed}", file=sys.stderr)
+            print(f"a commit failed; the error is ignored: {failed}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A service of ours, of the buffer or of weights, that serves in a thread of the test's own process."""
+"""Run a buffer or weight service in a thread of the test process."""
 
 import threading
 from contextlib import contextmanager
@@ -8,7 +8,7 @@ END_S = 60.0
 
 @contextmanager
 def serving(service):
-    """Serve for the length of the block; gives the address."""
+    """Serve for the duration of the block; yield the address."""
     address, stop = service.bind(), threading.Event()
     thread = threading.Thread(target=service.serve, args=(stop,))
     thread.start()
@@ -17,4 +17,4 @@ def serving(service):
     finally:
         stop.set()
         thread.join(END_S)
-        assert not thread.is_alive(), f"the service still serves {END_S:g} s after it was asked to end"
+        assert not thread.is_alive(), f"the service is still running {END_S:g} s after the stop request"

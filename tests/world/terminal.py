@@ -1,4 +1,4 @@
-"""A pseudo-terminal with a child in it, and what its screen shows: enough of a terminal for what rich writes."""
+"""A pseudo-terminal with a child process, and the contents of its screen, as far as rich needs a terminal."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ ALTERNATE_SCREEN, CURSOR = 1049, 25
 
 
 def new_attributes() -> list:
-    """Of a terminal that nobody has changed, as `Terminal.attributes`."""
-    ours, theirs = pty.openpty()
+    """Return the attributes of an unchanged terminal, as `Terminal.attributes` does."""
+    parent, child = pty.openpty()
     try:
-        return termios.tcgetattr(ours)
+        return termios.tcgetattr(parent)
     finally:
-        os.close(ours)
-        os.close(theirs)
+        os.close(parent)
+        os.close(child)
 
 
 class Grid:
@@ -37,7 +37,7 @@ class Grid:
         self.modes: dict[int, bool] = {}
         self._rest = ""
         self.overflowed = False
-        """Something was written beyond the last column or row."""
+        """True once text was written beyond the last column or row."""
         self._clear()
 
     def _clear(self) -> None:
@@ -50,7 +50,7 @@ class Grid:
 
     def feed(self, text: str) -> None:
         text, self._rest = self._rest + text, ""
-        if begun := _BEGUN.search(text):  # a sequence may come in two parts, too
+        if begun := _BEGUN.search(text):  # a sequence may arrive in two parts
             text, self._rest = text[: begun.start()], begun[0]
         for token in _TOKEN.finditer(text):
             if token["char"] is not None:
@@ -66,7 +66,7 @@ class Grid:
             elif token["kind"] == "J":
                 self._clear()
             else:
-                assert token["kind"] == "m", f"this terminal does not know {token[0]!r}"
+                assert token["kind"] == "m", f"unsupported sequence {token[0]!r}"
 
     def _put(self, char: str) -> None:
         if char == "\r":
@@ -82,21 +82,21 @@ class Grid:
 
 
 class Terminal:
-    """A command in a pseudo-terminal."""
+    """A command that runs in a pseudo-terminal."""
 
     def __init__(self, command: list[str], columns: int, rows: int, **environment: str) -> None:
         self.grid = Grid(columns, rows)
         self.written = ""
         self.pid, self._descriptor = pty.fork()
         if self.pid == 0:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)  # ignored where the tests themselves run in the background
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # ignored if the tests run in the background
             fcntl.ioctl(0, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
             kept = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
             os.execvpe(command[0], command, {**kept, "TERM": "xterm-256color", **environment})
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a signal may cut one off
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a signal may truncate a character
 
     def attributes(self) -> list:
-        """Of the terminal, as `stty` would show them."""
+        """Return the attributes of the terminal, as printed by `stty`."""
         return termios.tcgetattr(self._descriptor)
 
     def resize(self, columns: int, rows: int) -> None:
@@ -107,7 +107,7 @@ class Terminal:
         os.write(self._descriptor, keys.encode())
 
     def read(self, timeout_s: float) -> bool:
-        """Take in what the command writes; False once it has closed the terminal."""
+        """Read output of the command; return False once it has closed the terminal."""
         ready, _, _ = select.select([self._descriptor], [], [], timeout_s)
         if not ready:
             return True
@@ -115,7 +115,7 @@ class Terminal:
             data = os.read(self._descriptor, 65536)
         except OSError:
             return False
-        part = self._decoder.decode(data)  # a character may come in two parts
+        part = self._decoder.decode(data)  # a character may arrive in two parts
         self.written += part
         self.grid.feed(part)
         return bool(data)
@@ -124,10 +124,10 @@ class Terminal:
         deadline = time.monotonic() + timeout_s
         while not shows(self.grid):
             assert time.monotonic() < deadline, "the screen shows:\n" + "\n".join(self.grid.lines)
-            assert self.read(0.2), "the command ended and the screen shows:\n" + "\n".join(self.grid.lines)
+            assert self.read(0.2), "the command exited; the screen shows:\n" + "\n".join(self.grid.lines)
 
     def end(self, timeout_s: float = 30.0) -> int:
-        """Wait for the end of the command; its exit status, negative for a signal."""
+        """Wait until the command exits; return its exit status, negative for a signal."""
         deadline = time.monotonic() + timeout_s
         while True:
             self.read(0.1)
@@ -135,7 +135,7 @@ class Terminal:
             if pid:
                 self.pid = 0
                 return os.waitstatus_to_exitcode(status)
-            assert time.monotonic() < deadline, "the command does not end"
+            assert time.monotonic() < deadline, "the command did not exit"
 
     def close(self) -> None:
         if self.pid:

@@ -1,4 +1,4 @@
-"""Waits of the tests: each for what it means, and no longer than a crowded machine needs."""
+"""Waits for conditions, with timeouts that suffice on a loaded machine."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -9,33 +9,33 @@ from tests.full import FULL
 T = TypeVar("T")
 
 LIMIT_S = 60.0
-"""Of a wait for what takes a moment on a machine that has nothing else to do."""
+"""Timeout in seconds of a wait for a condition that takes a moment on an idle machine."""
 
 
 def wait_until(
-    is_so: Callable[[], object], what: str = "it", limit_s: float = LIMIT_S, errors: Sequence[BaseException] = ()
+    condition: Callable[[], object], name: str = "it", limit_s: float = LIMIT_S, errors: Sequence[BaseException] = ()
 ) -> float:
-    """Wait until it is so; seconds that it took. The first of `errors`, which others may fill meanwhile, is raised."""
+    """Wait until `condition()` is true; return the seconds this took. Raise the first of `errors`, if one is added."""
     began = time.monotonic()
-    while not is_so():
+    while not condition():
         if errors:
             raise errors[0]
-        assert time.monotonic() - began < limit_s, f"waited {limit_s:g} s for {what}"
+        assert time.monotonic() - began < limit_s, f"waited {limit_s:g} s for {name}"
         time.sleep(0.005)
     return time.monotonic() - began
 
 
-def hold_still(look: Callable[[], T], what: str, for_s: float, limit_s: float = LIMIT_S) -> T:
-    """What `look` gives, once it has given the same for so long."""
-    seen, since_s, began = look(), time.monotonic(), time.monotonic()
+def wait_until_stable(read: Callable[[], T], name: str, for_s: float, limit_s: float = LIMIT_S) -> T:
+    """Return the result of `read` once it has not changed for `for_s` seconds."""
+    last, since_s, began = read(), time.monotonic(), time.monotonic()
     while time.monotonic() - since_s < for_s:
-        assert time.monotonic() - began < limit_s, f"waited {limit_s:g} s for {what} to hold still"
+        assert time.monotonic() - began < limit_s, f"waited {limit_s:g} s for {name} to stop changing"
         time.sleep(0.01)
-        if (now := look()) != seen:
-            seen, since_s = now, time.monotonic()
-    return seen
+        if (value := read()) != last:
+            last, since_s = value, time.monotonic()
+    return last
 
 
 def bound(seconds: float) -> float:
-    """What a measured time may be: this in the full run, which has the machine to itself; else anything that ends."""
+    """Return the limit of a measured time: `seconds` in the full run, which runs alone; `LIMIT_S` more otherwise."""
     return seconds if FULL else seconds + LIMIT_S

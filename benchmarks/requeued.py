@@ -1,16 +1,16 @@
-"""What it costs that actors leave in the middle of their work, and come back. Prints one JSON line last.
+"""Measure the cost of removing and re-adding actors during generation. Prints one JSON line last.
 
-    python benchmarks/handed_on.py [--quick] [--keep FOLDER] [--page [FILE]]
+    python benchmarks/requeued.py [--quick] [--keep FOLDER] [--page [FILE]]
 
-A real run of `leeway train` on the long-tailed model of `benchmarks/overlap.py`, two actors. Some times `leeway scale`
-takes one of them out while its engine is full, and brings one back: a smaller pool, and a restart that was planned.
+The benchmark runs `leeway train` on the long-tailed model of `benchmarks/overlap.py` with two actors. `leeway scale`
+repeatedly removes one of them while its engine is full, and adds one again later.
 
-    made_twice      tokens that were thrown away with their samples, over those that were in flight in who left
+    made_twice      tokens discarded with their samples, over tokens in flight in the removed actors
     kept            one minus that
-    left_s          the longest time from the command until the actor is gone, its engine stopped
-    length_ks       distance of the lengths of the 1,000 samples trained after each time from those of other steps
+    left_s          maximum seconds from the command until the actor and its engine have exited
+    length_ks       distance of the lengths of the 1,000 samples trained after each removal from those of other steps
 
-`--quick` is for development: it goes once. `--page` writes docs/results/handed_on.md.
+`--quick` is for development: one removal. `--page` writes docs/results/requeued.md.
 """
 
 from __future__ import annotations
@@ -35,15 +35,16 @@ from benchmarks.lib.page import bars_table, judged, origin, parsed, table, write
 from benchmarks.lib.processes import MeasurementFailed, end_at_sigterm, environment
 from benchmarks.lib.runs import FinishedRun, train
 from benchmarks.overlap_parts.long_tail import GROUP_SIZE, Setting, write_setting
-from buffer.lengths import ks_distance
-from launch.observe.status import StatusError, read_status
 
-PAGE = RESULTS / "handed_on.md"
+from leeway.buffer.lengths import ks_distance
+from leeway.launch.observe.status import StatusError, read_status
+
+PAGE = RESULTS / "requeued.md"
 GROUPS, SLOTS, TIMES = 12, 32, 4
 WARM_UP, BETWEEN, AWAY = 20, 30, 24
-"""Steps before the first time, from a return to the next time, and without the actor."""
+"""Steps before the first removal, from an addition to the next removal, and from a removal to the addition."""
 AFTER = 1000
-"""Trained samples after each time whose lengths are looked at."""
+"""Trained samples after each removal whose lengths are compared."""
 OVERRIDES = (
     *("--actors.num_actors", "2", "--actors.max_running_samples", str(SLOTS), "--weight_sync.max_lag", "4"),
     *("--launch.autoscale", "off"),
@@ -55,23 +56,23 @@ Figures = dict[str, Any]
 
 
 def main() -> None:
-    """Measure, and print the result."""
+    """Run the benchmark and print the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="once, for development")
-    parser.add_argument("--keep", type=Path, help="keeps the folder of the run (default: keeps none)")
+    parser.add_argument("--quick", action="store_true", help="one removal, for development")
+    parser.add_argument("--keep", type=Path, help="keep the run folder here (default: remove it)")
     args = parsed(parser, PAGE)
     end_at_sigterm()
     machine, scaling = describe_machine(), Scaling(1 if args.quick else TIMES)
     with tempfile.TemporaryDirectory(prefix="benchmark-handed-on-") as fresh:
         folder = (args.keep or Path(fresh)).resolve()
         try:
-            # to start takes an actor about as many steps as lie between two times; the last time leaves room for more
+            # an actor starts within about BETWEEN steps; twice that leaves time for the last addition
             steps = WARM_UP + scaling.times * (AWAY + 2 * BETWEEN)
             config = write_setting(folder / "setting", Setting(steps, 0, GROUPS))
             run = train(config, folder / "run", OVERRIDES, log=folder / "run.log", look=scaling.look)
             figures = figures_of(run, scaling)
         except MeasurementFailed as error:
-            sys.exit(f"benchmarks/handed_on.py: {error}")
+            sys.exit(f"benchmarks/requeued.py: {error}")
     result = {"quick": args.quick, **figures, "machine": machine}
     result["wanted_at_most"] = judged(result, AT_MOST, "at most", at_full_size=not args.quick)
     result["wanted_at_least"] = judged(result, AT_LEAST, "at least", at_full_size=not args.quick)
@@ -82,20 +83,20 @@ def main() -> None:
 
 @dataclass
 class Scaling:
-    """Takes an actor out and brings it back, looking at a run as it goes."""
+    """Removes an actor and adds one again, according to the progress of a run."""
 
     times: int
     left: list[tuple[int, float]] = field(default_factory=list)
-    """Of each time, the step that was done, and the wall clock, when the command was given."""
+    """Finished step and wall-clock time of each removal command."""
     _next_at: int = WARM_UP
-    """The step after which it leaves, or comes back."""
+    """Step after which the next removal or addition is due."""
 
     def look(self, folder: Path) -> None:
-        """What there is to do now."""
+        """Remove or add an actor if it is due."""
         try:
             status = read_status(folder / "status.json")
         except StatusError:
-            return  # it is still being started
+            return  # the run is still starting
         working = [actor for actor in status.actors if actor.state == "working"]
         if status.step < self._next_at or len(working) != len(status.actors):
             return
@@ -109,24 +110,24 @@ class Scaling:
 
 
 def _scale(folder: Path, count: int) -> None:
-    command = [sys.executable, "-m", "launch.cli", "scale", str(folder), "--count", str(count)]
+    command = [sys.executable, "-m", "leeway", "scale", str(folder), "--count", str(count)]
     subprocess.run(command, cwd=ROOT, env=environment(), check=True, stdout=subprocess.DEVNULL, timeout=60)
 
 
 def figures_of(run: FinishedRun, scaling: Scaling) -> Figures:
-    """Of a run in which actors left as often as they should.
+    """Return the figures of a run.
 
     Raises:
-        MeasurementFailed: they did not.
+        MeasurementFailed: there were too few removals.
     """
     if len(scaling.left) < scaling.times:
-        raise MeasurementFailed(f"an actor left {len(scaling.left)} times, not {scaling.times}: the run was too short")
+        raise MeasurementFailed(f"the run was too short: {len(scaling.left)} of {scaling.times} actor removals")
     events = [json.loads(line) for line in (run.folder / "events.jsonl").read_text().splitlines()]
     gone = [event["time_s"] for event in events if event["kind"] == "left"]
-    left_s = [min(each for each in gone if each > asked) - asked for _, asked in scaling.left]
+    left_s = [min(each for each in gone if each > requested_s) - requested_s for _, requested_s in scaling.left]
     last, samples = run.updates[-1], run.samples()
     lengths = samples.length.astype(float)
-    in_flight = last["buffer/handed_on"] * float((lengths**2).sum() / (2.0 * lengths.sum()))
+    in_flight = last["buffer/requeued"] * float((lengths**2).sum() / (2.0 * lengths.sum()))
     made_twice = last["pool/actors/tokens_lost"] / in_flight
     steps_after = AFTER // (GROUPS * GROUP_SIZE) + 1
     after = np.zeros(len(samples.step), bool)
@@ -136,7 +137,7 @@ def figures_of(run: FinishedRun, scaling: Scaling) -> Figures:
     shares = [_shares(samples.length[each], samples.length.max()) for each in (after, others)]
     return {
         "times": scaling.times,
-        "handed_on": last["buffer/handed_on"],
+        "requeued": last["buffer/requeued"],
         "tokens_in_flight": in_flight,
         "tokens_lost": last["pool/actors/tokens_lost"],
         "failed": last["buffer/failed_lease"],
@@ -157,24 +158,24 @@ def _shares(lengths: npt.NDArray[np.int64], longest: int) -> list[float]:
 
 
 def page(result: Figures) -> list[str]:
-    """The paragraphs of the page."""
+    """Return the paragraphs of the page."""
     head = (
-        f"{origin('python benchmarks/handed_on.py --page', result['machine'], result['machine']['commit'])} A real run "
-        f"on the model of [overlap.md](overlap.md), two actors with {SLOTS} slots. {result['times']} times one was "
-        f"taken out by `leeway scale` while its engine was full, and one brought back {AWAY} steps later. Tokens in "
-        "flight are reckoned from the samples handed on and the mean length of a running sample."
+        f"{origin('python benchmarks/requeued.py --page', result['machine'], result['machine']['commit'])} The run "
+        f"uses the model of [overlap.md](overlap.md) and two actors with {SLOTS} slots. {result['times']} times "
+        f"`leeway scale` removed an actor while its engine was full, and added one {AWAY} steps later. Tokens in "
+        "flight are estimated from the requeued samples and the mean length of a running sample."
     )
     lines = [
-        ("samples handed on", f"{result['handed_on']:.0f}"),
-        ("tokens that they had, about", f"{result['tokens_in_flight']:.0f}"),
+        ("requeued samples", f"{result['requeued']:.0f}"),
+        ("tokens in flight of these samples, estimated", f"{result['tokens_in_flight']:.0f}"),
         ("tokens lost", f"{result['tokens_lost']:.0f}"),
         ("samples failed with a lease", f"{result['failed']:.0f}"),
-        ("seconds from the command until the actor and its engine were gone, at most", f"{result['left_s']:.1f}"),
-        ("samples trained next, and others", f"{result['samples_after']:,}, {result['samples_other']:,}"),
+        ("maximum seconds from the command to the exit of actor and engine", f"{result['left_s']:.1f}"),
+        ("samples trained after removals, and others", f"{result['samples_after']:,}, {result['samples_other']:,}"),
         ("their mean lengths", f"{result['mean_after']:.1f}, {result['mean_other']:.1f}"),
     ]
     return [
-        "# Actors that leave, and what they had",
+        "# Removed actors and their partial rollouts",
         head,
         bars_table(result["wanted_at_most"], "at most"),
         bars_table(result["wanted_at_least"], "at least"),

@@ -1,4 +1,4 @@
-"""What is wrong with a config, in one sentence: where, why, and which key or type was probably meant."""
+"""One-sentence errors for an invalid config: the place, the reason, and the key or type that was probably meant."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from common.user_input import did_you_mean
+from leeway.common.user_input import did_you_mean
 
 TRUNCATING_KEYS = frozenset(
     {"top_p", "top_k", "min_p", "min_tokens", "logit_bias", "presence_penalty", "frequency_penalty"}
@@ -17,28 +17,28 @@ TRUNCATING_KEYS = frozenset(
 
 
 def explain(error: ValidationError, root: type[BaseModel]) -> str:
-    """Return a sentence on the first mistake in a config of this model, with the number of other wrong keys."""
-    mistakes = [(*_walk(each["loc"], root), each) for each in error.errors()]
-    keys, models, first = mistakes[0]
+    """Return a sentence on the first error in a config of this model, with the number of other invalid keys."""
+    invalid = [(*_walk(each["loc"], root), each) for each in error.errors()]
+    keys, models, first = invalid[0]
     key, kind, context = ".".join(keys), first["type"], first.get("ctx", {})
     if kind == "extra_forbidden" and keys[-1] in TRUNCATING_KEYS:
-        text = f"{key} is refused: training samples by temperature alone, so that log-probabilities stay exact"
+        text = f"{key} is not supported: training samples use temperature only, so that log-probabilities stay exact"
     elif kind == "extra_forbidden":
         text = f"unknown key {key}{_suggest(keys, models, root)}"
     elif kind == "missing":
         text = f"{key} is missing"
     elif kind == "union_tag_not_found":
-        text = f"{key}.type is missing, which is one of {', '.join(map(_tag, models))}"
+        text = f"{key}.type is missing: set it to one of {', '.join(map(_tag, models))}"
     elif kind == "union_tag_invalid":
         hint = did_you_mean(str(context["tag"]), map(_tag, models))
-        text = f"{key}.type is '{context['tag']}', and must be one of {context['expected_tags']}{hint}"
+        text = f"{key}.type is '{context['tag']}', but must be one of {context['expected_tags']}{hint}"
     elif kind == "value_error":
         text = f"[{key}] {context['error']}" if key else str(context["error"])
-    else:  # several mistakes at one key are the branches of a union: it may be this or that
-        messages = dict.fromkeys(each["msg"] for same, _, each in mistakes if same == keys)
-        wanted = ", or ".join(message[0].lower() + message[1:] for message in messages)
-        text = f"{key} = {shortened(first['input'])}: {wanted}"
-    num_others = len({tuple(keys) for keys, _, _ in mistakes}) - 1
+    else:  # several errors at one key come from the branches of a union
+        messages = dict.fromkeys(each["msg"] for same, _, each in invalid if same == keys)
+        expected = ", or ".join(message[0].lower() + message[1:] for message in messages)
+        text = f"{key} = {shortened(first['input'])}: {expected}"
+    num_others = len({tuple(keys) for keys, _, _ in invalid}) - 1
     return f"{text} (and {num_others} more)" if num_others else text
 
 
@@ -53,7 +53,7 @@ def shortened(value: object, most: int = 100) -> str:
 
 
 def _walk(location: Sequence[str | int], root: type[BaseModel]) -> tuple[list[str], list[type[BaseModel]]]:
-    """Return the keys at an error's location, and the models that their table may have, its own first."""
+    """Return the keys at an error's location and the possible models of their table, the matching one first."""
     keys: list[str] = []
     models, is_name, is_value = [root], False, False
     for part in map(str, location):
@@ -62,7 +62,7 @@ def _walk(location: Sequence[str | int], root: type[BaseModel]) -> tuple[list[st
             is_name = False
         elif tagged := [model for model in models if _tag(model) == part]:
             models = [*tagged, *(model for model in models if model not in tagged)]
-        elif not is_value:  # else the branch of a union of plain values
+        elif not is_value:  # otherwise it is a branch of a union of plain values
             keys.append(part)
             info = models[0].model_fields.get(part)
             inner = [] if info is None else models_of(info.annotation)
@@ -73,7 +73,7 @@ def _walk(location: Sequence[str | int], root: type[BaseModel]) -> tuple[list[st
 
 
 def models_of(annotation: object) -> list[type[BaseModel]]:
-    """Return the config models in a field's annotation: one, the members of a union, or of the entries of a table."""
+    """Return the config models in an annotation: a model, the members of a union, or the models of table entries."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     if get_origin(annotation) in (Union, UnionType, Annotated, tuple, dict):
@@ -86,10 +86,10 @@ def _tag(model: type[BaseModel]) -> str:
 
 
 def _suggest(keys: Sequence[str], models: Sequence[type[BaseModel]], root: type[BaseModel]) -> str:
-    """Return which key was probably meant: of another type, or of a similar name here or in any section."""
+    """Suggest the key that was probably meant: of another type, or with a similar name here or in any section."""
     own, key = ".".join(keys[:-1]), keys[-1]
     if owners := [f"'{_tag(other)}'" for other in models[1:] if key in other.model_fields]:
-        return f"; {own}.type = '{_tag(models[0])}' has no such key, it is of type {' or '.join(owners)}"
+        return f"; {own}.type = '{_tag(models[0])}' has no such key; it belongs to type {' or '.join(owners)}"
     places = {name: f"{own}.{name}" if own else name for name in models[0].model_fields}
     for section, info in root.model_fields.items():
         for model in models_of(info.annotation) if section != "pools" else ():

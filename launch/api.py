@@ -1,0 +1,183 @@
+"""The public API: start a run as a command of its own, and read a run. `import leeway` offers it.
+
+A run outlives the Python process that started it: a notebook may restart its kernel and `load_run` the run again.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from leeway.common.errors import LeewayError
+from leeway.launch.host import leeway_command
+from leeway.launch.observe.status import RunStatus, StatusView, view_run
+from leeway.launch.run_folder import RunFolder, choose_root, find_config, open_run, owner_of, read_json_lines
+
+START_S = 120.0
+"""Seconds after which a command that wrote no status counts as failed."""
+_POLL_S = 0.2
+
+
+class Run:
+    """A run that is active or has ended.
+
+    `train`, `resume` and `load_run` return it. Every method reads the files of the run folder, so it also works in
+    another process than the one that started the run.
+    """
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._folder = folder
+
+    def __repr__(self) -> str:
+        return f"Run('{self.path}')"
+
+    @property
+    def name(self) -> str:
+        return self._folder.name
+
+    @property
+    def path(self) -> Path:
+        """The run folder."""
+        return self._folder.root
+
+    @property
+    def model_path(self) -> Path:
+        """The trained model as a Hugging Face folder; LeewayError until the run has exported it."""
+        if not (self._folder.export / "config.json").is_file():
+            raise LeewayError(
+                f"the run {self.path} has not exported its model yet: wait for its end, or export a checkpoint with "
+                f"`leeway export {self.path} OUT`"
+            )
+        return self._folder.export
+
+    def status(self) -> RunStatus:
+        """Return the newest status: phase, step, rates, lag, ledger, alerts. LeewayError if it cannot be read."""
+        return self._look().status
+
+    def metrics(self) -> pa.Table:
+        """Return one row per optimizer step, in order; docs/metrics.md describes the columns.
+
+        A column that a step does not have is null there. No row exists before the first step.
+        """
+        rows = [row for row in read_json_lines(self._folder.metrics) if row is not None]
+        names = dict.fromkeys(name for row in rows for name in row)
+        return pa.table({name: [row.get(name) for row in rows] for name in names})
+
+    def samples(self, columns: Sequence[str] | None = None) -> pa.Table:
+        """Return the trajectories in the buffer, one row each, as `leeway buffer export` writes them.
+
+        Args:
+            columns: names to keep; all by default. docs/buffer.md lists them: tokens, log-probabilities, reward,
+                versions, lag, state.
+        """
+        from leeway.buffer.offline.inspect import Inspection, samples
+
+        with Inspection.open(self.path) as inspection:
+            return samples(inspection, columns)
+
+    def wait(self, timeout_s: float | None = None) -> Run:
+        """Block until the run has ended, and return it.
+
+        Raises:
+            LeewayError: the run failed, or its launcher is gone.
+            TimeoutError: the run is still active after `timeout_s` seconds. It goes on.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while not self._has_ended(view := self._look()):
+            if deadline is not None and time.monotonic() > deadline:
+                raise TimeoutError(f"the run {self.path} is still {view.status.phase} after {timeout_s:g} s")
+            time.sleep(_POLL_S)
+        if view.gone:
+            raise LeewayError(view.gone)
+        ended = view.status.ended
+        if ended is not None and ended.exit_status == 1:
+            raise LeewayError(f"the run {self.path} failed: {ended.text}")
+        return self
+
+    def stop(self, timeout_s: float = 600.0) -> Run:
+        """Finish the current step, write a checkpoint, end the run, and return it. Does nothing if it has ended.
+
+        Raises:
+            LeewayError: the run is on another host.
+            TimeoutError: the run is still active after `timeout_s` seconds.
+        """
+        if owner := owner_of(self._folder):
+            if self.status().host != os.uname().nodename:
+                raise LeewayError(f"the launcher of {self.path} runs on {self.status().host}: stop it there")
+            os.kill(owner, signal.SIGINT)
+        return self.wait(timeout_s)
+
+    def _look(self) -> StatusView:
+        return view_run(self._folder)
+
+    @staticmethod
+    def _has_ended(view: StatusView) -> bool:
+        return not view.resuming and (view.status.ended is not None or bool(view.gone))
+
+
+def load_run(path: str | os.PathLike[str]) -> Run:
+    """Return the run of a folder, or of a name within `runs/`; LeewayError if there is none, or it cannot be read."""
+    run = Run(open_run(Path(path)))
+    run.status()
+    return run
+
+
+def train(config: str | os.PathLike[str], *, wait: bool = True, **overrides: Mapping[str, Any]) -> Run:
+    """Start `leeway train` as a separate process, and return its run.
+
+        leeway.train("sums.toml", learner={"num_steps": 50}, run={"name": "first"})
+
+    Args:
+        config: path of the TOML file, or the name of a bundled example, such as "demo".
+        wait: block until the run has ended. If not, return once it writes its status.
+        overrides: section -> keys and their values, which replace those of the file.
+
+    Raises:
+        LeewayError: the config or an override is wrong, and nothing was started; or the run failed.
+    """
+    from leeway.launch.config import load_config
+
+    path, words = find_config(os.fspath(config)), _words(overrides)
+    root = choose_root(load_config(path, words), path)
+    return _start(["train", str(path), *words, f"--run.name={root.name}"], RunFolder(root), wait)
+
+
+def resume(path: str | os.PathLike[str], *, wait: bool = True, **overrides: Mapping[str, Any]) -> Run:
+    """Resume a run from its latest checkpoint in a separate process, and return it; arguments as `train`."""
+    folder = open_run(Path(path))
+    return _start(["resume", str(folder.root), *_words(overrides)], folder, wait)
+
+
+def _words(overrides: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    from leeway.launch.config import literal
+
+    return [f"--{section}.{key}={literal(value)}" for section, keys in overrides.items() for key, value in keys.items()]
+
+
+def _start(words: Sequence[str], folder: RunFolder, wait: bool) -> Run:
+    """Start a command in a session of its own, and wait until it writes the status of the run."""
+    with tempfile.TemporaryFile("w+") as output:
+        before = folder.status.stat().st_mtime_ns if folder.status.exists() else 0
+        process = subprocess.Popen(
+            leeway_command(*words), stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+        )
+        deadline = time.monotonic() + START_S
+        while not (folder.status.exists() and folder.status.stat().st_mtime_ns > before):
+            if (status := process.poll()) is not None or time.monotonic() > deadline:
+                output.seek(0)
+                errors = [line for line in output.read().splitlines() if line.startswith("leeway: ")]
+                reason = errors[-1].removeprefix("leeway: ") if errors else f"no status within {START_S:g} s"
+                if status is None:
+                    process.terminate()
+                raise LeewayError(reason)
+            time.sleep(_POLL_S)
+    run = Run(folder)
+    return run.wait() if wait else run

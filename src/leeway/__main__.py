@@ -1,0 +1,8 @@
+"""`python -m leeway`: the command."""
+
+import sys
+
+from leeway.launch.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())
