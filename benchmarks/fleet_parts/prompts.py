@@ -20,11 +20,11 @@ from leeway.planning.lengths import LengthDistribution, PromptStream
 class FleetPrompts(PromptStream):
     """Prompt stream determined by the config instead of a seed."""
 
-    def __init__(self, config: Config, law: LengthDistribution) -> None:
+    def __init__(self, config: Config, distribution: LengthDistribution) -> None:
         """Load the prompts of the config's task."""
         task, _ = load_encoded(config.task, Path(config.model.path), config.actors.max_prompt_tokens)
         tokens = [problem.token_ids for problem in task.train]
-        super().__init__(law, len(tokens), config.actors.group_size, config.run.seed)
+        super().__init__(distribution, len(tokens), config.actors.group_size, config.run.seed)
         self._scores = np.array([score_of(*ids) for ids in tokens])
         self._seed, self.num_prompts = config.run.seed, len(tokens)
         self.mean_prompt_tokens = sum(map(len, tokens)) / len(tokens)
@@ -45,4 +45,5 @@ class FleetPrompts(PromptStream):
         """Return the length in tokens of each sample of the next group, which has this prompt."""
         self._group += 1
         seeds = [sample_seed(self._seed, self._group, index, 1) for index in range(self._group_size)]
-        return self._law.lengths(float(self._scores[prompt]), [score_of("sample", seed) for seed in seeds]).tolist()
+        scores = [score_of("sample", seed) for seed in seeds]
+        return self._distribution.lengths(float(self._scores[prompt]), scores).tolist()
