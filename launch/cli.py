@@ -287,7 +287,7 @@ def _status_lines(view: StatusView) -> Iterator[str]:
         silent_s = view.now_s - (status.polled_s or status.written_s)
         if silent_s > SILENT_S and status.polled_s is not None:
             yield f"the values below are {silent_s:.0f} s old"
-    yield line(status).strip()
+    yield line(status)
     for pool in status.pools:
         yield (
             f"pool {pool.name}: {pool.working} of {pool.wanted} actors running, {pool.running} samples in flight, "
@@ -347,7 +347,7 @@ def top(
 
 @app.command()
 def report(
-    run: RunPath,
+    run: NewestRun = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write here instead of into RUN.")] = None,
 ) -> int:
     """Write one HTML page that shows a run.
@@ -355,11 +355,11 @@ def report(
     Shows learning, health, waits and the effect of lag. The run may be running, ended or damaged; the page lists
     missing data.
     """
+    from leeway.launch.observe.status import find_run
     from leeway.launch.report.data import collect
     from leeway.launch.report.page import write
-    from leeway.launch.run_folder import open_run
 
-    folder = open_run(run)
+    folder = find_run(run)
     out = out or folder.report
     if out.is_dir():
         raise ConfigError(f"{out} is a folder; give the name of a file as --out FILE")

@@ -106,7 +106,7 @@ leeway_version() {
   "$bin/python" -c 'from importlib.metadata import version as v; import platform, sys
 print("python", platform.python_version())
 print("ray", v("ray"))
-print("leeway", v("leeway") + "-" + sys.argv[1])' "${sum:0:8}"
+print("leeway", v("leeway-rl") + "-" + sys.argv[1])' "${sum:0:8}"
 }
 
 listening() { (exec 3<>"/dev/tcp/$1/$2") 2>/dev/null; }

@@ -165,7 +165,7 @@ def check_versions(_: Subject) -> Iterator[CheckResult]:
         yield problem(text, "run LEEWAY_EXTRA=cpu make install, or LEEWAY_EXTRA=gpu make install on a GPU machine")
     wrong = [
         f"{each.name} {version(each.name) or 'is not installed'} (required: {each.specifier})"
-        for each in (Requirement(text) for text in distribution("leeway").requires or [])
+        for each in (Requirement(text) for text in distribution("leeway-rl").requires or [])
         if each.marker is None or each.marker.evaluate({"extra": ""}) or each.name in engines.values()
         if not each.specifier.contains(Version(version(each.name) or "0").public, prereleases=True)
     ]

@@ -35,8 +35,9 @@ def share_of(part: int, whole: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    whole = max(0, int(seconds))
-    return f"{whole // 3600}:{whole % 3600 // 60:02}:{whole % 60:02}"
+    """Format seconds as 1:05, or as 2:01:05 from an hour on."""
+    minutes, rest = divmod(max(0, int(seconds)), 60)
+    return f"{minutes}:{rest:02}" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
 
 
 def printable(text: str, most: int = MAX_TEXT) -> str:

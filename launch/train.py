@@ -29,11 +29,11 @@ from leeway.launch.errors import ConfigError, ExitStatus, Interrupts, Stopped, p
 from leeway.launch.host import configure_logging, leeway_command, private_files
 from leeway.launch.model_folder import fetch_model
 from leeway.launch.observe.alerts import Alert, Alerts
+from leeway.launch.observe.display import Display
 from leeway.launch.observe.observer import Observer
 from leeway.launch.observe.sinks import Exporter, Tracker
 from leeway.launch.observe.status import Accuracy, PollResult, RunStatus
 from leeway.launch.observe.trace import Trace
-from leeway.launch.observe.view import Display
 from leeway.launch.offline import fill_buffer
 from leeway.launch.processes.actor_pools import Evaluation, accuracy_of
 from leeway.launch.processes.ray_cluster import exit_if_abandoned, was_abandoned

@@ -1,10 +1,14 @@
-"""Write docs/config.md and docs/metrics.md from the code: `python -m tests.reference`.
+"""Write docs/config.md, docs/metrics.md and the reference of docs/api.md: `python -m tests.reference`.
 
 A test compares the files with this output, so the reference cannot drift.
 """
 
 from __future__ import annotations
 
+import ast
+import inspect
+import re
+import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import get_args
@@ -13,6 +17,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+import leeway
 from leeway.launch.config import POOL_OVERRIDES, Config, fixed_because, knob_metadata
 from leeway.launch.config_errors import models_of
 from leeway.launch.observe.metrics import METRICS, OF_ACTORS, POOL_PREFIX
@@ -177,10 +182,95 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|")
 
 
+API_HEAD = "\n## Reference\n"
+API = (
+    "train",
+    "resume",
+    "load_run",
+    "Run",
+    "load_config",
+    "Config",
+    "algorithm",
+    "LossInputs",
+    "LossOutput",
+    "LeewayError",
+)
+
+
+def api_reference() -> str:
+    """Return docs/api.md: its hand-written head, and the docstrings of every public name."""
+    assert sorted(API) == leeway.__all__
+    head, _, _ = (DOCS / "api.md").read_text(encoding="utf-8").partition(API_HEAD)
+    return "\n".join([head + API_HEAD, f"{GENERATED}\n", *(text for name in API for text in _public(name))])
+
+
+def _public(name: str) -> Iterator[str]:
+    thing = getattr(leeway, name)
+    if not inspect.isclass(thing):
+        yield f"### `{name}{_signature(thing)}`\n"
+        yield _as_markdown(thing)
+        return
+    yield f"### `{name}`\n"
+    yield _as_markdown(thing)
+    if name == "Config":
+        yield "[config.md](config.md) lists its sections and keys.\n"
+        return
+    fields = list(_attributes(thing))
+    if fields:
+        yield "| field | meaning |\n|---|---|"
+        yield from (f"| `{_cell(field)}` | {_cell(meaning)} |" for field, meaning in fields)
+        yield ""
+    for method, member in vars(thing).items():
+        if isinstance(member, property):
+            yield f"#### `{name}.{method}`\n"
+            yield _as_markdown(member)
+        elif inspect.isfunction(member) and not method.startswith("_"):
+            yield f"#### `{name}.{method}{_signature(member)}`\n"
+            yield _as_markdown(member)
+
+
+def _signature(function: object) -> str:
+    """Return the arguments of a function, without `self` and without annotations."""
+    parameters = inspect.signature(function).parameters.values()  # type: ignore[arg-type]
+    kept = [each.replace(annotation=each.empty) for each in parameters if each.name != "self"]
+    return re.sub(r"<function .*?>", "...", str(inspect.Signature(kept)))
+
+
+def _attributes(thing: type) -> Iterator[tuple[str, str]]:
+    """Yield each public annotated field of a class with the docstring below it."""
+    (body,) = ast.parse(textwrap.dedent(inspect.getsource(thing))).body
+    assert isinstance(body, ast.ClassDef)
+    for field, after in zip(body.body, [*body.body[1:], None], strict=True):
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+            has_text = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+            meaning = " ".join(str(after.value.value).split()) if has_text else ""  # type: ignore[union-attr]
+            yield f"{field.target.id}: {ast.unparse(field.annotation)}", meaning
+
+
+def _as_markdown(thing: object) -> str:
+    """Return a docstring with its sections, such as `Args:`, as lists."""
+    text = inspect.getdoc(thing) or ""
+    found: list[str] = []
+    in_section = False
+    for line in text.splitlines():
+        if re.fullmatch(r"(Args|Raises|Returns):", line):
+            in_section = True
+            found += [f"**{line.removesuffix(':')}**", ""]
+        elif in_section and (entry := re.fullmatch(r"    (\w+): (.*)", line)):
+            found.append(f"- `{entry[1]}`: {entry[2]}")
+        elif in_section and line.startswith("        "):
+            found.append(f"  {line.strip()}")
+        else:
+            in_section = in_section and not line.strip()
+            found.append(line)
+    return "\n".join(found) + "\n"
+
+
 def main() -> None:
-    """Write both files."""
+    """Write the files."""
     (DOCS / "config.md").write_text(config_reference(), encoding="utf-8")
     (DOCS / "metrics.md").write_text(metrics_reference(), encoding="utf-8")
+    (DOCS / "api.md").write_text(api_reference(), encoding="utf-8")
 
 
 if __name__ == "__main__":

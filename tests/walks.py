@@ -139,7 +139,7 @@ def trace_run(folder: Path) -> tuple[Trace, list[tuple[float, float]]]:
     (folder / "reward.py").write_text(REWARD.format(log=log, waits=WAITS_S), encoding="utf-8")
     (folder / "walk.toml").write_text(CONFIG.format(root=ROOT), encoding="utf-8")
     environment = os.environ | {
-        "PYTHONPATH": f"{ROOT / 'tests' / 'tracing'}:{ROOT}",
+        "PYTHONPATH": str(ROOT / "tests" / "tracing"),
         "LEEWAY_TRACE": str(records),
         "LEEWAY_TRACE_EXACT": " ".join((LEASE, GRADIENT, PUBLISH, APPLIED, ROW)),
         "LEEWAY_TRACE_KEY": KEY,

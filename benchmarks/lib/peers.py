@@ -14,7 +14,7 @@ import sysconfig
 from functools import lru_cache
 from pathlib import Path
 
-from benchmarks.lib.machine import ROOT
+from leeway.launch.bootstrap import pinned_versions
 
 INSTALL_TIMEOUT_S = 900
 
@@ -43,8 +43,8 @@ def python_with(*requirements: str) -> Path:
     (packages / "leeway_packages.pth").write_text(here + "\n")
     # Pin the repository's versions, above all torch's: a CPU build must not be replaced.
     constraints, own = folder / "constraints.txt", {each.partition("==")[0] for each in requirements}
-    lines = (ROOT / "constraints.txt").read_text().splitlines()
-    constraints.write_text("\n".join(each for each in lines if each.partition("==")[0] not in own) + "\n")
+    lines = (each for each in pinned_versions() if each.partition("==")[0] not in own)
+    constraints.write_text("\n".join(lines) + "\n")
     _run([str(python), "-m", "pip", "install", "--quiet", *requirements, "-c", str(constraints)])
     done.touch()
     return python

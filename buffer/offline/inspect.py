@@ -250,8 +250,7 @@ def samples(inspection: Inspection, columns: Sequence[str] | None = None) -> pa.
     """Return the stored trajectories as a table of these columns, or of all; KeyError if one does not exist."""
     schema = pa.schema([*SCHEMA, *STATE])
     names, state = schema.names if columns is None else list(columns), inspection.state()
-    batches = batches_of(inspection.groups(with_samples=True))
-    tables = [_table(groups, state, schema).select(names) for groups in batches]
+    tables = (_table(each, state, schema).select(names) for each in batches_of(inspection.groups(with_samples=True)))
     return pa.concat_tables([schema.empty_table().select(names), *tables])
 
 

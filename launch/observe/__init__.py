@@ -6,5 +6,6 @@ alerts      Alerts: failing weights or rewards, each reported once and acted on
 trace       Trace: spans of each role, as a trace that Perfetto opens
 metrics     the registry of metrics; Rows: reads metrics.jsonl while it grows
 sinks       actors.jsonl, events.jsonl, Weights & Biases, Prometheus
-view        terminal output: View, the status in any width and height; Display, of the launcher
+view        View: the status in any width and height, for `leeway top`
+display     Display: the progress line of the launcher
 """

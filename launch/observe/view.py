@@ -1,4 +1,4 @@
-"""Terminal output of a run: a status line, the view of `leeway top`, and the display of the launcher."""
+"""Terminal output about a run: a status line, and the view of `leeway top`."""
 
 from __future__ import annotations
 
@@ -11,17 +11,15 @@ import termios
 import time
 import tty
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from typing import Any, NamedTuple, TextIO, cast
+from typing import NamedTuple
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
 from rich.text import Text
 
 from leeway.buffer.ledger import COUNTS
-from leeway.launch.observe.status import Accuracy, ActorStatus, PoolStatus, ProcessStatus, RunStatus, lag_control_effect
-from leeway.launch.run_folder import RunFolder
-from leeway.launch.text import duration, number, printable, share_of, shortened
+from leeway.launch.observe.status import ActorStatus, PoolStatus, ProcessStatus, RunStatus, lag_control_effect
+from leeway.launch.text import duration, number, share_of, shortened
 
 log = logging.getLogger(__name__)
 
@@ -38,10 +36,6 @@ OUTSIDE = ("duplicates", "late", "quarantined")
 TRAINING = "training"
 """Name of the phase in which steps are taken."""
 NUM_WAITS, NUM_REASONS, MAX_REASON = 3, 3, 60
-PLAIN_INTERVAL_S = 5.0
-"""Seconds between lines if the output is not a terminal."""
-QUIET_S = 15.0
-"""Seconds after which a line is printed even without news, with the reason."""
 REFRESH_S = 0.5
 QUIT_KEYS = (b"q", b"Q", b"\x03", b"\x04", b"")
 """Includes Ctrl-C and Ctrl-D as characters, and end of file from a closed terminal."""
@@ -50,22 +44,29 @@ QUIT_KEYS = (b"q", b"Q", b"\x03", b"\x04", b"")
 # --- one line -----------------------------------------------------------------------------------------
 
 
-def line(status: RunStatus, num_waits: int = NUM_WAITS) -> str:
-    """Return a run in one line: progress, up to `num_waits` waits, and the alerts."""
-    phase = f"{status.phase}, for {status.written_s - status.phase_since_s:.0f} s"
-    figures = phase
+def phrases(status: RunStatus, left_s: float | None = None) -> list[str]:
+    """Return a run in phrases, the most important first: elapsed time, step or phase, reward, lag, rates."""
+    now = f"step {status.step}/{status.num_steps}"
+    if status.phase != TRAINING:
+        now = f"{status.phase}, for {duration(status.written_s - status.phase_since_s)}"
+    if left_s is not None:
+        now += f", {duration(left_s)} left"
+    found = [duration(status.written_s - status.started_s), now]
     if status.step:
-        figures = (
-            f"step {status.step}/{status.num_steps}  reward {number(status.row.get('reward/mean'))}  "
-            f"lag {number(status.lag_mean)} (max {status.lag_max} of {status.max_lag})  "
-            f"tokens/s generated {status.generated_tokens_per_s:.0f} trained {status.learner.tokens_per_s:.0f}"
-        )
-        if status.phase != TRAINING and status.ended is None:
-            figures += f"  {phase}"
+        found.append(f"reward {number(status.row.get('reward/mean'))}")
+        lag = "-" if status.lag_mean is None else f"{status.lag_mean:.1f}"
+        found.append(f"lag {lag} of {status.max_lag}")
+        found.append(f"generated {status.generated_tokens_per_s:,.0f} tok/s")
+        found.append(f"trained {status.learner.tokens_per_s:,.0f} tok/s")
+    return found
+
+
+def line(status: RunStatus, left_s: float | None = None, num_waits: int = NUM_WAITS) -> str:
+    """Return a run in one line: its phrases, up to `num_waits` waits, and the alerts."""
     sentences = status.waits[:num_waits]
     if num_waits and len(status.waits) > num_waits:
         sentences = [*sentences, f"and {len(status.waits) - num_waits} more wait"]
-    return "; ".join([f"{status.written_s - status.started_s:5.0f} s  {figures}", *sentences, *status.alerts])
+    return "; ".join(["  ".join(phrases(status, left_s)), *sentences, *status.alerts])
 
 
 def failures(ledger: Mapping[str, int], by_reason: Mapping[str, int]) -> str:
@@ -104,7 +105,7 @@ class Pane(NamedTuple):
             rows = [*rows[: height - 1], Text(f"... and {len(rows) - height + 1} more", style="dim")][:height]
         names = [self.name, *[""] * len(rows)]
         named = (Text.assemble((f"{name:<{NAME_WIDTH}}", "bold"), row) for name, row in zip(names, rows, strict=False))
-        return [_cut(row, width) for row in named]
+        return [cut(row, width) for row in named]
 
 
 class View:
@@ -121,7 +122,7 @@ class View:
         if console.is_terminal:
             height = options.height or max(1, console.height - 1)
         panes = [pane for pane in self._panes(width, console) if pane.rows]
-        lines = [_cut(row, width) for row in self._head(width)[: min(max(2, height // 3), height)]]
+        lines = [cut(row, width) for row in self._head(width)[: min(max(2, height // 3), height)]]
         yield Text("\n", no_wrap=True, end="").join([*lines, *_fitted(panes, width, height - len(lines))])
 
     def _head(self, width: int) -> list[Text]:
@@ -138,7 +139,7 @@ class View:
         words = f"step {status.step}/{status.num_steps}  version {status.version}"
         published = f", published {status.published}" if status.published else ""
         progress = Text.assemble(words, published, "  ", ("━" * done, "green"), ("━" * (30 - done), "dim"))
-        return [first.append(state, style=style), progress, *_packed(_figures(status), width)]
+        return [first.append(state, style=style), progress, *packed(_figures(status), width)]
 
     def _panes(self, width: int, console: Console) -> Iterator[Pane]:
         status = self._status
@@ -176,7 +177,7 @@ def _fitted(panes: Sequence[Pane], width: int, height: int) -> list[Text]:
     return [line for pane, rows in zip(panes, heights, strict=True) for line in pane.lines(width, rows)]
 
 
-def _cut(row: Text, width: int) -> Text:
+def cut(row: Text, width: int) -> Text:
     """Return a row truncated to a width, without control characters, which texts of processes may contain."""
     if not row.plain.isprintable():
         row.plain = "".join(char if char.isprintable() else " " for char in row.plain)
@@ -184,7 +185,7 @@ def _cut(row: Text, width: int) -> Text:
     return row
 
 
-def _packed(parts: Iterable[str], width: int) -> list[Text]:
+def packed(parts: Iterable[str], width: int) -> list[Text]:
     """Join parts on as few lines as possible."""
     lines: list[str] = []
     for part in parts:
@@ -275,7 +276,7 @@ def _buffer(status: RunStatus, width: int) -> Iterator[Text]:
     if gap := ledger.get("gap", 0):
         yield Text(f"ledger gap {gap}: the sample counts are inconsistent; this is a bug", style="red")
     names = [*COUNTS, *(name for name in OUTSIDE if ledger.get(name)), "gap"]
-    yield from _packed((f"{name} {ledger.get(name, 0)}" for name in names), width)
+    yield from packed((f"{name} {ledger.get(name, 0)}" for name in names), width)
     for reason, count in buffer.failed_by_reason.items():
         yield Text(f"{count} failed: {reason}")
     for sender, count in buffer.invalid_by_sender.items():
@@ -336,121 +337,3 @@ def show(view: Callable[[], View], console: Console) -> None:
                     return
     finally:
         termios.tcsetattr(stdin, termios.TCSADRAIN, before)
-
-
-# --- the launcher's own terminal ------------------------------------------------------------------------
-
-
-class LossyStream:
-    """Wrapper of a standard stream that may be closed during the run; later output is discarded without an error.
-
-    Flushes every write. All other attributes are those of the stream.
-    """
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 -- of any kind
-        return getattr(self._stream, name)
-
-    def write(self, text: str) -> int:
-        try:
-            self._stream.write(text)
-            self._stream.flush()
-        except OSError as error:
-            self._discard()  # first, because the warning may go to this stream
-            log.warning("the output of the launcher can no longer be written (%s); the run continues", error)
-        return len(text)
-
-    def flush(self) -> None:
-        self.write("")
-
-    def _discard(self) -> None:
-        """Redirect the stream to /dev/null, and standard streams on the same file: Python flushes them at exit."""
-        with suppress(OSError), open(os.devnull, "wb", 0) as null:  # streams in tests have no descriptor
-            lost = self._stream.fileno()
-            standard = [each.fileno() for each in (sys.__stdout__, sys.__stderr__) if each is not None]
-            for descriptor in {lost, *(each for each in standard if os.path.sameopenfile(each, lost))}:
-                os.dup2(null.fileno(), descriptor)
-
-
-class Display:
-    """A live view on a terminal, else a line every few seconds. Tolerates a narrow or closed terminal."""
-
-    def __init__(self, folder: RunFolder, *, clock: Callable[[], float] = time.monotonic) -> None:
-        """Create a display that shows nothing yet. `clock` returns monotonic seconds."""
-        self._folder, self._clock = folder, clock
-        self._console = Console(file=cast(TextIO, LossyStream(sys.stdout)), highlight=False, markup=False)
-        self._live: Live | None = None
-        self._last_line_s = clock()
-        self._last_step = 0
-        self._failures = ""
-
-    def __enter__(self) -> Display:
-        self.log(f"run {self._folder.root}")
-        if sys.stdout.isatty() and not self._console.is_dumb_terminal:
-            self._live = Live(Text(""), console=self._console, refresh_per_second=4, transient=True)
-            self._live.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        live, self._live = self._live, None
-        if live is not None:
-            live.stop()
-
-    def log(self, text: str) -> None:
-        """Print a message, such as a phase or an event."""
-        self._console.print("\n".join(map(printable, text.splitlines())), soft_wrap=True)
-
-    def update(self, status: RunStatus) -> None:
-        """Show the newest status. Thread-safe."""
-        if status.buffer is not None:
-            self._failures = failures(status.buffer.ledger, status.buffer.failed_by_reason)
-        live = self._live
-        if live is not None:
-            live.update(View(status, status.written_s))
-        elif status.ended is None:
-            self._print_line(status)
-
-    def _print_line(self, status: RunStatus) -> None:
-        """Print a line: with each new step what the learner waits for; without one, all waits."""
-        is_new_step, is_training = status.step != self._last_step, status.phase == TRAINING
-        is_stuck = bool(status.waits) and is_training
-        quiet_s = PLAIN_INTERVAL_S if is_new_step or is_stuck or status.alerts else QUIET_S
-        if self._clock() - self._last_line_s < quiet_s:
-            return
-        self._last_line_s, self._last_step = self._clock(), status.step
-        if is_new_step:
-            self.log(line(status, num_waits=1 if status.learner.waits_for else 0))
-        else:
-            is_computing = is_training and not status.learner.waits_for
-            self.log(line(status) + (f"; the learner computes step {status.step + 1}" if is_computing else ""))
-
-    def last_line(self, text: str) -> None:
-        """Print a line after the run, below the live view."""
-        self.__exit__()
-        self.log(text)
-
-    def fail(self, text: str) -> None:
-        """Print why the run failed, after the summary of failed samples."""
-        self.__exit__()
-        if self._failures:
-            self.log(self._failures)
-        print(f"leeway: {text}", file=cast(TextIO, LossyStream(sys.stderr)))
-
-    def finish(self, before: Accuracy | None, after: Accuracy | None, summary: Mapping[str, Any]) -> None:
-        self.__exit__()
-        if after is not None:
-            changes = [
-                f"{which} {number(getattr(before, which, None))} -> {number(getattr(after, which))}"
-                for which in ("greedy", "sampled")
-            ]
-            self.log(f"held-out accuracy over {after.num_problems} problems: {', '.join(changes)}")
-        self.log(
-            f"{summary['trained_trajectories']} trajectories in {summary['num_steps']} steps; "
-            f"lag mean {number(summary['lag_mean'])}, max {summary['lag_max']} of {summary['max_lag']}; "
-            f"generating during {number(summary['overlap_frac'])} of step time; ledger gap {summary['ledger_gap']}"
-        )
-        if failed := failures(summary["ledger"], summary["failed_by_reason"]):
-            self.log(failed)
-        self.log(f"{summary['wall_s']:.0f} s in total; model, metrics and summary.json are in {self._folder.root}")

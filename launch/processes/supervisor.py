@@ -81,9 +81,9 @@ class Supervisor:
     def start(self, progress: Callable[[str], None]) -> None:
         """Start Ray and every role, and wait until all are ready; RunFailed if one does not start in time."""
         config = self._config.launch
-        progress("starting Ray (the whole startup takes about 30 s)")
+        progress("starting Ray")
         self._ray = start_ray(self._config, namespace=f"leeway-{self._plan.run_id}")
-        progress("starting the services while stages and actors load their libraries")
+        progress("starting the processes")
         self.learner.request_placement()
         self.actors.request_placement()
         hosts_may_join = config.ray_address is not None
@@ -105,8 +105,10 @@ class Supervisor:
         def report() -> None:
             nonlocal reported
             self._check_ray()
-            waiting = [process.name for process, call in calls if not done(call)]
-            text = f"starting: {len(calls) - len(waiting)} of {len(calls)} ready; waiting for {', '.join(waiting)}"
+            waiting = [process.role for process, call in calls if not done(call)]
+            counts = {"vLLM in {} actor": waiting.count("actor"), "the learner in {} stage": waiting.count("stage")}
+            loads = [text.format(count) + "s" * (count > 1) for text, count in counts.items() if count]
+            text = f"loading {' and '.join(loads)}"
             if waiting and text != reported:
                 progress(text)
                 reported = text

@@ -28,6 +28,7 @@ import torch
 import zmq
 from safetensors.torch import load_file
 
+import leeway
 from leeway.buffer import protocol as p
 from leeway.buffer.offline.inspect import Inspection, check_store, export
 from leeway.launch.observe.trace import read
@@ -413,6 +414,28 @@ def test_no_acknowledged_sample_is_lost_or_counted_twice(run: Life, capsys):
     assert lost == []
     status, *output = leeway_here(capsys, "buffer", "verify", run.folder)
     assert status == 0, output
+
+
+def test_the_api_reads_the_status_metrics_samples_and_model_of_a_run(run: Life, capsys):
+    found = leeway.load_run(run.folder).wait()
+    assert found.status().ended.exit_status == 0
+    assert found.metrics()["step"].to_pylist() == [row["step"] for row in run.steps()]
+    rewards = {(row["actor"], row["epoch"], row["seq"]): row["reward"] for row in acknowledged(run, capsys).values()}
+    samples = found.samples(["actor", "epoch", "seq", "reward"]).to_pylist()
+    assert {(row["actor"], row["epoch"], row["seq"]): row["reward"] for row in samples} == rewards
+    with pytest.raises(leeway.LeewayError, match=r"no such column: .*rewards"):
+        found.samples(["rewards"])
+    assert (found.model_path / "model.safetensors").is_file()
+
+
+def test_the_output_of_a_run_names_what_starts_and_each_path_once(run: Life):
+    assert "loading vLLM in 1 actor and the learner in 1 stage" in run.output
+    named = [line for line in run.output.splitlines() if str(run.folder) in line]
+    assert [line.rpartition(str(run.folder))[2] for line in named if "WARN" not in line] == [
+        "",
+        "/model",
+        "/report.html",
+    ]
 
 
 def test_the_summary_covers_all_launches_of_a_run(run: Life):

@@ -21,7 +21,7 @@ LEASE_TIMEOUT_S = 2.0
 SHORT_LEASES = environment(
     {"leeway.buffer.leases.LEASE_TIMEOUT_S": LEASE_TIMEOUT_S, "leeway.buffer.groups.MAX_ATTEMPTS": 100}
 )
-SMALL_CREDIT = ("-m", "tests.world.service", f"buffer.service.INBOX_BYTES={8 * MIB}")
+SMALL_CREDIT = ("-m", "tests.world.service", f"leeway.buffer.service.INBOX_BYTES={8 * MIB}")
 """Credit of 4 MiB for each of two actors."""
 GROWTH_LIMIT = 64 * MIB
 LONG_LEASES = environment({"leeway.buffer.leases.LEASE_TIMEOUT_S": 3600.0})

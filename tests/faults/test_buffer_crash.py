@@ -207,7 +207,7 @@ def test_without_a_sync_per_commit_a_power_cut_loses_samples(
 ):
     disk, image = mounts.ext4("disk", 128)
     config = CONFIG.model_copy(update={"durability": durability})
-    entry = ("-m", "tests.world.service", "buffer.upkeep.SYNC_EVERY_S=0.5")
+    entry = ("-m", "tests.world.service", "leeway.buffer.upkeep.SYNC_EVERY_S=0.5")
     service = start_service(disk / "buffer", facts=MANY, config=config, entry=entry)
     load = load_on(service, draws=False, num_actors=1)
     worst = (0, 0)

@@ -15,8 +15,8 @@ MIB = 2**20
 ROOM = 128 * MIB
 """Bytes above the memory of the service without senders."""
 STUCK_S = 30.0
-SMALL_INBOX = f"buffer.service.INBOX_BYTES={16 * MIB}"
-LARGE_INBOX = f"buffer.service.INBOX_BYTES={4096 * MIB}"
+SMALL_INBOX = f"leeway.buffer.service.INBOX_BYTES={16 * MIB}"
+LARGE_INBOX = f"leeway.buffer.service.INBOX_BYTES={4096 * MIB}"
 LEASE_TIMEOUT_S = 2.0
 SHORT_LEASES = environment(
     {"leeway.buffer.leases.LEASE_TIMEOUT_S": LEASE_TIMEOUT_S, "leeway.buffer.groups.MAX_ATTEMPTS": 100}

@@ -28,7 +28,7 @@ CUT_S = 7.0
 DETECTED_S, RESUMED_S, RECONNECTED_S = 2.5, 1.0, 3.0
 LINK_MBIT_PER_S = 10.0
 COUNTS_TWICE = ("-m", "tests.world.service", "without_deduplication")
-SMALL_INBOX = ("-m", "tests.world.service", f"buffer.service.INBOX_BYTES={32 * MIB}")
+SMALL_INBOX = ("-m", "tests.world.service", f"leeway.buffer.service.INBOX_BYTES={32 * MIB}")
 needs_link = {"tools": netns.TOOLS, "root": True, "full": True}
 
 

@@ -89,7 +89,7 @@ def test_the_example_config_loads_its_loss_and_its_sampler(sampler):
 
 
 def test_a_user_defined_algorithm_is_validated_trained_and_saved_in_the_config(tmp_path):
-    (section,) = blocks("toml")
+    section = blocks("toml")[-1]
     shutil.copy(EXAMPLES / "reinforce.py", tmp_path)
     (tmp_path / "run.toml").write_text(TOML + section)
     process = subprocess.run(

@@ -14,6 +14,7 @@ VIEW_MODULES = (
     "leeway.launch.observe.status",
     "leeway.launch.text",
     "leeway.launch.observe.view",
+    "leeway.launch.observe.display",
     "leeway.launch.buffer_cli",
 )
 

@@ -19,7 +19,7 @@ SLOT_MS = 20
 """Minimum milliseconds between two records of a function, so that a hot function does not fill the disk."""
 
 FOLDER = os.environ.get("LEEWAY_TRACE")
-ROOT = str(Path(__file__).parents[2]) + "/"
+ROOT = f"{Path(__file__).parents[2]}/src/leeway/"
 EXACT = frozenset(os.environ.get("LEEWAY_TRACE_EXACT", "").split())
 KEY_MODULE, _, KEY = os.environ.get("LEEWAY_TRACE_KEY", "").partition(":")
 KEY_CLASS, _, KEY_NAME = KEY.partition(".")
@@ -35,8 +35,8 @@ def _name(code):
     path = code.co_filename
     if not code.co_flags & inspect.CO_OPTIMIZED and code.co_name != "<module>":
         return ""  # a class body, which runs at import
-    is_ours = path.startswith(ROOT) and "/." not in path and not path.startswith((ROOT + "tests/", ROOT + "runs/"))
-    return f"{path[len(ROOT) :]}\t{code.co_name}" if is_ours else ""
+    file = path.removeprefix(ROOT)
+    return f"{file}\t{code.co_name}" if path.startswith(ROOT) and "/" in file else ""  # without __main__
 
 
 def _write(event, name):

@@ -26,7 +26,7 @@ def draw_from(behaviour_PC, small_world):
     with torch.no_grad():
         reference_PC, values_PN = small_world.reference()
     rewards_PS = small_world.rewards_PS
-    return training.Batch(rewards_PS, prompts_G, sequences_GK, behaviour_PC, 2 * reference_PC, reference_PC, values_PN)
+    return training.Draw(rewards_PS, prompts_G, sequences_GK, behaviour_PC, 2 * reference_PC, reference_PC, values_PN)
 
 
 def uniform():

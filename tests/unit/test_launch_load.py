@@ -146,7 +146,7 @@ def test_a_resolved_config_with_corrections_loads_as_the_same_config(minimal, tm
             "unknown key algorithm.corrections.0.hi; did you mean algorithm.corrections.0.high?",
         ),
         ([*PPO, "--algorithm.corrections", "['icepopp']"], "did you mean 'icepop'?"),
-        ([*PPO, "--algorithm.corrections", "['icepop', 'icepop']"], "names 'icepop' twice"),
+        ([*PPO, "--algorithm.corrections", "['icepop', 'icepop']"], "contains 'icepop' twice"),
         (["--learner.num_stage", "2"], "unknown key learner.num_stage; did you mean learner.num_stages?"),
         (["--learnr.num_stages", "2"], "unknown key learnr; did you mean learner?"),
         (["--learner.max_lag", "2"], "unknown key learner.max_lag; did you mean weight_sync.max_lag?"),

@@ -106,7 +106,7 @@ def test_a_reader_never_sees_a_partial_snapshot(run):
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        (None, "is not there"),
+        (None, "does not exist"),
         (b"", "is not a valid status file"),
         (b'{"format": 999, "run": 3}', "has format 999, but this Leeway reads"),
         (b'{"format": %d, "run": 3}' % FORMAT, "is not a valid status file"),

@@ -136,8 +136,8 @@ def test_a_buffer_too_large_for_the_timeout_is_shown_in_part(whole):
         ),
         (lambda run: run.metrics.write_text("\0" * 100), "metrics.jsonl has no step yet"),
         (lambda run: run.status.write_text("[]"), "is not a valid status file"),
-        (lambda run: run.status.write_text('{"format": 2, "run": "an older one"}'), "is not a valid status file"),
-        (lambda run: run.status.write_text('{"format": 0}'), "has format 0, but this Leeway reads 2"),
+        (lambda run: run.status.write_text('{"format": 3, "run": "an older one"}'), "is not a valid status file"),
+        (lambda run: run.status.write_text('{"format": 0}'), "has format 0, but this Leeway reads 3"),
         (lambda run: run.config.write_text("[run"), "cannot be read"),
         (lambda run: (run.buffer / "data.mdb").unlink(), "The buffer cannot be read"),
         (lambda run: (run.buffer / "data.mdb").write_bytes(b"x" * 9000), "The buffer cannot be read"),
@@ -159,7 +159,7 @@ def test_a_folder_with_only_a_config_has_a_page(tmp_path):
     (tmp_path / "config.toml").write_text(CONFIG)
     page = render(collect(RunFolder(tmp_path)))
     assert "no step yet" in page
-    assert words(page).count("is missing") == 4
+    assert words(page).count("is missing") == 3
     assert "maximum 0" not in page, "no lag is known"
 
 

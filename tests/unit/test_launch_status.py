@@ -49,7 +49,7 @@ def test_status_shows_a_live_run_and_defaults_to_the_newest(run, capsys):
         observer.polled()
         result, out, _ = leeway_status(capsys)
     assert result == 0
-    assert re.search(rf"training, for 0:00:\d\d; process {os.getpid()}", out), out
+    assert re.search(rf"training, for 0:\d\d; process {os.getpid()}", out), out
     assert "step 1/120" in out
     assert "pool actors: 1 of 2 actors running, 5 samples in flight" in out
     assert "actor-1 is lost: given up: it dies; see /runs/x/logs/actor.1.log" in out

@@ -152,7 +152,7 @@ def test_durations_stop_at_the_end_of_a_run(how):
     evaluating = [msgspec.structs.replace(each, state="evaluating", since_s=run.written_s - 2.5) for each in run.actors]
     run = msgspec.structs.replace(run, actors=evaluating)
     lines = shown(run, 120, 60, run.written_s + 3600.0, gone="the launcher is gone" * (how == "gone"))
-    assert sum("evaluating, for 0:00:02" in line for line in lines) == len(run.actors) == 2
+    assert sum("evaluating, for 0:02" in line for line in lines) == len(run.actors) == 2
 
 
 # --- the bars -----------------------------------------------------------------------------------------
