@@ -244,7 +244,7 @@ def _attributes(thing: type) -> Iterator[tuple[str, str]]:
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
             has_text = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
             meaning = " ".join(str(after.value.value).split()) if has_text else ""  # type: ignore[union-attr]
-            yield f"{field.target.id}: {ast.unparse(field.annotation)}", meaning
+            yield field.target.id, meaning
 
 
 def _as_markdown(thing: object) -> str:

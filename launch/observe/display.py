@@ -36,7 +36,8 @@ class ProgressLine:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         shown = packed(phrases(self._status, self._left_s), options.max_width)[0]
-        if self._status.waits and len(shown) + MIN_WAIT <= options.max_width:
+        is_training = self._status.phase == TRAINING
+        if is_training and self._status.waits and len(shown) + MIN_WAIT <= options.max_width:
             shown.append(f"  {self._status.waits[0]}", style="dim")
         yield cut(shown, options.max_width)
 

@@ -429,7 +429,7 @@ def test_the_api_reads_the_status_metrics_samples_and_model_of_a_run(run: Life, 
 
 
 def test_the_output_of_a_run_names_what_starts_and_each_path_once(run: Life):
-    assert "loading vLLM in 1 actor and the learner in 1 stage" in run.output
+    assert "loading vLLM in 1 actor" in run.output
     named = [line for line in run.output.splitlines() if str(run.folder) in line]
     assert [line.rpartition(str(run.folder))[2] for line in named if "WARN" not in line] == [
         "",

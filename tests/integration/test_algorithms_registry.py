@@ -74,9 +74,10 @@ def blocks(language, page=DOCS / "README.md"):
     return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
 
 
-def test_the_docs_show_the_files_of_the_examples():
-    assert blocks("python") == [(EXAMPLES / "reinforce.py").read_text()]
-    assert (EXAMPLES / "samplers.py").read_text() in blocks("python", DOCS.parent / "buffer.md")
+def test_the_docs_show_parts_of_the_examples():
+    (algorithm,), (sampler, *_) = blocks("python"), blocks("python", DOCS.parent / "buffer.md")
+    assert (EXAMPLES / "reinforce.py").read_text().endswith(algorithm)
+    assert sampler in (EXAMPLES / "samplers.py").read_text()
 
 
 @pytest.mark.parametrize("sampler", ["hard_ones", "newest_first", "same_prompt"])

@@ -110,11 +110,14 @@ def test_a_terminal_shows_one_line_with_the_phrases_that_fit(capsys, tmp_path, m
 
 
 def test_the_progress_line_names_the_phase_of_a_start(capsys, tmp_path, monkeypatch):
-    starting = snapshot(0, phase="loading vLLM in 2 actors", waits=["actor.0 \x1b[2J"])
+    starting = snapshot(0, phase="loading vLLM in 2 actors", waits=["actor.0 has been starting for 12 s"])
     starting.phase_since_s = starting.written_s - 12
-    shown = shown_at(80, capsys, monkeypatch, tmp_path, starting)
-    assert "loading vLLM in 2 actors, for 0:12" in shown
-    assert "actor.0  [2J" in shown
+    shown = shown_at(120, capsys, monkeypatch, tmp_path, starting)
+    assert shown.rstrip().endswith("loading vLLM in 2 actors, for 0:12")
+
+
+def test_control_characters_do_not_reach_the_terminal(capsys, tmp_path, monkeypatch):
+    assert "actor.0  [2J" in shown_at(200, capsys, monkeypatch, tmp_path, snapshot(1, waits=["actor.0 \x1b[2J waits"]))
 
 
 SUMMARY = {
