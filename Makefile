@@ -3,8 +3,8 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv/bin
 PYTEST := $(VENV)/python -m pytest
 # One worker runs all tests of a file, because they share processes. Two cores have three workers, because tests often
-# wait. Unit tests yield the cores to runs with engines. `make full` and `make faults` run tests with engines and faults
-# one at a time, because they measure times.
+# wait. Unit tests run at a lower priority than runs with engines. `make full` and `make faults` run tests with engines
+# and faults one at a time, because they measure times.
 FILE_BY_FILE := --dist loadfile --no-loadscope-reorder
 # Tests with full counts take minutes, and three times as long on a slow machine, so their timeout is longer.
 FULL_COUNTS := LEEWAY_FAULTS=all $(PYTEST) -o timeout=1800
@@ -23,12 +23,12 @@ demo: install  ## train the demo: under 2 minutes on 2 cores
 	@echo "Training the demo: under 2 minutes on 2 cores"
 	@$(VENV)/leeway train examples/demo.toml
 
-test: install  ## unit, integration, property, faults and end to end (about 12 minutes)
+test: install  ## run the unit, integration, property, fault and end-to-end tests (about 12 minutes)
 	@echo "Running the tests: about 12 minutes on 2 cores"
 	$(PYTEST) -n 3 $(FILE_BY_FILE) tests/e2e tests/unit
 	$(PYTEST) -n 3 $(FILE_BY_FILE) tests/integration tests/faults tests/property
 
-full: install  ## all tests with full counts, and runs that `make test` skips; or one PART (up to 90 minutes each)
+full: install  ## run all tests with full counts, and runs that `make test` skips; or one PART (up to 90 minutes each)
 	@for part in $(PART); do echo "Running $$part with full counts"; $(MAKE) --no-print-directory full-$$part || exit 1; done
 
 full-unit:
@@ -43,14 +43,14 @@ full-faults-2:
 full-e2e:
 	$(FULL_COUNTS) tests/e2e
 
-unit: install  ## unit tests that start no processes: 2 minutes on 2 cores
+unit: install  ## run the unit tests that start no processes: 2 minutes on 2 cores
 	$(PYTEST) -n 3 $(FILE_BY_FILE) tests/unit -m "not process"
 
-faults: install  ## the fault matrix with full counts; writes docs/results/faults.md (all faults need root and the apt packages strace iptables iproute2 faketime)
+faults: install  ## run the fault matrix with full counts; writes docs/results/faults.md (all faults need root and the apt packages strace iptables iproute2 faketime)
 	@echo "Injecting every fault: one and a half to three hours on 2 cores"
 	LEEWAY_FAULTS_PAGE=docs/results/faults.md $(FULL_COUNTS) tests/faults -m fault -rs
 
-lint: install  ## ruff, mypy --strict, import contracts, and shellcheck if installed
+lint: install  ## run ruff, mypy --strict, import contracts, and shellcheck if installed
 	$(VENV)/ruff check .
 	$(VENV)/ruff format --check .
 	$(VENV)/mypy

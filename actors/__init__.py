@@ -7,11 +7,11 @@ engine_output  Generation: the complete or partial output of one request
 config    the `[actors]` section; Admission: decides when samples start, by slots or `leeway.planning.kv_gate`
 tasks     Task: prompts and a reward, from reasoning-gym by name or from files
 rewards   Scorer: calls reward functions in TRL's shape; a failure is counted, never scored 0
-reward_process  RewardProcess: runs a reward function in its own process, where it may hang or crash
+reward_process  RewardProcess: runs a reward function in its own process, which contains hangs and crashes
 sandbox   runs programs that a model wrote; cuts a process off from the network
 weights   WeightFollower: pulls newer weights in flight and decides when a request may start; ActorError
 sample    SampleMaker: generates a sample and turns it into a scored trajectory; held-out accuracy at one version
           HeldLease: a lease and its samples; PartialRollouts: requeues unfinished samples
 loop      ActorLoop: leases, generates, pushes, renews; ActorComponents: its parts and their start
-report    ActorReport: what an actor reports to the launcher
+report    ActorReport: state and metrics that an actor sends to the launcher
 """

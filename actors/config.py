@@ -35,13 +35,13 @@ class ActorsConfig(BaseModel):
     """Options of generation.
 
     Training samples use temperature only, so that the recorded log-probability is that of the full
-    vocabulary and every correction built on it is exact. Options that truncate are rejected by name.
+    vocabulary and every correction built on it is exact. Options such as top_p are rejected by name.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     num_actors: NonNegativeInt = Knob(
-        2, "Actors, each with a vLLM engine. With buffer.source they only evaluate; 0: no evaluation.", basic=True
+        2, "Number of actors (vLLM engines). With buffer.source they only evaluate; 0: no evaluation.", basic=True
     )
     group_size: int = Knob(
         8,
@@ -55,7 +55,7 @@ class ActorsConfig(BaseModel):
         1.0,
         "Sampling temperature of training samples.",
         basic=True,
-        fixed="the stored log-probabilities were sampled at that temperature",
+        fixed="the stored samples were generated at that temperature",
         ge=0.01,
     )
     max_new_tokens: PositiveInt = Knob(64, "Maximum completion length in tokens.", basic=True)
@@ -66,7 +66,7 @@ class ActorsConfig(BaseModel):
     admission: AdmissionName = Knob(
         "slots",
         "When a sample starts: 'slots' below max_running_samples; 'cache' if the engine's cache is likely to "
-        "hold all until they finish.",
+        "hold all running samples to completion.",
     )
     dtype: Literal["float32", "bfloat16", "float16"] = Knob("float32", "Serving precision.", basic=True)
     kv_cache_gib: PositiveFloat | None = Knob(
@@ -74,7 +74,7 @@ class ActorsConfig(BaseModel):
     )
     gpu_memory_share: float = Knob(
         0.85,
-        "Fraction of a GPU's memory; with launch.colocate at most 0.95 with the learner's.",
+        "Fraction of a GPU's memory; with launch.colocate, at most 0.95 including the learner's.",
         basic=True,
         gt=0,
         le=1,
@@ -83,7 +83,7 @@ class ActorsConfig(BaseModel):
     cpus: float = Knob(0.5, "Ray CPUs per actor, and compute threads of each of its processes.", ge=0)
     gpus: float = Knob(0.0, "GPUs per actor: 0 or tensor_parallel_size.", basic=True, ge=0)
     engine_args: dict[str, Any] = Knob({}, "Further vLLM AsyncEngineArgs; those that Leeway sets are rejected.")
-    reward_timeout_s: PositiveFloat = Knob(60.0, "Timeout of a reward call, which then counts as failed.")
+    reward_timeout_s: PositiveFloat = Knob(60.0, "Timeout after which a reward call counts as failed.")
     reward_processes: PositiveInt = Knob(4, "Maximum processes (concurrent calls) of a reward function per actor.")
     eval_every: int = Knob(0, "Versions between evaluations; 0: only before and after training.", basic=True, ge=0)
 
@@ -113,7 +113,7 @@ class ActorSections(Protocol):
     """The config sections that an actor reads. The staleness contract of the run bounds the age of weights."""
 
     actors: ActorsConfig
-    """With the overrides of the actor's pool applied."""
+    """Includes the overrides of the actor's pool."""
     task: TaskConfig
     weight_sync: WeightSyncConfig
 
@@ -134,7 +134,7 @@ class KvSample(NamedTuple):
     group: int
     prompt_tokens: int
     limit: int
-    """Completion tokens at which the sample leaves the engine at the latest."""
+    """Maximum completion tokens; the sample leaves the engine at this length."""
     num_prefix_tokens: int = 0
     """Completion tokens that the sample resumes from."""
     usual_tokens: float = 0.0
@@ -195,7 +195,7 @@ ADMISSIONS: Mapping[AdmissionName, str] = {
 def admission_of(config: ActorsConfig, cache: KvCache | None, now: Callable[[], float]) -> Admission:
     """Return the admission of one engine.
 
-    `cache` is the engine's, None if unknown. `now` returns its step count; a step adds a token to each running sample.
+    `cache` is None if unknown. `now` returns the engine's step count; a step adds a token to each running sample.
     """
     admission: Admission = resolve_name(ADMISSIONS[config.admission])(config, cache, now)
     return admission

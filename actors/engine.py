@@ -96,8 +96,8 @@ class Engine:
     async def start(cls, model_path: Path, config: ActorsConfig, *, version: PolicyVersion, seed: int) -> Engine:
         """Start an engine. This takes 20 to 30 s on CPU and blocks the event loop. Each actor needs its own seed.
 
-        `model_path` is a checkpoint from `leeway.common.serving_model.prepare_serving_model`, and `version` that of its
-        weights. Raises ModelFolderError if the checkpoint is incomplete, EngineDead if the engine does not start, and
+        `model_path` is a checkpoint from `leeway.common.serving_model.prepare_serving_model`, with the weights of
+        `version`. Raises ModelFolderError if the checkpoint is incomplete, EngineDead if the engine does not start, and
         OSError if the folder of its sockets cannot be created.
         """
         facts = check_model_folder(model_path)
@@ -244,7 +244,7 @@ class Engine:
     ) -> tuple[float, float]:
         """Load the weights that `prepare` has verified, without ending running requests. New requests wait meanwhile.
 
-        Return the seconds of the pause, and those of them that the load took. With `kv_cache` "keep", running requests
+        Return the seconds of the pause, and of the load within it. With `kv_cache` "keep", running requests
         keep their attention keys and values of the old version.
 
         Raises:
@@ -278,13 +278,13 @@ class Engine:
             return
         self._broken = "it was stopped"
         llm.output_processor.propagate_error(EngineDead(self._death_message()))
-        # outputs have no reader any more; vLLM would log the end of its processes as a crash
+        # no output is read any more; without the cancellation vLLM would log the exit of its processes as a crash
         if llm.output_handler is not None:
             llm.output_handler.cancel()
         context = llm.engine_core.resources.ctx
         await asyncio.to_thread(llm.shutdown, _STOP_TIMEOUT_S)
         await self._sockets.end(context)
-        # it is in a reference cycle; if it lives until the interpreter exits, its __del__ logs errors
+        # `llm` is in a reference cycle: collect it now, because its __del__ logs errors when the interpreter exits
         del llm
         gc.collect()
 

@@ -106,7 +106,7 @@ class EngineReport:
     """Sum of the seconds that ended requests were queued in the engine before their first step."""
     kv_usage: float = 0.0
     moments: tuple[float, ...] = ()
-    """`leeway.planning.costs.LeastSquares` of step seconds, without steps after idle time or an update."""
+    """Sums of `leeway.planning.costs.LeastSquares` for step seconds, without steps after idle time or an update."""
     kv_tokens: int = 0
     """Capacity of the cache in tokens; 0 if unknown."""
 
@@ -117,7 +117,7 @@ class EngineStats:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._moments: npt.NDArray[np.float64] = np.zeros(3 + 4 + 4 * 4)
-        """`leeway.planning.costs.LeastSquares` in 1, running samples, context tokens and computed prompt tokens."""
+        """Sums of `leeway.planning.costs.LeastSquares` for step seconds; `record` defines the terms."""
         self.num_steps = 0
         """All steps so far, measured or not; each adds a token to the context of every running sample."""
         self._running = 0
@@ -168,7 +168,7 @@ class EngineStats:
         for ended in iteration.finished_requests:
             self._num_ended += 1
             self._queued_s += max(0.0, ended.queued_time)
-        # every sample of the previous step has waited for exactly this step
+        # the latency of a sample that also ran in the previous step is the duration of this step
         if not iteration.inter_token_latencies_iter:
             return
         step_s = min(iteration.inter_token_latencies_iter)
@@ -223,7 +223,7 @@ def stat_logger(stats: EngineStats) -> type[AggregateStatLoggerBase]:
 
 
 def _cache_of(config: VllmConfig) -> KvCache | None:
-    """Return an engine's cache capacity in blocks of all layers: what a layer stores depends on the model."""
+    """Return the cache's capacity in blocks of all layers, each of which may take several of vLLM's own blocks."""
     cache, longest = config.cache_config, config.model_config.max_model_len
     if not cache.num_gpu_blocks or not cache.block_size or not cache.kv_cache_max_concurrency:
         return None

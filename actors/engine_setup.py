@@ -172,8 +172,8 @@ def _memory_on_gpu(model_path: Path, config: ActorsConfig, total_bytes: Callable
     """Return an engine's arguments for GPU memory; raise ValueError if its share is too small for model and cache.
 
     Alone on a GPU, the engine gets its share, and vLLM sizes the cache of keys and values by a trial run. On a shared
-    GPU the trial would measure the other processes too. The engine then gets the bytes of its cache explicitly, and a
-    share of weights plus cache, which must be free before anything is loaded.
+    GPU the trial would measure the other processes too. The engine then gets the bytes of its cache explicitly, and the
+    share that weights and cache need, which vLLM requires to be free before it loads anything.
     """
     if config.kv_cache_gib is None and config.gpus >= 1:
         return {"gpu_memory_utilization": config.gpu_memory_share}
@@ -229,7 +229,7 @@ _TERM_TIMEOUT_S = 10.0
 _MAX_PATH_BYTES = 107
 _NAME_BYTES = 37
 _KIN = r"leeway-{user}-vllm-\d+-\d{{1,9}}"
-"""Pattern that matches only these folders: those of fetched weights beside them end in the name of a store."""
+"""Pattern that matches only socket folders; folders of fetched weights beside them end in the name of a store."""
 _numbers = itertools.count()
 
 

@@ -137,7 +137,7 @@ class ActorLoop:
         """Tokens at which samples are requeued to a faster pool, as set by the buffer; 0: never."""
         self._waiting = "starting"
         self.drain_result = 0, 0
-        """Samples that `run` requeued when it ended, and tokens that were lost."""
+        """Numbers of samples that `run` requeued when it ended, and of tokens that were lost."""
 
     # --- life cycle -------------------------------------------------------------------------------
 
@@ -190,7 +190,7 @@ class ActorLoop:
             self._stopping.set()
             for task in tasks:
                 task.cancel()
-            # before the jobs have ended: a follower that is applying an update ends only after it
+            # requeue before the jobs end: a follower that is applying an update ends only after the update
             self.drain_result = await self._partial_rollouts.requeue_all(held)
             await self._cancel_samples(self._held.values())
             results = await asyncio.gather(*tasks, return_exceptions=True)
@@ -298,7 +298,7 @@ class ActorLoop:
                 self._take(lease, {i: prefixes[lease.lease_id, i] for i in lease.prefixes})
             if grant.leases:
                 now_s = self._clock()
-                # twice: a sample that ends just after a request is replaced only by the next one
+                # twice: a sample that ends just after a request is replaced only by the next request
                 num_ahead = 2 * self._num_departed * (now_s - requested_s) / max(1e-9, now_s - since_s)
                 num_ahead = self._num_ahead + (num_ahead - self._num_ahead) * _AHEAD_SHARE
                 self._num_ahead = 0.0 if grant.is_near_bound else num_ahead

@@ -56,9 +56,9 @@ class ActorReport:
     """Sum over samples of the seconds from the last token to the buffer's acknowledgement."""
     num_running: int
     num_slots: int
-    """Maximum of `num_running`: as configured, or what the cache is likely to hold if that is less."""
+    """Maximum of `num_running`: as configured, or the number of samples that the cache is likely to hold if lower."""
     running_s: float
-    """Sum of the seconds of training requests in the engine; divided by wall time, their mean number."""
+    """Sum of the seconds of training requests in the engine; divided by wall time, it is their mean number."""
     busy_intervals: list[tuple[float, float]]
     """Wall-clock (start, end), seconds since the epoch, while a training request was running."""
     refused: str
@@ -67,7 +67,7 @@ class ActorReport:
     requeue_at: int
     """Tokens at which samples are requeued to a faster pool; 0: never."""
     waiting: str
-    """What keeps the actor from running more samples, or a group from completing; empty if nothing does."""
+    """Reason why the actor does not run more samples, or a group does not complete; empty if there is none."""
     waiting_s: float
     """Seconds of that wait; 0.0 if unknown."""
     engine: EngineReport
@@ -75,7 +75,7 @@ class ActorReport:
 
 @dataclass(frozen=True, slots=True)
 class EvalRequest:
-    """Evaluate every `num_shards`-th of the first `num_problems` held-out problems, from `shard` on."""
+    """Request to evaluate every `num_shards`-th of the first `num_problems` held-out problems, starting at `shard`."""
 
     num_problems: int
     shard: int = 0
@@ -91,7 +91,7 @@ class EvalCounts:
     num_correct: int = 0
     num_scored: int = 0
     num_failed: int = 0
-    """Neither correct nor wrong: generation or a reward function failed, or no function applied."""
+    """Answers neither correct nor wrong: generation or a reward function failed, or no function applied."""
 
     def __add__(self, other: EvalCounts) -> EvalCounts:
         return EvalCounts(

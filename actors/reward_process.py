@@ -41,7 +41,7 @@ from leeway.actors.tasks.config import Classifier, Judge, TaskConfig
 from leeway.actors.tasks.task import TOOK_TOO_LONG, Call, NoScore
 
 MEMORY_BYTES = 16 * 2**30
-"""Soft limit of a process's allocations, except a classifier's; a reward file that needs more can raise it itself."""
+"""Soft limit of a process's allocations, except a classifier's; a reward file that needs more can raise the limit."""
 _EXIT_S = 5.0
 """Timeout in seconds for the exit of a killed process; one that holds much memory takes longest."""
 _POLL_S = 0.005
@@ -233,7 +233,7 @@ def serve(descriptor: str) -> None:
     """Load a function and run its calls until the other end of the channel is closed."""
     channel = io.FileIO(int(descriptor), "r+")
     os.set_inheritable(channel.fileno(), False)
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the parent may have blocked some
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the parent may have blocked some signals
     if sys.platform == "linux":
         _fork_guarded(channel.fileno())
         with contextlib.suppress(OSError):
@@ -271,7 +271,7 @@ def serve(descriptor: str) -> None:
         reply(_Outcome(why=_clean(str(error))))
         return
     except OSError as error:  # from the kernel: errors of the user's file are raised as TaskError
-        reply(_Outcome(why="task.reward_network = false, but the kernel refuses", detail=f"{error}; {HINT}"))
+        reply(_Outcome(why="task.reward_network = false, but the kernel refuses isolation", detail=f"{error}; {HINT}"))
         return
     reply(_Outcome())
     with asyncio.Runner() as runner:
@@ -328,7 +328,7 @@ def _outcome(call: Call, request: dict[str, Any], runner: asyncio.Runner) -> _Ou
         values: Any = call([problems[number] for number in request["which"]], completions)
         if inspect.isawaitable(values):
             values = runner.run(awaited(values))
-        return _checked(values, len(completions))  # calls methods of the returned values
+        return _checked(values, len(completions))  # inside `try`: it runs methods of the user's values
     except CallFailed as failure:
         return _Outcome(why=failure.why, detail=_clean(str(failure).removeprefix(f"{failure.why}: ")))
     except BaseException as error:  # the function is the user's: it may raise anything
@@ -354,7 +354,7 @@ def _failed(error: BaseException) -> _Outcome:
 
 
 def _clean(text: str) -> str:
-    """Truncate a text, and replace what UTF-8 cannot encode."""
+    """Truncate a text, and replace characters that UTF-8 cannot encode."""
     return text[:_MAX_CHARACTERS].encode("utf-8", "replace").decode()
 
 

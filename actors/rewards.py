@@ -33,10 +33,10 @@ SLOW_S = 3.0
 """Seconds after which an actor reports that it waits for an open call."""
 _MAX_BATCH = 32
 _GRACE_S = 10.0
-"""Seconds beyond the timeout of a reward that enforces its own."""
+"""Seconds added to the timeout of a reward that enforces its own timeout."""
 _SHOWN_CHARACTERS = 200
 _PATIENCE_S = 0.1
-"""Seconds that calls wait for a busy process before another starts, so that a cheap function needs only one."""
+"""Seconds that calls wait for a busy process before another process starts; keeps a cheap function in one process."""
 
 Start = Callable[[RewardFunction, float], Awaitable[RewardProcess]]
 
@@ -50,7 +50,7 @@ class RewardFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class FailingReward:
-    """A function that has scored no sample since its first failure, always for the same reason."""
+    """A function that has failed on every sample since its first failure, each time for the same reason."""
 
     name: str
     why: str
@@ -58,7 +58,7 @@ class FailingReward:
     num_samples: int
     for_s: float
     timeout_s: float
-    """Timeout of a call, if calls time out; else 0."""
+    """Timeout of a call if the last failure is a timeout; else 0."""
     prompt: str
     completion: str
 
@@ -66,7 +66,7 @@ class FailingReward:
 @dataclass(frozen=True)
 class ScorerLimits:
     num_processes: int
-    """Maximum processes of a function, and so concurrent calls."""
+    """Maximum processes of a function, and thus maximum concurrent calls."""
     timeout_s: float
     """Timeout of a call; the process of a call that exceeds it is killed."""
     start_timeout_s: float
@@ -146,7 +146,7 @@ class _Waiting:
 
 
 class _Lane:
-    """The calls of one function: batches samples that arrive in one turn of the event loop, isolates failing ones."""
+    """Calls one function: batches samples that arrive in one turn of the event loop, and isolates failing samples."""
 
     def __init__(
         self, function: RewardFunction, limits: ScorerLimits, retries: int, start: Start, clock: Callable[[], float]
@@ -216,7 +216,7 @@ class _Lane:
         self._num_new = 0
 
     async def _score(self) -> None:
-        """Score waiting samples once a process is free; while all are busy, later samples join the call."""
+        """Score waiting samples once a process is free; while all processes are busy, later samples join the call."""
         batch: list[_Waiting] = []
         try:
             async with self._slots:
@@ -226,7 +226,7 @@ class _Lane:
                 values = await self._try_call(batch)
             await self._deliver(batch, values, 0, self._retries)
         finally:
-            # no caller may wait forever, and only `close` may cancel one
+            # no caller may wait forever, and only `close` may cancel a caller
             for one in batch:
                 if self._is_closed:
                     one.value.cancel()
@@ -244,7 +244,7 @@ class _Lane:
         """Deliver the values of a call; samples that failed individually share the next call."""
         if isinstance(values, CallFailed) and len(batch) > 1:
             _log.warning("reward %s: %s; scoring %d samples one by one", self.function.name, values, len(batch))
-            # a failure that costs a process, and often a whole timeout, is retried only once
+            # a failure that kills the process, often after the full timeout, is retried only once
             retries = attempt if values.lost else retries
             await asyncio.gather(*(self._score_again([one], attempt, retries) for one in batch))
             return
@@ -253,7 +253,7 @@ class _Lane:
             if not isinstance(value, CallFailed):
                 self._resolve(one, value)
                 continue
-            last = attempt if value.is_timeout else retries  # later samples would wait for another whole timeout
+            last = attempt if value.is_timeout else retries  # a retry would delay later samples by a full timeout
             self._report(one, value, attempt, last)
             if attempt < last:
                 again.append(one)

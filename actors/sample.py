@@ -40,18 +40,18 @@ R = TypeVar("R")
 
 GENERATE_TIMEOUT_S = 3600.0
 """Timeout of a sample in seconds; a sample that exceeds it counts as failed. 32,000 tokens at 9 tokens/s take less.
-Answers of an evaluation may take twice as long, since they may wait for samples."""
+Answers of an evaluation may take twice as long, since they may first wait for training samples."""
 SAMPLED_TEMPERATURE = 1.0
 PARTIAL_SAVE_INTERVAL_S = 300.0
-"""Seconds between saves of partial rollouts in the buffer; bounds what a killed actor loses."""
+"""Seconds between saves of partial rollouts in the buffer; bounds the work that a killed actor loses."""
 SHUTDOWN_GRACE_S = 5.0
 """Grace period in seconds for requeuing all held samples."""
 MAX_COLUMN_BYTES = 64 * 2**10
-"""Maximum bytes of a row's columns as JSON, which each of its samples carries: unit tests may be megabytes."""
+"""Maximum bytes of a row's columns as JSON. Every sample stores them, and columns with unit tests may be megabytes."""
 
 
 def kept_columns(columns: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the columns of a row to store with its samples: without the largest ones if all exceed the limit."""
+    """Return the columns to store with a row's samples: drop the largest first until they fit `MAX_COLUMN_BYTES`."""
     sizes = {name: len(msgspec.json.encode(value)) for name, value in columns.items()}
     kept = dict(columns)
     for name in sorted(sizes, key=lambda name: -sizes[name]):
@@ -69,7 +69,7 @@ def _warn_left_out(name: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Completed:
-    """A sample that has left the engine and has no reward yet, or the tokens so far of an interrupted one."""
+    """A sample that has left the engine and has no reward yet, or the tokens so far of an interrupted sample."""
 
     generation: Generation
     started_s: float
@@ -81,7 +81,7 @@ class SampleFailed(Exception):
 
 
 def sample_seed(run_seed: int, group_id: int, sample_index: int, attempt: int) -> int:
-    """Return the 63-bit seed of one request: equal for the same sample of a run, different for every other."""
+    """Return the 63-bit seed of one request; it depends only on the run, the sample and the attempt."""
     key = f"{run_seed}/{group_id}/{sample_index}/{attempt}".encode()
     return int.from_bytes(blake2b(key, digest_size=8).digest(), "big") >> 1
 
@@ -108,7 +108,7 @@ class SampleMaker:
         self._scorer = scorer
         self._decoder = decoder
         self.admission = admission_of(config, engine.stats.cache, lambda: engine.stats.num_steps)
-        # separate slots: samples keep theirs while they wait for an evaluation
+        # separate slots: an evaluation would deadlock with the training samples that keep their slots and wait for it
         self._evaluation_slots = asyncio.Semaphore(self.admission.num_sure)
         self._started_s: dict[RequestKey, float] = {}
         self.busy = BusyClock()
@@ -171,7 +171,7 @@ class SampleMaker:
         self.admission.end(key, num_tokens if is_over else None, is_cut=is_cut)
 
     def so_far(self, lease: Lease, sample_index: int) -> Completed | None:
-        """Return the tokens so far of a sample in the engine, or when that died; None without tokens."""
+        """Return the tokens so far of a sample that is running, or was when the engine died; None without tokens."""
         key = lease.lease_id, sample_index
         generation = self.engine.so_far(key)
         return None if generation is None else Completed(generation, self._started_s[key], wall_time())
@@ -232,7 +232,7 @@ class SampleMaker:
                     return found
                 if requeue_at():
                     return replace(found, finish_reason=REQUEUED)
-                # the pool that would continue it is gone; the same seed would repeat the random numbers
+                # no other pool can continue it: resume here with a new seed, as the old seed would repeat its numbers
                 prefix = Prefix(found.token_ids, found.logprobs, found.spans, self._started_s[key])
                 seed = sample_seed(self._run_seed, lease.group_id, sample_index, -lease.attempt)
                 return await self.engine.generate(problem.token_ids, seed=seed, prefix=prefix, key=key)
@@ -258,7 +258,7 @@ class SampleMaker:
                 "raise task.num_heldout"
             )
         if not 0 <= request.shard < request.num_shards:
-            raise ValueError(f"evaluation shard {request.shard} does not exist: there are {request.num_shards}")
+            raise ValueError(f"evaluation shard {request.shard} does not exist: there are {request.num_shards} shards")
         if request.min_version is not None:
             await self._follower.catch_up(request.min_version)
         indices = range(request.shard, request.num_problems, request.num_shards)
@@ -272,7 +272,7 @@ class SampleMaker:
 
     async def _answer(self, problem: Problem, index: int, temperature: float) -> EvalCounts:
         try:
-            # twice: at first, samples may occupy the engine for one timeout
+            # twice the timeout: training samples may occupy the engine for one timeout first
             async with self._evaluation_slots, asyncio.timeout(2 * GENERATE_TIMEOUT_S):
                 seed = sample_seed(self._run_seed, -1, index, 0) if temperature else None
                 completion = await self.engine.generate(problem.token_ids, temperature=temperature, seed=seed)
@@ -325,7 +325,7 @@ class PartialRollouts:
         self._request: Future[Granted] | None = None
 
     async def granted(self, request: Future[Granted]) -> Granted:
-        """Wait for leases. If cancelled, `requeue_all` requeues those that are granted later."""
+        """Wait for leases. After a cancellation, `requeue_all` requeues the leases that are granted later."""
         self._request = request
         grant = await await_future(request)
         self._request = None
@@ -344,9 +344,9 @@ class PartialRollouts:
                 await await_future(each)
 
     async def requeue_all(self, leases: Collection[HeldLease]) -> tuple[int, int]:
-        """Requeue all held and just-granted samples within `SHUTDOWN_GRACE_S`; return samples requeued and tokens lost.
+        """Requeue all held and just-granted samples; return the numbers of requeued samples and of lost tokens.
 
-        Leases that the buffer receives no message about expire.
+        This takes at most `SHUTDOWN_GRACE_S`. Leases that the buffer receives no message about expire.
         """
         leases, counts = list(leases), self._maker.counts
         before = counts.num_requeued, counts.num_tokens_lost

@@ -37,7 +37,7 @@ _FOLDER_BYTES = 64 * 2**20
 _ADDRESS_BYTES = 8 * 2**30
 """Address space besides a process's allocations: libraries, stacks of threads, and shared memory."""
 _MAX_PROCESSES, _MAX_PROCESSES_OF_NOBODY = 64, 1024
-"""Maximum processes of a program; without a namespace of its own, of all processes of this user on the host."""
+"""Maximum processes of a program in its own namespace, and of user `nobody` on the whole host without one."""
 _NUM_FILES = 256
 NOBODY = 65534
 _PROBE_S = 20.0
@@ -64,12 +64,12 @@ HINT = (
 
 
 def cut_network() -> None:
-    """Enter a new network namespace that has only a loopback. Call it before any thread starts.
+    """Enter a new network namespace that has only a loopback interface. Call it before any thread starts.
 
     Open sockets stay open, and Unix sockets with a file stay reachable. Raises OSError if the kernel refuses.
     """
     try:
-        _unshare(_NEWNET)  # a process with this privilege keeps all its rights
+        _unshare(_NEWNET)  # needs a privilege; unlike a user namespace, it keeps all rights of the process
     except PermissionError:
         user, group = os.geteuid(), os.getegid()
         _unshare(_NEWUSER | _NEWNET)
@@ -144,7 +144,7 @@ def serve(parent: str) -> None:
             user, group = os.geteuid(), os.getegid()
             _unshare(_NEWUSER | _NEWNET | _NEWPID | _NEWNS | _NEWIPC)
             _map_ids((NOBODY, user), (NOBODY, group))
-            # in a namespace of its own a program could mount and fill memory; in a container /proc/sys may be read-only
+            # a program could fill memory by mounts in a nested namespace; in a container, /proc/sys may be read-only
             with contextlib.suppress(OSError):
                 Path("/proc/sys/user/max_user_namespaces").write_text("0")
     except OSError as error:

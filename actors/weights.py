@@ -30,7 +30,7 @@ R = TypeVar("R")
 POLL_S = 0.05
 """Seconds between polls for a newer version: one small read of a file, or one small message."""
 _RETRY_S = (1.0, 10.0)
-"""First and longest pause in seconds before a rejected version is retried: verification reads all of it."""
+"""First and longest pause in seconds before a rejected version is retried: each retry reads the whole version."""
 _MAX_UPDATES = 4096
 """Maximum number of updates between reports; the oldest are dropped beyond it."""
 
@@ -63,7 +63,7 @@ class _Refusal:
 
 
 class WeightFollower:
-    """Polls for newer weights, stages and verifies them while requests run, applies them between two engine steps.
+    """Polls for newer weights, stages and verifies them while requests run, and applies them between engine steps.
 
     The states of an engine, and the requests that may start in each:
 
@@ -185,7 +185,7 @@ class WeightFollower:
             ) from error
 
     def _late_arrival(self) -> StagedVersion | None:
-        """Return a version fetched after its timeout, if any; without it a slow machine would never catch up."""
+        """Return a version whose fetch ended after its timeout, if any; else a slow machine would never catch up."""
         late, self._late = self._late, None
         if late is None or late.exception() is not None:
             return None

@@ -34,7 +34,7 @@ from torch import Tensor
 BASIC: dict[str, JsonValue] = {"basic": True}
 """`json_schema_extra` of keys that most users set."""
 LOG_RATIO_LIMIT = 20.0
-"""Bound in nats to which log ratios are clamped before exp: finite in float32, and far beyond any trust region."""
+"""Log ratios are clamped to +-20 nats before exp: exp(20) is finite in float32, and far beyond any trust region."""
 
 
 Measured = dict[str, Tensor | float | None]
@@ -55,8 +55,8 @@ class LossInputs:
     """Inputs of a loss for one batch: log-probabilities of completion tokens, flat over the batch.
 
     Shape suffixes: T completion tokens of the whole batch, B sequences, in groups that share a prompt. The tokens of a
-    sequence are in order. All log-probabilities are natural, at the sampling temperature, over the full vocabulary.
-    Reading undeclared log-probabilities (see `Needs`) raises UndeclaredInput.
+    sequence are in order. All log-probabilities are natural logarithms at the sampling temperature, over the full
+    vocabulary. Reading undeclared log-probabilities (see `Needs`) raises UndeclaredInput.
     """
 
     logprobs_T: Tensor
@@ -88,7 +88,7 @@ class LossInputs:
     lag_T: Tensor | None = None
     """int64: updates between the version that sampled each token and the current version; None if unknown."""
     progress: float = 0.0
-    """Fraction of the run's updates before this one, including skipped ones; for schedules, for example of beta."""
+    """Fraction of the run's updates before this one, including skipped updates; for schedules, for example of beta."""
 
     @property
     def num_sequences(self) -> int:
@@ -113,7 +113,7 @@ class LossInputs:
 
     @property
     def group_size_B(self) -> Tensor:
-        """Number of sequences in the group of each sequence, in the dtype of the rewards."""
+        """Size of each sequence's group, in the dtype of the rewards."""
         ones_B = torch.ones_like(self.rewards_B)
         size_G = torch.zeros(self.num_groups, dtype=ones_B.dtype, device=ones_B.device)
         return size_G.index_add(0, self.group_B, ones_B)[self.group_B]
@@ -121,7 +121,7 @@ class LossInputs:
     def mean_per_group(self, values_B: Tensor) -> Tensor:
         """Return for each sequence the mean over its group: B -> B.
 
-        Sums in float64, so that equal float32 values have exactly that mean and rounding causes no differences.
+        Sums in float64, so the mean of equal float32 values is exactly that value.
         """
         total_G = torch.zeros(self.num_groups, dtype=torch.float64, device=values_B.device)
         total_B = total_G.index_add(0, self.group_B, values_B.double())[self.group_B]
@@ -175,7 +175,7 @@ class LossOutput:
     """Metrics by name. One-element tensors are read only when needed, because reading one synchronizes with the GPU.
     NaN counts as None."""
     weights_T: Tensor | None = None
-    """Importance weights applied by the loss: pi_prox / mu, or pi / mu if the gradient is weighted; None if none."""
+    """Weights applied by the loss: pi_prox / mu, or pi / mu if the gradient is weighted; None without weights."""
 
     @property
     def metrics(self) -> dict[str, float | None]:
@@ -214,13 +214,13 @@ class Needs:
     behaviour: bool = False
     """Finite log-probabilities under the policy that sampled."""
     proximal: bool = False
-    """Log-probabilities under the policy at the start of the step; one extra forward pass if it has several updates."""
+    """Log-probabilities under the policy at the start of the step; a step of several updates adds a forward pass."""
     separable: Unit | None = None
-    """Unit whose log-probabilities alone determine the gradient with respect to those of a sequence, even if the
-    proximal policy is the current one. Rewards, references and counts of the whole batch may enter. None: the gradient
-    depends on the whole batch."""
+    """Unit on which the gradient for a sequence depends: it reads the learner's log-probabilities of this unit only,
+    even if they also serve as the proximal ones. Rewards, references and counts of the whole batch may enter. None:
+    the gradient depends on the whole batch."""
     critic: CriticKind | None = None
-    """Values from a head on the policy, or from a separate model."""
+    """Source of the critic values: a head on the policy, or a separate model."""
 
 
 class Correction(BaseModel):
@@ -248,7 +248,7 @@ class AlgorithmSection(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    type: str = Field(json_schema_extra={"fixed": "the checkpoint holds the state trained by this loss"})
+    type: str = Field(json_schema_extra={"fixed": "the checkpoint was trained with this loss"})
 
     @property
     def needs(self) -> Needs:
@@ -357,8 +357,8 @@ def check_inputs(inputs: LossInputs, needs: Needs) -> None:
         raise BadInputs(
             int(inputs.sequence_T[token]),
             f"the behaviour log-probability of a token is {float(inputs.behaviour_logprobs_T[token])}, but this loss "
-            "reads it: sample with log-probabilities, or use a loss without them (trajectory_balance or online_dpo "
-            "with corrections = [])",
+            "reads it: sample with log-probabilities, or use a loss that does not read them (trajectory_balance or "
+            "online_dpo with corrections = [])",
         )
 
 

@@ -19,8 +19,8 @@ surrogate. A loss that is not a sum over tokens weights its gradient instead (`w
 each token is multiplied by its weight, and the value of the loss is unchanged. All log ratios are clamped to +-20
 before exp, and no gradient flows through a weight.
 
-`off_policy_metrics` computes mismatch, chi-square divergence and effective sample size of rho, once per update. The
-latter is the fraction of samples that count after weighting by rho. If it is low, a few samples dominate the update.
+`off_policy_metrics` computes mismatch, chi-square divergence and effective sample size (ESS) of rho, once per update.
+ESS is the fraction of samples that count after weighting by rho. If it is low, a few samples dominate the update.
 
 References:
     Truncated importance sampling: Ionides 2008; IcePop, arXiv 2510.18855; PPO, arXiv 1707.06347;
@@ -242,7 +242,7 @@ class WeighedSection(AlgorithmSection):
     corrections: Listed[AnyWeight] = Field(
         default=(TokenTIS(),),
         description="Importance weights pi / mu of the gradient, as names or tables: at most one of 'token_tis', "
-        "'sequence_tis'; 'icepop', 'geometric_mask'. []: none.",
+        "'sequence_tis', and any of 'icepop', 'geometric_mask'. []: none.",
         json_schema_extra=BASIC,
     )
 

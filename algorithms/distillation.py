@@ -12,7 +12,7 @@ Estimator:
 
 Where the off-policy correction enters:
     In w_t = pi / mu of the token, bounded by the corrections (default: token_tis). This corrects the distribution of
-    the token. States that the policy no longer visits are learned too, which costs time but biases no state.
+    the token. The loss also trains on states that the policy no longer visits; this costs time but adds no bias.
 
 What we left out:
     The KL over the whole vocabulary or its largest entries; the forward KL; several teachers per prompt. To combine a

@@ -13,8 +13,8 @@ Estimator:
     Prompts have equal weight, even if samples failed and their groups are smaller.
 
 Where the off-policy correction enters:
-    The anchor is the policy version that sampled, so data of any age define their own target. `corrections` weight the
-    gradient, which matters under delay.
+    The anchor is the policy version that sampled the completion, so data of any age define their own target.
+    `corrections` weight the gradient, which matters under delay.
 
 What we left out:
     The reference: no term pulls towards it, so the optimum of a whole run is the best completion, not a tilted policy.

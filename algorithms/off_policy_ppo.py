@@ -17,8 +17,8 @@ Estimator:
     In the loss: + kl_beta * mean_t sg[rho_t] * k_t. "loss" uses k2 = 1/2 log(pi / pi_ref)^2, whose gradient is that of
     KL(pi || pi_ref) per token. "loss_k3" uses k3 = pi_ref / pi - 1 - log(pi_ref / pi), as in GRPO, whose gradient is
     that of the other direction, KL(pi_ref || pi).
-    Entropy: + entropy_coef * mean_t sg[rho_t] * 1/2 (log pi)^2. Its gradient is that of the negative entropy of the
-    token distribution, just as that of k2 is the gradient of the KL: a KL to the uniform distribution.
+    Entropy: + entropy_coef * mean_t sg[rho_t] * 1/2 (log pi)^2. Its expected gradient is that of the negative
+    entropy of the token distribution, which is the KL to the uniform distribution up to a constant (compare k2).
     T and the number of sequences include masked tokens and samples, so that short batches do not favour long answers,
     and dropped samples do not increase the weight of the others.
 
@@ -88,7 +88,7 @@ from leeway.common.user_input import Reference, UserFileError, load_object, user
 CLIP = 0.2
 
 VALUE_COEF = 0.5
-"""Weight of the value loss relative to the policy loss, for a value head; Adam hides it for a critic model."""
+"""Weight of the value loss relative to the policy loss; no effect on a critic model, whose Adam cancels it."""
 VALUE_CLIP = 0.2
 """Maximum change of a value in one step, in units of reward."""
 
@@ -136,7 +136,7 @@ class OffPolicyPPOConfig(GroupSection):
     )
     entropy_coef: NonNegativeFloat = Field(default=0.0, description="Weight of the entropy bonus.")
     missing_eos_penalty: NonNegativeFloat = Field(
-        default=0.0, description="Subtracted from the reward of answers at the length limit."
+        default=0.0, description="Reward penalty for answers at the length limit."
     )
     gae_lambda: float = Field(default=0.95, ge=0, le=1, description="lambda of GAE.")
 
@@ -183,7 +183,7 @@ class OffPolicyPPOConfig(GroupSection):
             needed["kl_in"] = "kl_beta above 0"
         for key, what in needed.items():
             if getattr(self, key) != type(self).model_fields[key].default:
-                raise ValueError(f"{key} has no effect without {what}: remove it, or set that")
+                raise ValueError(f"{key} has no effect without {what}: remove {key}, or set {what}")
 
     @property
     def has_group_baseline(self) -> bool:
@@ -238,7 +238,7 @@ def off_policy_ppo(config: OffPolicyPPOConfig, inputs: LossInputs) -> LossOutput
     surrogate = next((each for each in config.corrections if isinstance(each, AnySurrogate)), clip)
     objective_T, low_T, high_T = surrogate.objective(inputs, advantage_T)
     if config.mean_over == "sequences" and isinstance(surrogate, SequenceClip):
-        # share_T divides by the length a second time
+        # both share_T and SequenceClip divide by the length: undo one of the divisions
         objective_T = objective_T * inputs.length_B[inputs.sequence_T]
     loss = -(share_T * weighing.weight_T * objective_T).sum()
     metrics["off_policy/clip_frac_low"] = share_of(low_T & weighing.kept_T, num_tokens)
@@ -309,7 +309,7 @@ def _sequence_advantages(config: OffPolicyPPOConfig, inputs: LossInputs, rewards
 
 
 def rewards_per_token(inputs: LossInputs, rewards_B: Tensor, penalty_T: Tensor) -> Tensor:
-    """Return per-token rewards: that of the sequence on its last token, minus a penalty on each: B, T -> T."""
+    """Return per-token rewards: the sequence's reward on its last token, minus a penalty on every token: B, T -> T."""
     rewards_T = -penalty_T
     if rewards_T.numel() == 0:
         return rewards_T
@@ -321,9 +321,9 @@ def rewards_per_token(inputs: LossInputs, rewards_B: Tensor, penalty_T: Tensor) 
 def gae(inputs: LossInputs, rewards_T: Tensor, values_T: Tensor, lam: float) -> Tensor:
     """Return generalized advantage estimates A_t = sum_l lam^l * (r_{t+l} + V_{t+l+1} - V_{t+l}): T -> T.
 
-    Rewards are not discounted, which would favour short answers. The state after the last token has value 0, even if
-    the completion was truncated by length. Values, of the state before each token, are constant in the gradient. `lam`
-    is in [0, 1]: 1 gives the return minus the value, 0 the one-step error.
+    Rewards are not discounted: a discount would favour short answers. The state after the last token has value 0, even
+    if the completion was truncated by length. Values, of the state before each token, are constant in the gradient.
+    `lam` is in [0, 1]: 1 gives the return minus the value, 0 the one-step error.
     """
     if rewards_T.numel() == 0:
         return torch.zeros_like(rewards_T)
@@ -342,7 +342,7 @@ def gae(inputs: LossInputs, rewards_T: Tensor, values_T: Tensor, lam: float) -> 
 
 
 def _positions(inputs: LossInputs) -> tuple[int, Tensor]:
-    """Return one more than the maximum sequence length, and the position of each token: T. Needs a token."""
+    """Return the maximum sequence length plus 1, and the position of each token: T. Requires at least one token."""
     length_B = inputs.length_B
     order_T = torch.argsort(inputs.sequence_T, stable=True)
     start_B = torch.cumsum(length_B, 0) - length_B
@@ -355,12 +355,12 @@ def _kl_terms(config: OffPolicyPPOConfig, inputs: LossInputs) -> Tensor:
     log_ratio_T = inputs.logprobs_T - inputs.reference_logprobs_T
     if config.kl_in == "loss":
         return log_ratio_T.square() / 2
-    log_ratio_T = log_ratio_T.clamp_min(-LOG_RATIO_LIMIT)  # bounds both terms: the last alone would push away
+    log_ratio_T = log_ratio_T.clamp_min(-LOG_RATIO_LIMIT)  # in both terms: else the linear one pushes pi from pi_ref
     return (-log_ratio_T).exp() - 1 + log_ratio_T
 
 
 def _value_loss(inputs: LossInputs, advantage_T: Tensor, metrics: Measured) -> Tensor:
-    """Return half the squared error of the values, clipped around the old ones; mean over tokens."""
+    """Return half the mean squared error of the values, clipped around the old values."""
     assert inputs.values_T is not None, "the config needs a critic, but the batch has no values"
     assert inputs.old_values_T is not None, "the config needs a critic, but the batch has no old values"
     old_T = inputs.old_values_T.detach()

@@ -51,7 +51,7 @@ class OnlineDPOConfig(WeighedSection, GroupSection):
         description="Loss of a pair, on log ratios summed over tokens; '_mean': averaged over them.",
     )
     missing_eos_penalty: NonNegativeFloat = Field(
-        default=1.0, description="Subtracted from the reward of answers at the length limit."
+        default=1.0, description="Reward penalty for answers at the length limit."
     )
 
     @property
@@ -66,7 +66,7 @@ class OnlineDPOConfig(WeighedSection, GroupSection):
 
 
 def _first_of_each_group(chosen_B: Tensor, group_B: Tensor, num_groups: int) -> Tensor:
-    """Return the index of the first sequence of each group with `chosen_B` true: B, B -> G. Each group needs one."""
+    """Return the index of the first chosen sequence of each group, which must have at least one: B, B -> G."""
     num_sequences = chosen_B.numel()
     index_B = torch.arange(num_sequences, device=chosen_B.device)
     candidate_B = torch.where(chosen_B, index_B, num_sequences)

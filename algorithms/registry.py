@@ -34,7 +34,7 @@ ALGORITHMS: dict[str, Algorithm] = {name: import_module(f"leeway.algorithms.{nam
 
 
 def algorithm_of(name: str) -> Algorithm:
-    """Return one of `FILES`, or a user's FILE.py:NAME; raise UserFileError if the file does not provide it."""
+    """Return the algorithm `name` of `FILES` or a user's file; raise UserFileError if the file does not define it."""
     if not is_reference(name):
         return ALGORITHMS[name]
     found = load_object(name)

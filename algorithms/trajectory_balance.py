@@ -70,7 +70,7 @@ def trajectory_balance(config: TrajectoryBalanceConfig, inputs: LossInputs) -> L
     beta_final = config.beta if config.beta_final is None else config.beta_final
     beta = config.beta + (beta_final - config.beta) * inputs.progress
     log_ratio_B = inputs.sum_per_sequence(inputs.logprobs_T - inputs.reference_logprobs_T)
-    # delta + log Z, in nats
+    # delta - log Z, in nats
     distance_B = log_ratio_B - inputs.rewards_B / beta
     log_z_B = -inputs.mean_per_group(distance_B.detach())
     delta_B = log_z_B + distance_B

@@ -5,7 +5,7 @@
 
 Each cell is one `leeway train`; cells run one after another on the same machine. Cells of one algorithm and seed differ
 only in `weight_sync.max_lag`. `--on sums` trains an ordinary model (examples/sums.toml) and sets only the algorithm, so
-all other keys have their defaults. `--on demo` trains the demos, whose model was first trained on the right answer.
+all other keys have their defaults. `--on demo` runs the demos, whose model was first trained on the right answer.
 `--on steady`, `sorting` and `adding` train at a constant rate of 1e-4 on 128 samples per step, so the last versions
 stay apart: on the same sums, and on the models of `lib/small_tasks.py`. `--control off on` adds cells with lag control.
 Accuracy and the realised lag are read from the files of the run. If a run evaluates during training, its accuracy is
@@ -256,8 +256,8 @@ def run(kept: KeptResults, ground: Ground, overrides: list[str], cell: Cell) -> 
     except RunFailed as error:
         if error.status == WRONG_INPUT:
             raise MeasurementFailed(f"refused: {' '.join(' '.join(error.printed).split())}") from error
-        says = "how far it came" if error.status is None else "why"
-        raise MeasurementFailed(f"{error.why}; {log.name} in --work says {says}") from error
+        shown = "the progress" if error.status is None else "the reason"
+        raise MeasurementFailed(f"{error.why}; {log.name} in --work shows {shown}") from error
     return result
 
 
@@ -265,7 +265,7 @@ def figures(run: FinishedRun) -> Figures:
     """Return the reported figures of a run.
 
     Returns:
-        Accuracies in [0, 1]; `lag_*` in policy versions, `lag_mean` over all trained tokens and `lag_late` over the
+        Accuracies in [0, 1]; `lag_*` in policy versions, `lag_mean` over all training tokens and `lag_late` over the
         second half of the steps; `ess_lowest`: the lowest effective sample share of a step, over sequences, on raw
         weights; `seconds` from the command to the last evaluation.
 
@@ -301,7 +301,7 @@ def invocation(args: argparse.Namespace, overrides: list[str]) -> str:
 
 
 def over_seeds(results: dict[Cell, Figures]) -> dict[tuple[str, int], dict[str, list[float]]]:
-    """Return (algorithm, max_lag), sorted -> figure -> its values, one per finished seed."""
+    """Return a sorted table: (algorithm, max_lag) -> figure -> values, one per finished seed."""
     cells: dict[tuple[str, int], dict[str, list[float]]] = {}
     for cell in sorted(results, key=lambda cell: (cell.row, cell.max_lag, cell.seed)):
         values = cells.setdefault((cell.row, cell.max_lag), {})
@@ -429,7 +429,7 @@ def draw(results: dict[Cell, Figures], path: Path) -> None:
             axis.grid(axis="y", color="0.92")
 
 
-def _line(axis: Any, algorithm: str, cells: dict[float, dict[str, list[float]]], key: str, line: str) -> None:  # noqa: ANN401 -- matplotlib's own
+def _line(axis: Any, algorithm: str, cells: dict[float, dict[str, list[float]]], key: str, line: str) -> None:  # noqa: ANN401 -- matplotlib API
     """Plot means over seeds by x position; error bars span the lowest to the highest value."""
     spreads = [(fmean(values[key]), min(values[key]), max(values[key])) for values in cells.values()]
     bars = [[middle - low for middle, low, _ in spreads], [high - middle for middle, _, high in spreads]]

@@ -65,7 +65,7 @@ DOUBLES, AFTER = Stretch(20, 40, 2.0), 50
 """The change of lengths in the fleets, and the number of steps after it."""
 CHANGES = {"sudden doubling": Stretch(20, 1, 2.0), "slow doubling": DOUBLES, "sudden halving": Stretch(20, 1, 0.5)}
 NUM_STEPS, LAST, SEEDS = 160, 60, 100
-"""Steps of a simulated run, steps at its end whose rate counts, and runs per kind of change."""
+"""Number of steps of a simulated run, of steps at its end whose rate counts, and of runs per kind of change."""
 
 Figures = dict[str, Any]
 
@@ -160,7 +160,7 @@ def fleets(folder: Path, *, quick: bool) -> Figures:
 
 
 def grown(rows: Sequence[Row], changes: Sequence[Row], stretch: Stretch) -> list[Figures]:
-    """Return, per number of actors, the steps in which lengths need it, it is advised and it runs; else the last."""
+    """Return, per number of actors, the steps at which it is needed, advised and running; the last step if never."""
     train_s = median(two["finished_s"] - one["finished_s"] - two["time/wait_for_batch"] for one, two in pairwise(rows))
     needed = [best_count(LAW, SLOTS, LENGTHS.mean * stretch.at(row["step"]), GROUPS, train_s) for row in rows]
     last, found = rows[-1], []
@@ -177,7 +177,7 @@ def grown(rows: Sequence[Row], changes: Sequence[Row], stretch: Stretch) -> list
 
 
 def rate(rows: Sequence[Row], since: int) -> float:
-    """Return the samples trained per second after the first `since` steps."""
+    """Return the samples used for training per second after the first `since` steps."""
     counted = sum(row["batch/trajectories"] for row in rows[since:])
     return float(counted / (rows[-1]["finished_s"] - rows[since - 1]["finished_s"]))
 
@@ -271,7 +271,7 @@ def simulated(case: Case, count: int, *, follows: bool) -> list[AtStep]:
 
 
 def response(case: Case) -> Figures:
-    """Compare autoscaling with static runs that have the best number of actors for the end, or one more."""
+    """Compare autoscaling with static runs that have the best number of actors for the final lengths, or one more."""
     found, end = simulated(case, case.best(0), follows=True), case.best(NUM_STEPS)
     statics = [simulated(case, count, follows=False) for count in (end, end + 1)]
     off = [abs(at.working - case.best(step)) > 1 for step, at in enumerate(found)]

@@ -87,7 +87,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="smaller counts, for development")
     parser.add_argument("--only", nargs="+", choices=[*MEASUREMENTS], metavar="NAME", help=" ".join(MEASUREMENTS))
     parser.add_argument("--rounds", type=int, help="number of rounds; default: 3, or 1 with --quick")
-    parser.add_argument("--num-trajectories", type=int, help="default: 20000, or 4000 with --quick")
+    parser.add_argument("--num-trajectories", type=int, help="total number; default: 20000, or 4000 with --quick")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="parent folder of the stores")
     args = parser.parse_args()
     end_at_sigterm()
@@ -119,7 +119,7 @@ def main() -> None:
 
 
 class Measurer:
-    """Runs measurements one after the other and records which ones failed."""
+    """Sequential runner of measurements that records the failed ones."""
 
     def __init__(self, folder: Path, num_trajectories: int, *, quick: bool) -> None:
         self._folder = folder

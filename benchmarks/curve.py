@@ -83,7 +83,7 @@ def main() -> None:
     """Run the benchmark; print each round and the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5, help="number of rounds")
-    parser.add_argument("--num-trajectories", type=int, default=4096, help="trajectories per measurement")
+    parser.add_argument("--num-trajectories", type=int, default=4096, help="number of trajectories per measurement")
     args = parser.parse_args()
     work = Workload.make(args.num_trajectories)
     rates: dict[bool, list[float]] = {False: [], True: []}

@@ -25,7 +25,7 @@ from benchmarks.lib.page import table, write_page
 from benchmarks.lib.runs import train
 
 NUM_STARTS = 2
-"""Warm starts per checkout, of which the median is reported."""
+"""Number of warm starts per checkout; their median is reported."""
 COLUMNS = {
     "seed": "{seed}",
     "greedy before": "{accuracy_before:.3f}",
@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def start_ups(folder: Path, before: Path | None) -> dict[str, list[dict[str, float]]]:
-    """Return starts by column: warm starts of the checkouts in turn, then cold ones if this user is root."""
+    """Return starts by column: warm starts of the checkouts in turn, then cold starts if this user is root."""
     checkouts = {"before": before, "now": ROOT} if before is not None else {"now": ROOT}
     is_root = os.geteuid() == 0
     starts: dict[str, list[dict[str, float]]] = {}

@@ -6,16 +6,16 @@
 A fleet (`fleet_parts`) has eight engines that sleep instead of computing, two of them twice as fast as the others;
 everything except the engines and the learner's arithmetic is real. In every round a fleet runs with
 `buffer.dispatch = "in_order"` and with "by_deadline" on the same engines. Before the counted steps, lengths are learned
-from completed groups over a few epochs of a small set of prompts. Each fleet is also simulated. Ratios are of trained
-samples per second, by_deadline over in_order:
+from completed groups over a few epochs of a small set of prompts. Each fleet is also simulated. Ratios are samples
+used for training per second, by_deadline over in_order:
 
     wait_over_in_order, lag0_over_in_order, drop_over_in_order    on_stale = "wait", max_lag = 0, on_stale = "drop"
     wait_over_all_fast, lag0_over_all_fast    by_deadline over eight fast engines with in_order
     unknown_over_in_order    "wait" with prompts that never repeat: only requeued samples can gain
-    like_engines     eight identical engines, without a possible gain
+    like_engines     eight identical engines, for which no gain is possible
     vllm_over_in_order    two pools of one real engine each; one engine shares its core with the learner
-    vllm_over_simulated    that gain over the gain in simulation, which uses a profile of the same runs
-    ks_over_in_order `length/fidelity_ks` of the runs that drop: distance of trained from generated lengths
+    vllm_over_simulated    gain of `vllm` over the gain in simulation, which uses a profile of the same runs
+    ks_over_in_order `length/fidelity_ks` of the runs that drop: distance between trained-on and generated lengths
 
 `--quick` is for development: one short round; the figures are meaningless. A full run takes an hour. `--after` adds
 the output of earlier calls on this machine, with other cases or other rounds, whose numbers start at `--first`.
@@ -86,7 +86,7 @@ class Steps(NamedTuple):
     """Numbers of steps of a run."""
 
     learned: int
-    """Steps until lengths are learned."""
+    """Number of steps until lengths are learned."""
     counted: int
 
     @property
@@ -105,11 +105,11 @@ class Case:
     unlike: bool = True
     num_prompts: int = PROMPTS
     has_ceiling: bool = False
-    """Whether it also runs with fast engines only."""
+    """Whether the case also runs with fast engines only."""
 
     @property
     def variants(self) -> tuple[str, ...]:
-        """Policies that it runs with."""
+        """Policies that the case runs with."""
         return (*POLICIES, *([ALL_FAST] if self.has_ceiling else []))
 
     def fleet(self, policy: str, number: int, steps: Steps) -> Fleet:
@@ -148,7 +148,7 @@ def main() -> None:
     """Run the benchmark and print the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one short round, for development")
-    parser.add_argument("--rounds", type=int, default=3, help="rounds of one run per policy")
+    parser.add_argument("--rounds", type=int, default=3, help="number of rounds, each with one run per policy")
     parser.add_argument("--first", type=int, default=0, help="number of the first round, which is also its seed")
     parser.add_argument("--only", nargs="+", choices=[*(case.name for case in CASES), VLLM], help="only these cases")
     parser.add_argument("--after", type=Path, nargs="+", default=[], metavar="FILE", help="output of earlier calls")
@@ -249,7 +249,7 @@ def figures_of_run(found: FinishedRun, steps: Steps) -> Figures:
 
 
 def ratios_of(row: Figures) -> list[float]:
-    """Return by_deadline over in_order for each round."""
+    """Return the ratio of by_deadline to in_order for each round."""
     pairs = zip(*(row[policy] for policy in POLICIES), strict=True)
     return [second["samples_per_s"] / first["samples_per_s"] for first, second in pairs]
 

@@ -46,7 +46,7 @@ OVERRIDES = (
 MODULES = {"old": "benchmarks.fill_parts.command", "new": "leeway.launch.cli"}
 """Rule -> module whose `train` command applies it."""
 NUM_STEPS = 30
-"""Steps of a run, about two seconds each."""
+"""Number of steps of a run, about two seconds each."""
 WARM_UP_S = 15.0
 """Seconds after the first step that do not count; longer than the window of the rates."""
 AT_LEAST = {"slots_used": 0.97, "new_over_old_tokens_per_s": 1.10}
@@ -58,7 +58,7 @@ def main() -> None:
     """Run the benchmark and print the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one short round, for development")
-    parser.add_argument("--rounds", type=int, default=3, help="rounds of one run per rule")
+    parser.add_argument("--rounds", type=int, default=3, help="number of rounds, each with one run per rule")
     parser.add_argument("--keep", type=Path, help="keep the run folders here (default: remove them)")
     args = parsed(parser, PAGE)
     end_at_sigterm()

@@ -8,8 +8,8 @@ with different engines, lags, lengths and token times are run and simulated. The
 the same prompts in the same order and the same lengths; the costs of leases, rewards, steps and weights come from an
 eleventh fleet.
 
-    sim_over_fleet_worst_error   largest error of trained samples per second
-    drop_share_worst             largest difference in the share of samples dropped as stale, points
+    sim_over_fleet_worst_error   largest error of the samples used for training per second
+    drop_share_worst             largest difference in the fraction of samples dropped as stale, percentage points
     sim_10M_s                    CPU seconds to simulate ten million completions on 896 engines
 
 `--quick` is for development: two short fleets; the figures are meaningless. `--page` writes docs/results/fleet.md.
@@ -50,9 +50,9 @@ PAGE = RESULTS / "fleet.md"
 CONFIG = ROOT / "examples" / "demo.toml"
 AT_MOST = {"sim_over_fleet_worst_error": 0.03, "drop_share_worst": 0.02, "sim_10M_s": 300.0}
 WARM_UP = 6
-"""Steps that do not count: both a run and its simulation start with empty engines, but not at the same instant."""
+"""Number of uncounted steps: a run and its simulation start with empty engines, but not at the same instant."""
 STEPS, MANY_STEPS = 30, 90
-"""Counted steps; more if milliseconds decide which groups are dropped, to average out chance."""
+"""Numbers of counted steps; MANY_STEPS averages out chance if milliseconds decide which groups are dropped."""
 BASE = (
     *("--actors.max_new_tokens", "56", "--learner.num_stages", "1", "--learner.token_budget", "4096"),
     *("--learner.groups_per_step", "8", "--actors.group_size", "8", "--learner.learning_rate", "1e-9"),
@@ -106,7 +106,7 @@ def one_pool(name: str, count: int, slots: int, lag: object, law: TokenTime, len
 
 
 def two_pools(name: str, slots: int, lag: int, lengths: LengthDistribution, step_s: float) -> Fleet:
-    """Return a fleet of three engines and one that is twice as fast."""
+    """Return a fleet of three equal engines and a fourth that is twice as fast."""
     fast = TokenTime(LAW.base / 2, LAW.per_sample / 2)
     setting = FleetSetting({"slow": LAW, "fast": fast}, lengths, step_s, 1e-4)
     overrides = ("--actors.max_running_samples", str(slots), "--weight_sync.max_lag", str(lag))

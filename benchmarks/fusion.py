@@ -30,7 +30,7 @@ PAGE = RESULTS / "fusion.md"
 SHAPES = ((2, 8), (4, 4), (4, 8))
 """Number of stages and of micro-batches."""
 MUCH = 2.25
-"""Bound on held micro-batches over the number of stages at which targets apply; 1F1B of one network holds 1."""
+"""Bound on held micro-batches at which targets apply, in multiples of the number of stages; 1F1B of one network: 1."""
 BARS = {"p4_m8": 1.24, "p4_m4": 1.48, "p2_m8": 1.08, "forward_pair": 1.17, "over_zero_bubble": 1.0, "real_ppo": 1.05}
 
 

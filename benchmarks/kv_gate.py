@@ -50,7 +50,7 @@ PAGE = RESULTS / "kv_gate.md"
 FIXED = (20, 28, 36, 44, 64)
 SLOTS = 64
 BLOCK_TOKENS = 32
-"""Tokens of a cache block, 4 KiB each."""
+"""Number of tokens per cache block; a token takes 4 KiB."""
 NUM_PROMPTS, GROUP_SIZE = 128, 8
 LEARNED_S = 20.0
 """Seconds before the first turn, in which lengths are learned."""
@@ -102,7 +102,7 @@ def main() -> None:
     """Run the benchmark and print the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one short round, for development")
-    parser.add_argument("--rounds", type=int, default=5, help="rounds of one turn per admission")
+    parser.add_argument("--rounds", type=int, default=5, help="number of rounds, each with one turn per admission")
     args = parsed(parser, PAGE)
     end_at_sigterm()
     machine = describe_machine()
@@ -144,7 +144,7 @@ async def measured(
 
 
 class BusyActor:
-    """Generates groups of successive prompts like an actor, and learns their lengths like the buffer."""
+    """Actor that generates groups of successive prompts, and learns their lengths like the buffer."""
 
     def __init__(self, engine: Engine, case: Case) -> None:
         """Use an engine exclusively."""

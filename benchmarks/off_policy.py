@@ -109,7 +109,7 @@ class Kept:
         KEPT.write_text(json.dumps({"minutes": round(self.minutes, 1), "outcomes": rows}) + "\n")
 
     def write_page(self) -> None:
-        """Write the page; if a row is missing, print which and write nothing."""
+        """Write the page; if rows are missing, print their names and write nothing."""
         if missing := [row.name for row in ROWS if row.name not in self.outcomes]:
             print(f"page not written: {KEPT} has no {', '.join(missing)}", file=sys.stderr)
             return

@@ -3,9 +3,9 @@
     python benchmarks/overlap.py [--quick] [--rounds 3] [--steps 40] [--groups N] [--keep FOLDER] [--page [FILE]]
 
 The benchmark runs `leeway train` with `weight_sync.max_lag = 0` and then with the default, one after the other on the
-same machine. The only actor has its own core, everything else shares another, and both runs train the same number of
-samples with the same seed. Completions end at random with a long tail of lengths (`overlap_parts/long_tail.py`). Rates
-are measured from the end of the warm-up to the last step, so that start-up does not count. `--groups` sets the number
+same machine. The only actor has its own core, everything else shares another, and both runs train on the same number
+of samples with the same seed. Completions end at random with a long tail of lengths (`overlap_parts/long_tail.py`).
+Rates are measured from the end of the warm-up to the last step, so start-up does not count. `--groups` sets the number
 of prompts per step, and so the ratio of training to generation time: `r` in the JSON line should be about 1.
 
 `--quick` is for development: one short round; the figures are meaningless. `--page` writes docs/results/overlap.md.
@@ -55,9 +55,9 @@ def main() -> None:
     """Run the benchmark and print the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one short round, for development")
-    parser.add_argument("--rounds", type=int, default=3, help="rounds of one synchronous and one asynchronous run")
-    parser.add_argument("--steps", type=int, default=40, help="counted steps of each run")
-    parser.add_argument("--groups", type=int, default=GROUPS_PER_STEP, help="prompts per step")
+    parser.add_argument("--rounds", type=int, default=3, help="number of pairs of synchronous and asynchronous runs")
+    parser.add_argument("--steps", type=int, default=40, help="number of counted steps of each run")
+    parser.add_argument("--groups", type=int, default=GROUPS_PER_STEP, help="number of prompts per step")
     parser.add_argument("--keep", type=Path, help="keep the run folders here (default: remove them)")
     args = parsed(parser, PAGE)
     end_at_sigterm()
@@ -94,7 +94,7 @@ def measure_round(folder: Path, number: int, setting: Setting) -> tuple[Figures,
 
 
 def judged(result: Figures) -> Figures:
-    """Compare with the target; `met` is None if not measured at full size or if r is not about 1."""
+    """Compare the ratio with its target; `met` is None if the run is not at full size or r is not about 1."""
     is_equal = EQUAL[0] <= result["r"] <= EQUAL[1]
     met = None if result["quick"] or not is_equal else bool(result["async_over_sync"] >= BAR)
     return {"async_over_sync": {"at least": BAR, "where": "r is about 1", "met": met}}
@@ -209,7 +209,7 @@ def _move_threads(pid: int, core: int) -> bool:
 
 
 class Batches(NamedTuple):
-    """Figures of the samples of a step, averaged over steps."""
+    """Statistics of the samples of a step, averaged over steps."""
 
     longest_over_mean: float
     """U: longest over mean completion length."""
@@ -218,10 +218,10 @@ class Batches(NamedTuple):
 
 
 def batches(samples: Samples, steps: Sequence[int]) -> Batches:
-    """Return the figures of the batches of the given steps.
+    """Return the statistics of the given steps.
 
     Args:
-        samples: trained samples.
+        samples: samples used for training.
         steps: steps that count.
     """
     ratios, spans = [], []
@@ -247,7 +247,7 @@ def figures_of(run: FinishedRun, num_warmup: int) -> Figures:
         num_warmup: steps at the beginning that do not count.
 
     Returns:
-        `samples_per_s`: samples trained per second of wall time from the end of the warm-up to the last step.
+        `samples_per_s`: samples used for training per second of wall time from the end of the warm-up to the last step.
         `learner_idle_frac`: fraction of that time in which the learner waits for a batch; `actor_idle_frac`: in which
         the actor has no training request running; `running`: mean number of requests that it has; `step_s`, `wait_s`,
         `generation_s`: training, waiting and generation per step; `U`; `lag_mean`; `dropped_stale`: fraction of the
@@ -317,16 +317,16 @@ def compared(rounds: Sequence[tuple[Figures, Figures]]) -> Figures:
 
 
 def limit(longest_over_mean: float, r: float) -> float:
-    """Return (U + r) / (1 + r): the speedup of never idle machines over ones that wait for the longest completion."""
+    """Return (U + r) / (1 + r): the speedup of always busy machines over machines that wait for the longest sample."""
     return (longest_over_mean + r) / (1 + r)
 
 
 def ceiling(longest_over_mean: float, r: float) -> float:
     """Return the maximum speedup with one core for generation and one for training.
 
-    With the generation time of a step as the unit, a synchronous step takes 1 + r. An asynchronous one takes as long as
-    the slower core: training r; generation at best 1 / U, if the engine is always full and the duration of its step
-    does not depend on its load.
+    With the generation time of a step as the unit, a synchronous step takes 1 + r. An asynchronous step takes as
+    long as the slower core: training r; generation at best 1 / U, assuming that the engine is always full and that the
+    duration of its step does not depend on its load.
     """
     return (1 + r) / max(r, 1 / longest_over_mean)
 

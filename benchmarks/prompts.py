@@ -11,7 +11,7 @@ all groups have equal rewards. Prompts repeat several times. Runs differ only in
     posterior    buffer.prompt_law = "posterior"
     both         posterior, with refilling
 
-    useful_per_token_NAME   trained groups with unequal rewards per generated token, over those of `uniform`
+    useful_per_token_NAME   training groups with unequal rewards per generated token, over those of `uniform`
     fewer_steps_NAME        steps of `uniform` until `TARGET` of the held-out sums are correct, over steps of this run
     fewer_tokens_NAME       generated tokens of `uniform` until then, over those of this run
 

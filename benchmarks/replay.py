@@ -19,7 +19,7 @@ same held-out accuracy, divided by the number that this setting generates. It is
 without replay of all lengths, each with a learning rate that decays to 0. A setting that is better than the longest of
 these runs, or worse by at most the standard error over seeds, is compared with the longest run. The figure of an
 algorithm is that of its best setting. It is given twice: for answers sampled at temperature 1, whose accuracy is the
-trained reward, and for greedy answers.
+training reward, and for greedy answers.
 
 `--work` stores finished runs; a later call runs only the missing ones, and with `--kept` none. The figures of a page's
 runs are stored next to it as .json; `--after` reads those of an earlier page, so that parts, algorithms and seeds can
@@ -58,7 +58,7 @@ WANTED = 1.4
 TIMES = "{:.2f} times"
 REPLAY_STEPS = 2
 ACCURACIES = ("sampled", "greedy")
-"""Ways of answering held-out problems; the first is the one that runs train."""
+"""Ways of answering held-out problems; runs use the first one in training."""
 ALGORITHMS = {
     "trajectory_balance": "#0072B2",
     "oapl": "#CC79A7",
@@ -79,7 +79,7 @@ class Setting:
     max_lag: str = "4"
     law: str = "fifo"
     share: float = 1.0
-    """Fraction of the steps."""
+    """Fraction of `STEPS` that the run takes."""
 
     @property
     def name(self) -> str:
@@ -135,7 +135,7 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """Name of its files."""
+        """Stem of the names of the files of this cell."""
         setting = self.setting.name.replace(", ", "-").replace(" ", "_")
         return f"{self.algorithm}-{setting}-seed{self.seed}"
 

@@ -6,9 +6,9 @@ The benchmark runs `leeway train` on the long-tailed model of `benchmarks/overla
 repeatedly removes one of them while its engine is full, and adds one again later.
 
     made_twice      tokens discarded with their samples, over tokens in flight in the removed actors
-    kept            one minus that
+    kept            one minus `made_twice`
     left_s          maximum seconds from the command until the actor and its engine have exited
-    length_ks       distance of the lengths of the 1,000 samples trained after each removal from those of other steps
+    length_ks       distance between the lengths of 1,000 training samples after each removal and those of other steps
 
 `--quick` is for development: one removal. `--page` writes docs/results/requeued.md.
 """
@@ -42,9 +42,9 @@ from leeway.launch.observe.status import StatusError, read_status
 PAGE = RESULTS / "requeued.md"
 GROUPS, SLOTS, TIMES = 12, 32, 4
 WARM_UP, BETWEEN, AWAY = 20, 30, 24
-"""Steps before the first removal, from an addition to the next removal, and from a removal to the addition."""
+"""Number of steps before the first removal, from an addition to a removal, and from a removal to an addition."""
 AFTER = 1000
-"""Trained samples after each removal whose lengths are compared."""
+"""Number of training samples after each removal whose lengths are compared."""
 OVERRIDES = (
     *("--actors.num_actors", "2", "--actors.max_running_samples", str(SLOTS), "--weight_sync.max_lag", "4"),
     *("--launch.autoscale", "off"),
@@ -83,7 +83,7 @@ def main() -> None:
 
 @dataclass
 class Scaling:
-    """Removes an actor and adds one again, according to the progress of a run."""
+    """Callback that removes an actor and adds one again, according to the progress of a run."""
 
     times: int
     left: list[tuple[int, float]] = field(default_factory=list)
@@ -92,7 +92,7 @@ class Scaling:
     """Step after which the next removal or addition is due."""
 
     def look(self, folder: Path) -> None:
-        """Remove or add an actor if it is due."""
+        """Remove or add an actor if a change is due."""
         try:
             status = read_status(folder / "status.json")
         except StatusError:

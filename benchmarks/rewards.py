@@ -2,7 +2,7 @@
 
     python benchmarks/rewards.py [--slots 5] [--seconds 6]
 
-The figure is the rate of settled samples if one sample in a hundred is bad, over the rate if none is. 64 samples are
+The figure is the rate of settled samples with one bad sample in a hundred, over the rate without. 64 samples are
 generated at once without an engine, each in five seconds. A reward function scores them in five real processes, with a
 timeout of two seconds per call. A bad sample sleeps forever, backtracks in a regular expression, exits its process,
 allocates 30 GB, or has a thread set an alarm. As in an actor, samples being scored do not occupy one of the 64 slots,
@@ -57,10 +57,10 @@ TIMEOUT_S = 2.0
 
 
 class Actor:
-    """Generates samples without an engine and scores them."""
+    """Actor that generates samples without an engine and scores them."""
 
     def __init__(self, scorer: Scorer, kind: str) -> None:
-        """Make one in a hundred samples, at random, bad in this way; '': none."""
+        """Make one in a hundred samples, at random, bad in the way `kind`; with '', make none bad."""
         self._scorer = scorer
         self._kind = kind
         self._chance = random.Random(0)
@@ -110,7 +110,7 @@ async def measure(folder: Path, kind: str, slots: int, seconds: float) -> tuple[
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure each kind of bad sample and print the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--slots", type=int, default=5, help="time slots per kind of bad sample")
+    parser.add_argument("--slots", type=int, default=5, help="number of time slots per kind of bad sample")
     parser.add_argument("--seconds", type=float, default=6.0, help="duration of a time slot")
     args = parser.parse_args(arguments)
     logging.getLogger("leeway.actors.rewards").setLevel(logging.CRITICAL)  # failures are counted here instead

@@ -245,7 +245,7 @@ def timed(judge: Judge, text: str) -> float:
 
 
 def totals(found: Mapping[str, Mapping[str, tuple[int, int]]]) -> dict[str, float]:
-    """Return the fraction of correct answers that are rewarded, and the number of incorrect ones that are."""
+    """Return the fraction of correct answers that are rewarded, and the number of rewarded incorrect answers."""
     line: dict[str, float] = {}
     num_right = sum(map(len, TRIPLES.values()))
     for judge in JUDGES:

@@ -6,7 +6,7 @@ Nothing here is measured on a GPU: the costs of engines and learners are derived
 in `scale_parts/sheets.py`. For each number of GPUs and each maximum lag, the plans with the best bounds are simulated.
 A plan sets the number of training GPUs, the shape of the learner, and the samples that each engine runs.
 
-    one_kind_over_mixed_price   simulated price of a trained sample with the best plan of one kind of GPU, over that of
+    one_kind_over_mixed_price   simulated price per training sample with the best plan of one kind of GPU, over that of
                                 the best plan of two kinds whose prices are 2.85 to 1; minimum over two models
 
 `--quick` is for development; its figures are meaningless. `--page` writes docs/results/scale.md.
@@ -63,7 +63,7 @@ OF_LARGE = 64
 """Minimum number of GPUs for the large model, for its learner and engines."""
 MOST_OF_A_KIND, PRICED_LAG = 128, 8
 NUM_CLOSER, STEPS = 4, 50
-"""Number of plans with the best bounds to simulate, and steps of each with each of three seeds."""
+"""Number of plans with the best bounds that are simulated, and of steps with each of three seeds."""
 AT_LEAST = {"one_kind_over_mixed_price": 1.23}
 CONFIG = load_config(
     ROOT / "examples" / "demo.toml",

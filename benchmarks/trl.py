@@ -54,13 +54,13 @@ Figures = dict[str, Any]
 
 @dataclass(frozen=True)
 class Case:
-    """Config that both sides train."""
+    """Config of the training runs of both sides."""
 
     config: Path
     overrides: tuple[str, ...]
     num_steps: int
     num_warmup: int
-    """Steps at the beginning that do not count."""
+    """Number of steps at the beginning that do not count."""
 
     @property
     def arguments(self) -> list[str]:
@@ -73,7 +73,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one short round, for development")
     parser.add_argument("--only", nargs="+", choices=[*CASES], metavar="NAME", help=" ".join(CASES))
-    parser.add_argument("--rounds", type=int, default=3, help="rounds of all cases")
+    parser.add_argument("--rounds", type=int, default=3, help="number of rounds, each with all cases")
     parser.add_argument("--keep", type=Path, help="keep the run folders here (default: remove them)")
     parser.add_argument(
         "--page", type=Path, nargs="?", const=PAGE, metavar="FILE", help="write the page; default: to docs/results/"

@@ -57,7 +57,7 @@ class Sweep:
 
     @property
     def name(self) -> str:
-        """Name of its files."""
+        """Stem of the names of the files of this sweep."""
         return self.key.rpartition(".")[2]
 
     def overrides(self, value: int) -> Overrides:
@@ -152,11 +152,11 @@ def figures_of(run: FinishedRun) -> dict[str, float | None]:
     """Return the figures of one run.
 
     Returns:
-        Rates per second of wall time from the first step to the last: `samples_per_s` and `trained_tokens_per_s`
-        trained, `generated_tokens_per_s` generated. `reward_per_min`: gain of the mean reward per minute. `accuracy`:
-        greedy held-out accuracy after the last step. Lags in versions. `learner_idle_frac`: fraction of the time in
-        which the learner waits for a batch; `actor_idle_frac`: in which an actor has no training request running, mean
-        over actors. `dropped_stale`: fraction of the committed samples.
+        Rates per second of wall time from the first step to the last: `samples_per_s` and `trained_tokens_per_s` of
+        training, `generated_tokens_per_s` of generation. `reward_per_min`: gain of the mean reward per minute.
+        `accuracy`: greedy held-out accuracy after the last step. Lags in versions. `learner_idle_frac`: fraction of the
+        time in which the learner waits for a batch; `actor_idle_frac`: in which an actor has no training request
+        running, mean over actors. `dropped_stale`: fraction of the committed samples.
 
     Raises:
         MeasurementFailed: the run is too short.
@@ -289,7 +289,7 @@ def draw(sweep: Sweep, found: Mapping[int, Figures], path: Path) -> None:
             axis.set_xlabel(sweep.key)
 
 
-def _panel(axis: Any, title: str, lines: tuple[tuple[str, str], ...], found: Mapping[int, Figures]) -> None:  # noqa: ANN401 -- matplotlib's own
+def _panel(axis: Any, title: str, lines: tuple[tuple[str, str], ...], found: Mapping[int, Figures]) -> None:  # noqa: ANN401 -- matplotlib API
     values = sorted(found)
     for (name, label), colour, marker in zip(lines, COLOURS, MARKERS, strict=False):
         known = [(place, y) for place, value in enumerate(values) if (y := found[value][name]) is not None]

@@ -38,7 +38,7 @@ from leeway.common.rpc.messages import ClientIdentity, Message, Role
 
 SILENCE_S = 1.75
 LONG_SILENCE_S = 20.0
-"""Seconds without a heartbeat after which an actor, or any other client, reconnects."""
+"""Seconds without a heartbeat after which a client reconnects: `SILENCE_S` for actors, `LONG_SILENCE_S` for others."""
 REQUEST_TIMEOUT_S = 10.0
 """Seconds without an answer after which the client retries a request; much longer than a turn of the service."""
 
@@ -58,7 +58,7 @@ class Batch(p.DrawReply, frozen=True, dict=True):
 
     @cached_property
     def rows(self) -> pa.RecordBatch:
-        """The trajectories, with the columns of `schema.SCHEMA`; only if `ready`. BadBody if the body is invalid."""
+        """The trajectories, with the columns of `schema.SCHEMA`, if `ready`. Raises BadBody if the body is invalid."""
         return schema.read_stream(self.body)
 
 
@@ -68,7 +68,7 @@ class Granted(p.LeaseGrant, frozen=True):
     body: bytes | memoryview = b""
 
     def prefixes(self) -> dict[tuple[int, int], Prefix]:
-        """Return the partial rollouts by (lease, sample index); BadBody if the body is invalid."""
+        """Return the partial rollouts by (lease, sample index); raise BadBody if the body is invalid."""
         keys = [(lease.lease_id, index) for lease in self.leases for index in lease.prefixes]
         return dict(zip(keys, schema.read_prefixes(self.body), strict=True)) if keys else {}
 
@@ -95,7 +95,7 @@ class BufferClient:
         """Start the client; it sends nothing before `connect`.
 
         Args:
-            address: address of the service, as its `bind` returns it.
+            address: address of the service, as returned by `BufferService.bind`.
             run_id: id of the run; a service of another run refuses the client.
             role: role of the process; decides which requests it may send.
             name: unique in the run; a new process of the same name fences the old one.
@@ -111,7 +111,7 @@ class BufferClient:
         self._next_request = 0
         self._last_lease: Future[Granted] | None = None
         self._outbox = Outbox(name, run_id, GIVE_UP_S, lambda: self._transport)
-        # An actor's messages are small, so a silent link is broken. A batch may take long to transfer.
+        # An actor's messages are small, so silence means a broken link; a learner's batch may take long to transfer.
         heartbeat_s = SILENCE_S if role == "actor" else LONG_SILENCE_S
         self._transport = RpcClient(
             p.PROTOCOL,
@@ -147,7 +147,7 @@ class BufferClient:
             ) from None
 
     def hello(self) -> Future[p.Welcome]:
-        """Send Hello without blocking; `connect` bounds the wait."""
+        """Send Hello without blocking; use `connect` to wait for the reply."""
 
         def welcomed(answer: Answer) -> p.Welcome:
             welcome = _expect(answer, p.Welcome)
@@ -160,7 +160,7 @@ class BufferClient:
 
     @property
     def retry_reason(self) -> str:
-        """Reason of the service's last request to retry; empty if it has answered since."""
+        """Reason given when the service last asked to retry; empty if it has answered since."""
         return self._transport.retry_reason
 
     @property
@@ -190,7 +190,7 @@ class BufferClient:
 
         Raises:
             BufferUnavailable: the client is closed.
-            RuntimeError: the last request is not answered yet; after a loss the service repeats only the newest grant.
+            RuntimeError: the previous request is unanswered; the service can repeat only its newest grant after a loss.
         """
         with self._lock:
             if self._last_lease is not None and not self._last_lease.done():
@@ -255,7 +255,7 @@ class BufferClient:
     # --- the learner ------------------------------------------------------------------------------
 
     def begin_incarnation(self, version: int, step: int) -> Future[p.IncarnationReply]:
-        """Start training at `version`, after `step` finished steps. Idempotent per client."""
+        """Register that training starts at `version`, after `step` finished steps. Idempotent per client."""
 
         def begun(answer: Answer) -> p.IncarnationReply:
             reply = _expect(answer, p.IncarnationReply)
@@ -274,15 +274,15 @@ class BufferClient:
         wait_s: float,
         allowed_lag: int | None = None,
     ) -> Future[Batch]:
-        """Request the groups of a step, and set the lag up to which new ones are leased; see `protocol.DrawRequest`."""
+        """Request the groups of a step, and set the lag bound for leasing new groups; see `protocol.DrawRequest`."""
         request = p.DrawRequest(step, version, incarnation, num_groups, wait_s, allowed_lag)
         return self._ask_with_body(request, p.DrawReply, Batch, wait_s)
 
     def write_scores(self, record_ids: Sequence[int], logprobs: Sequence[npt.NDArray[np.float32]]) -> Future[p.Done]:
         """Store reference log-probabilities: one array per record, one value per completion token.
 
-        The future completes when all are on disk. ValueError if the numbers of records and arrays differ, or if an
-        array exceeds a message.
+        The future completes when all arrays are on disk. Raise ValueError if the numbers of records and arrays differ,
+        or if an array does not fit into a message.
         """
         if len(record_ids) != len(logprobs):
             raise ValueError(f"write_scores got {len(record_ids)} records but {len(logprobs)} arrays")
@@ -326,7 +326,7 @@ class BufferClient:
     def _ask_with_body(
         self, message: p.Request, reply: type[M], build: Callable[..., R], wait_s: float = 0.0
     ) -> Future[R]:
-        """Send a request; the future holds what `build` returns for the fields of the reply and its body."""
+        """Send a request; the future holds the result of `build`, called with the reply's fields and body."""
 
         def read(answer: Answer) -> R:
             return build(**msgspec.structs.asdict(_expect(answer, reply)), body=answer.body)
@@ -334,7 +334,7 @@ class BufferClient:
         return self._then(self._transport.submit(message, wait_s=wait_s), read)
 
     def _then(self, sent: Future[A], read: Callable[[A], R]) -> Future[R]:
-        """Return a future of what `read` returns for the reply."""
+        """Return a future of the result of `read`, called with the reply."""
         future: Future[R] = Future()
 
         def done(answered: Future[A]) -> None:

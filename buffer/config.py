@@ -29,38 +29,38 @@ class BufferConfig(BaseModel):
     )
     sampler: SamplerName = Knob(
         "fifo",
-        "Which groups a step takes: 'fifo' (oldest tokens first), 'uniform', 'reward_softmax', 'prioritised' "
-        "(docs/buffer.md), 'on_policy_share' (partly the newest), or your FILE.py:NAME.",
+        "Sampler of a step's groups: 'fifo' (oldest tokens first), 'uniform', 'reward_softmax', 'prioritised' "
+        "(docs/buffer.md), 'on_policy_share' (a fraction of newest groups), or your FILE.py:NAME.",
         basic=True,
     )
     on_policy_share: float = Knob(0.5, "sampler = 'on_policy_share': average fraction of newest groups.", ge=0, le=1)
-    replay_sampler: RestSampler = Knob("uniform", "sampler = 'on_policy_share': sampler of the others.")
+    replay_sampler: RestSampler = Knob("uniform", "sampler = 'on_policy_share': sampler of remaining groups.")
     max_uses: PositiveInt | Literal["unlimited"] = Knob(
-        1, "Steps that may use a group: 1 (single use), more (replay) or 'unlimited'.", basic=True
+        1, "Maximum number of steps that use a group: 1, a larger number (replay) or 'unlimited'.", basic=True
     )
     replay_steps: float | None = Knob(
         None,
-        "Lease no new group while groups in flight or reusable fill this number of steps; unset: only the "
-        "staleness bound limits leasing.",
+        "Lease no new group while open and ready groups fill this number of steps; unset: only the staleness "
+        "bound applies.",
         fixed="",
         ge=1.0,
     )
     refill_uninformative: float = Knob(
         0.0,
-        "Replace groups with equal rewards, per step up to this multiple of groups_per_step; 0: none.",
+        "Maximum number of equal-reward groups replaced per step, as a multiple of groups_per_step; 0: none.",
         fixed="",
         ge=0.0,
     )
     dispatch: PolicyName = Knob(
         "in_order",
-        "Prompt that an actor gets: 'in_order' the next, 'longest_first' the one with the longest answers, "
-        "'by_deadline' one that a slower actor would finish too late.",
+        "Next prompt of an actor: 'in_order' (in prompt order), 'longest_first' (longest predicted answers) "
+        "or 'by_deadline' (answers too long for slower actors).",
         fixed="",
     )
     prompt_law: LawName = Knob(
         "epoch",
-        "Choice of prompts: 'epoch' each once per epoch, 'uniform' at random, 'posterior' mostly those neither "
-        "always nor never correct (task.correct_at).",
+        "Choice of prompts: 'epoch' (each once per epoch), 'uniform' (at random) or 'posterior' (mostly prompts "
+        "with correct and wrong answers; task.correct_at).",
         fixed="",
     )
     durability: Literal["commit", "interval", "os"] = Knob(
@@ -72,7 +72,7 @@ class BufferConfig(BaseModel):
     )
     capacity_trajectories: PositiveInt = Knob(
         1_000_000,
-        "Count above which trajectories needed by no recorded draw are evicted; with max_uses = 1 unused ones stay.",
+        "Number of trajectories above which those in no recorded draw are evicted; with max_uses = 1 unused ones stay.",
         fixed="",
     )
 

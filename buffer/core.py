@@ -34,7 +34,7 @@ Answer = tuple[p.Reply, bytes | memoryview]
 
 
 def check_config(config: BufferConfig, facts: RunFacts) -> None:
-    """Check that the `[buffer]` section can serve the run; StoreError if it contradicts the facts."""
+    """Raise StoreError if the `[buffer]` section contradicts the facts of the run."""
     # on_stale = "wait" guarantees that no group is dropped, which requires drawing the oldest group first.
     if facts.staleness.on_stale == "wait" and (config.sampler != "fifo" or config.replays):
         raise StoreError(
@@ -93,7 +93,7 @@ class Partials:
         return replace(grant, leases=leases), body
 
     def _read(self, tx: Transaction, group_id: int, index: int) -> bytes | None:
-        """Return the partial rollout of a sample; delete it and return None if it is damaged or above `max_tokens`."""
+        """Return a sample's partial rollout; delete it and return None if it is damaged or longer than `max_tokens`."""
         with suppress(CorruptRecord):
             block = tx.partials.get(group_id, index)
             if block is None or num_tokens_in(block) <= self._facts.max_tokens:
@@ -148,7 +148,7 @@ class BufferCore:
         """Handlers by request type; if a handler returns None, the reply is Done."""
 
     def handle(self, tx: Transaction, message: p.Request, body: bytes | memoryview) -> Answer:
-        """Answer any request except pushes and draws, which may have to wait; `Leases.authorize` runs before.
+        """Answer any request except pushes and draws, which have their own methods; call `Leases.authorize` first.
 
         Raises:
             BufferRefused: the request cannot be served; nothing changed except the count of quarantined messages.
@@ -204,7 +204,7 @@ class BufferCore:
             raise InvalidRequest(f"the message was quarantined: {error}") from error
 
     def _body(self, tx: Transaction, draw: DrawRecord) -> memoryview:
-        # Scores are read first, because reading them may write, and a write invalidates the views of blocks.
+        # Read scores first: damaged scores are deleted, and a write invalidates the views of blocks.
         scores = _read_scores(tx, draw.record_ids)
         try:
             blocks = tx.blocks_of(draw.record_ids)
@@ -216,8 +216,8 @@ class BufferCore:
         try:
             return schema.write_stream(schema.join_rows(blocks, draw.record_ids, scores))
         except ValueError as error:
-            self.steps.release_from(tx, draw.step)  # otherwise a learner with smaller steps would get it again
-            text = f"step {draw.step} is too large for a message: {error}: lower groups_per_step"
+            self.steps.release_from(tx, draw.step)  # otherwise a restart with lower groups_per_step would get it again
+            text = f"step {draw.step} is too large for a message: {error}. Lower groups_per_step"
             raise BufferRefused(text) from error
 
     def _drain(self, tx: Transaction, _message: p.Drain) -> None:
@@ -248,7 +248,7 @@ def _write_scores(tx: Transaction, batch: pa.RecordBatch) -> None:
     Scores of records that are evicted or damaged are ignored.
 
     Raises:
-        BufferRefused: the record never existed, or its scores are not finite or their number differs from its tokens.
+        BufferRefused: a record never existed, or its scores are not finite or do not match its number of tokens.
     """
     values, bounds = rows.flat_values(batch.column(1))
     scores: dict[int, bytes] = {}

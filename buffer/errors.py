@@ -3,11 +3,11 @@
 BufferError
 ├── BufferUnavailable   the service did not answer for `GIVE_UP_S`
 ├── BufferRefused       the service refused the request
-│   └── InvalidRequest  no client of the run sends such a request; counted per sender
+│   └── InvalidRequest  the request is invalid: no correct client sends it; counted per sender
 ├── BadBody             a message body does not match its schema
 └── StoreError          the store cannot be opened or written
-    ├── StoreFull       the disk is full; may be retried
-    ├── StoreBusy       too many processes read the store; may be retried
+    ├── StoreFull       the disk is full; the write may be retried
+    ├── StoreBusy       too many processes read the store; the read may be retried
     └── CorruptRecord   a stored value does not match its checksum
 """
 
@@ -29,7 +29,7 @@ class BufferRefused(BufferError, RuntimeError):
 
 
 class InvalidRequest(BufferRefused):
-    """The service refused a request that no client of the run sends."""
+    """The service refused an invalid request, which no correct client sends."""
 
 
 class BadBody(BufferError, ValueError):
@@ -49,7 +49,7 @@ class StoreFull(StoreError):
 
 
 class StoreBusy(StoreError):
-    """Too many read transactions are open; may be retried."""
+    """Too many read transactions are open; the read may be retried."""
 
 
 class CorruptRecord(StoreError):

@@ -41,15 +41,15 @@ from leeway.buffer.transaction import Transaction
 from leeway.common.run import RunFacts
 
 MAX_ATTEMPTS = 5
-"""Lost leases of a group, or filtered groups of a prompt in a row, after which it is given up: it may crash actors."""
+"""Maximum number of lost leases per group, and of successive filtered groups per prompt: some prompts crash actors."""
 _ROUNDING = 1e-9
-"""Tolerance for floating point: 1.1 * 10 is above 11."""
+"""Tolerance for rounding errors: in floating point, 1.1 * 10 is above 11."""
 MAX_RECOUNTED = 256
-"""Number of ready groups at which the gap stops recounting waiting samples; `leeway buffer verify` always does."""
+"""Number of ready groups from which on 'gap' does not recount waiting samples; `leeway buffer verify` always does."""
 CHOSEN = "leeway.planning.prompts:ChosenPrompts"
 """Implementation of `Prompts` that draws prompts at random, dispatches by length and predicts lengths."""
 MAX_CANDIDATES = 32
-"""Returned prompts, and groups without a lease, that are considered per lease."""
+"""Maximum number of returned prompts, and of groups without a lease, that are considered per lease."""
 _NEWEST = 0.1
 """Weight of the newest value in running means."""
 
@@ -57,7 +57,7 @@ _NEWEST = 0.1
 class NextPrompt(NamedTuple):
     prompt_id: int
     failures: int = 0
-    """Number of its groups that were filtered in a row."""
+    """Number of groups of this prompt that were filtered in a row."""
     longest: float = 0.0
     """Predicted tokens of its longest sample; 0: not predicted."""
 
@@ -69,7 +69,7 @@ class StepTimer:
         self._clock = clock
         self._drawn_s = self._finished_s = -inf
         self.step_s = self.train_s = 0.0
-        """Seconds between the ends of two steps, and seconds of these after the draw; 0: unknown."""
+        """Mean seconds from the end of one step to the end of the next, and from the draw to the end; 0: unknown."""
 
     def undo(self) -> Callable[[], None]:
         """Return a function that restores the current state."""
@@ -107,7 +107,7 @@ class Prompts:
         for (key,), returned in islice(tx.returned_prompts.all_items(), 1):
             tx.returned_prompts.delete(key)
             return NextPrompt(returned.prompt_id, returned.failures)
-        for (order,), waiting in islice(tx.window.all_items(), 1):  # stored under another prompt_law or dispatch
+        for (order,), waiting in islice(tx.window.all_items(), 1):  # left by an earlier prompt_law or dispatch
             tx.window.delete(order)
             return NextPrompt(waiting.prompt_id)
         epoch, place = divmod(tx.state.cursor, self.facts.num_prompts)
@@ -135,7 +135,7 @@ class Prompts:
         return 0
 
     def usual_tokens(self, tx: Transaction, prompt_id: int) -> float:
-        """Return the predicted geometric mean of the completion tokens of a prompt's samples; 0: unknown."""
+        """Return the predicted geometric mean of a prompt's completion lengths, in tokens; 0: unknown."""
         return 0.0
 
     def renewed(self, actor: str) -> None:
@@ -211,7 +211,7 @@ class Groups:
         tx.groups.delete(group.group_id)
 
     def forget_partial(self, tx: Transaction, group: Group, index: int) -> None:
-        """Delete a partial rollout: its sample is complete, or starts from the prompt; `save` writes the row."""
+        """Delete a partial rollout whose sample is complete or will start from the prompt; `save` writes the row."""
         del group.partials[index]
         tx.partials.delete(group.group_id, index)
 
@@ -271,9 +271,9 @@ class Groups:
         self.set_aside_uninformative(tx)
 
     def set_aside_uninformative(self, tx: Transaction) -> None:
-        """Close ready groups of equal rewards, oldest first, up to the limit before the next draw.
+        """Close ready groups of equal rewards, oldest first, up to the limit per draw.
 
-        Their prompts are not returned: they count as generated.
+        Their prompts are not returned, because they count as generated.
         """
         while self.index.uninformative and tx.state.num_set_aside < self._max_set_aside:
             tx.state.num_set_aside += 1
@@ -300,7 +300,7 @@ class Groups:
         self.save(tx, group)
 
     def release(self, tx: Transaction, group: Group) -> None:
-        """Release the group from one step. After the last, make it ready if it may be used again, else close it."""
+        """Release the group from a step. After its last step, make it ready if it may be used again, else close it."""
         group.pending -= 1
         if group.pending == 0:
             self.move(tx, group, "drawn", "waiting")
@@ -368,7 +368,7 @@ class Groups:
         self.save(tx, group)
 
     def checked_counts(self, tx: Transaction) -> dict[str, int]:
-        """Return all counts by name, the failed samples by kind, the quarantined rows, and 'gap' (0 unless a bug)."""
+        """Return all counts by name, the failed samples by kind, the quarantined rows, and 'gap' (above 0: a bug)."""
         ledger = tx.state.ledger
         quarantined = sum(ledger.quarantined_by_reason.values())
         gap = ledger.gap + self._live_gap(tx)
@@ -377,8 +377,8 @@ class Groups:
     def _live_gap(self, tx: Transaction) -> int:
         """Return the difference between the counters and the samples of unfinished groups.
 
-        This takes about 20 microseconds per group. Admission bounds the open groups, ready groups are counted only
-        below `MAX_RECOUNTED`, and drawn groups are those of current steps or of steps to be redone.
+        This takes about 20 microseconds per group. The number of groups is bounded: admission limits open groups, ready
+        groups are counted only below `MAX_RECOUNTED`, and drawn groups belong to current steps or steps to be redone.
         """
         ledger = tx.state.ledger
         found: Counter[str] = Counter()

@@ -57,14 +57,14 @@ class Place(NamedTuple):
     uses: int = 0
     log_weight: float = 0.0
     is_uninformative: bool = False
-    """Its rewards are all equal, and such groups are set aside."""
+    """True if all rewards are equal and `refill_uninformative` sets such groups aside."""
 
 
 class GroupIndex:
-    """Indexes of a store's groups; samplers choose among the ready ones."""
+    """Indexes of a store's groups; samplers choose among the ready groups."""
 
     def __init__(self, config: BufferConfig, weight: Weight | None) -> None:
-        """Start empty; `load` fills the index. `weight` is that of the sampler; None: the sampler is deterministic."""
+        """Start empty; `load` fills the index. `weight` is the sampler's weight function, if it has one."""
         self._replays = config.replays
         self._sets_aside = config.refill_uninformative > 0
         self.max_uses = float("inf") if config.max_uses == "unlimited" else float(config.max_uses)
@@ -82,7 +82,7 @@ class GroupIndex:
         self.ready: list[ReadyGroup] = []
         """Groups that may be drawn, oldest first."""
         self.uninformative: list[ReadyGroup] = []
-        """Ready groups of equal rewards, oldest first; empty if none are set aside."""
+        """Ready groups of equal rewards, oldest first; empty if `refill_uninformative` is 0."""
         self.num_unused = 0
         """Number of ready groups that no step has used."""
         self._by_prompt: defaultdict[int, list[int]] = defaultdict(list)
@@ -210,7 +210,7 @@ class Weights:
             del self._blocks[number]
 
     def choose(self, num: int, random: np.random.Generator, taken: AbstractSet[int] = frozenset()) -> list[int]:
-        """Draw up to `num` items by weight, without replacement and without those `taken`.
+        """Draw up to `num` items by weight, without replacement, excluding items in `taken`.
 
         The items with the largest sums of log-weight and Gumbel noise, in descending order, are such a draw (Kool et
         al. 2019, "Stochastic beams and where to find them").

@@ -35,9 +35,9 @@ from leeway.common.run import RunFacts
 MAX_PUSHED_ROWS = 4096
 """Maximum rows of one message; bounds the duration of a turn."""
 MAX_OVERTAKEN = 65_536
-"""Sequence numbers by which a row may trail its actor's newest; rows further behind are late. Credit is much less."""
+"""Maximum distance of a sequence number from its actor's newest; older rows are late. Credit is far smaller."""
 SEQ_WINDOW = 2 * MAX_OVERTAKEN
-"""Distance from the low-water mark at which a sequence number is invalid."""
+"""A sequence number at least this far above the low-water mark is invalid."""
 LOGPROB_TOLERANCE = 1e-4
 """Amount by which log-probabilities may exceed 0, because of rounding."""
 MAX_REWARD = 1e100
@@ -55,7 +55,7 @@ def known_versions(state: StoreState, *, updates_per_step: int = 1) -> Mapping[i
 
 
 class Pushes:
-    """The joined rows of several push messages; validating and encoding many rows costs little more than a few."""
+    """The joined rows of several push messages; validating and encoding them together is faster."""
 
     def __init__(self, pushes: Sequence[tuple[Push, bytes | memoryview]]) -> None:
         self.opened: list[tuple[Push, int | BadBody]] = []

@@ -1,8 +1,8 @@
 """Track leases: which actor holds which prompt, and when the lease expires.
 
 A lease is permission to generate the missing samples of one group. The rows are durable. Deadlines restart when the
-service restarts. Requests that were granted nothing are remembered only in memory: after a restart a duplicate of one
-may get a lease, which expires.
+service restarts. Requests that were granted nothing are remembered only in memory: after a restart a duplicate of
+such a request may get a lease, which then expires.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MAX_NAME_BYTES = 128
 NEAR_BOUND_S, NEAR_BOUND_STEPS = 60.0, 20.0
 """Seconds and steps, whichever is longer, for which admission counts as near its bound after an incomplete grant."""
 _NUM_REPLACED = 8
-"""Replaced sessions remembered per name; a Hello is in flight for seconds, and processes live longer."""
+"""Number of replaced sessions remembered per name, to refuse their delayed Hello; it arrives within seconds."""
 
 
 class Leases:
@@ -123,7 +123,7 @@ class Leases:
             raise BufferRefused(f"'{name}' was replaced by a newer process (epoch {actor.epoch})")
 
     def current(self, tx: Transaction, name: str, epoch: int) -> Actor:
-        """Return the client's row; BufferRefused if it never sent Hello, or a newer process of its name did."""
+        """Return the client's row; raise BufferRefused if it never sent Hello or a newer process replaced it."""
         actor = tx.actors.get(name) if is_name(name) else None
         if actor is None or epoch > actor.epoch:
             raise BufferRefused(
@@ -214,7 +214,7 @@ class Leases:
     def outstanding(self, tx: Transaction) -> int:
         """Return the number of groups in flight, waiting for their first use, or held by unfinished steps.
 
-        Under replay without an age bound waiting groups do not count: eviction bounds the store.
+        Under replay without an age bound, waiting groups do not count, because eviction bounds the store.
         """
         is_unbounded = self._config.replays and self._contract.bound() is None
         waiting = 0 if is_unbounded else self._groups.index.num_unused
@@ -233,7 +233,7 @@ class Leases:
             return "the run trains on recorded samples (buffer.source)"
         num_live = len(self._groups.index.open) + len(self._groups.index.ready)
         if num_live >= self._config.max_live_groups(self._facts.groups_per_step):
-            return f"{num_live} groups are in flight or may be used again, the limit of buffer.replay_steps"
+            return f"{num_live} groups are open or ready, which reaches the limit of buffer.replay_steps"
         return self._contract.admit(
             self.outstanding(tx),
             version=state.version,
@@ -316,5 +316,5 @@ class Leases:
 
 
 def is_name(text: str) -> bool:
-    """Return whether a client may have this name; names are parts of keys in the store, which are short."""
+    """Return whether a client name is valid; it is part of keys in the store, whose size is limited."""
     return 0 < len(text.encode()) <= MAX_NAME_BYTES and "\0" not in text

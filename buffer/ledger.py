@@ -3,9 +3,9 @@
     issued    = in_flight + committed + failed + requeued
     committed = waiting + drawn + trained + dropped_stale + filtered + uninformative + evicted_unused
 
-A requeued sample is issued again with its tokens. The states of the second line are disjoint. A sample is trained from
-its first finished step on. Neither line counts duplicates, late commits, rows of fenced epochs, or quarantined rows
-that match no open lease.
+A requeued sample is issued again with its tokens. The states of the second line are disjoint. A sample is `trained`
+from its first finished step on. Neither line counts duplicates, late commits, rows of fenced epochs, or quarantined
+rows that match no open lease.
 
 The counters change in the transaction of their event. `leeway buffer verify` recounts them from the tables.
 """
@@ -65,7 +65,7 @@ class Ledger(msgspec.Struct):
     redone_uses: int = 0
     """Uses of samples that an earlier incarnation had trained on."""
     trained_uninformative: int = 0
-    """Trained in a group whose rewards were all equal."""
+    """Used for training in a group whose rewards were all equal."""
     filtered_too_long: int = 0
     """Longer than the run now allows, or dropped because too few shorter samples remained in their group."""
     prompts_given_up: int = 0

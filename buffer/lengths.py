@@ -1,7 +1,7 @@
-"""Fidelity: compares the length distribution of trained completions with that of generated completions.
+"""Fidelity: compares the length distribution of completions used for training with that of all completions.
 
-It counts the lengths of committed completions, and of completions that entered a step, in log-spaced buckets, two per
-octave, with exponential forgetting.
+It counts the lengths of committed completions, and of completions that steps trained on, in log-spaced buckets, two
+per octave, with exponential decay.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import msgspec
 NUM_BUCKETS = 48
 """Number of buckets; at two per octave they cover completions of up to 2^24 tokens."""
 ALARM = 0.2
-"""Kolmogorov-Smirnov distance between trained and generated lengths above which the run logs a warning."""
+"""Kolmogorov-Smirnov distance between the two length distributions above which the run logs a warning."""
 MIN_SAMPLES = 256
-"""Minimum number of trained completions before any alarm."""
+"""Minimum number of completions used for training before any alarm."""
 MEMORY = 4096
 """Number of completions after which the counts have decayed by a factor of e."""
 _RESCALE_AT = 1e9
@@ -25,7 +25,7 @@ _LONG = 0.95
 
 
 def bucket_of(num_tokens: int) -> int:
-    """Return the bucket of a length: 0 for one token, and two per octave."""
+    """Return the bucket of a length. Bucket 0 is for one token; each octave has two buckets."""
     return min(NUM_BUCKETS - 1, int(2 * log2(max(1, num_tokens))))
 
 
@@ -37,7 +37,7 @@ class LengthCounts(msgspec.Struct):
     """Weight of the next sample; growing it is cheaper than decaying all counts."""
 
     def add(self, lengths: Iterable[int], memory: float = MEMORY) -> None:
-        """Count completions in order. After `memory` further completions each counts 1/e of a new one."""
+        """Count completions in order. After `memory` more completions, a completion counts 1/e as much as a new one."""
         counts, unit, growth = self.counts or [0.0] * NUM_BUCKETS, self.unit, 1.0 + 1.0 / memory
         for num_tokens in lengths:
             counts[bucket_of(num_tokens)] += unit
@@ -58,13 +58,13 @@ class LengthCounts(msgspec.Struct):
 
 
 class LengthFidelity(msgspec.Struct, frozen=True):
-    """Difference between the lengths of trained and generated completions."""
+    """Difference between the lengths of completions used for training and of all completions."""
 
     ks: float = 0.0
     """Kolmogorov-Smirnov distance over the buckets: 0 equal, 1 disjoint; 0 before any training."""
     p95_ratio: float = 1.0
-    """95th percentile of trained over that of generated lengths, below 1 if long answers are starved; 1 before any
-    training. Interpolated within buckets, so the error is at most a factor of sqrt(2)."""
+    """95th percentile of the lengths used for training, divided by that of all lengths; below 1 if long answers are
+    starved, 1 before any training. Interpolated within buckets, so the error is at most a factor of sqrt(2)."""
     covered: float = 0.0
     """Fraction of groups whose longest completion was no longer than predicted; target 0.9; 0 before any group."""
     predicted: float = 0.0
@@ -74,7 +74,7 @@ class LengthFidelity(msgspec.Struct, frozen=True):
 
 
 class Fidelity(msgspec.Struct):
-    """Length counts of generated and of trained completions."""
+    """Length counts of generated completions and of completions used for training."""
 
     generated: LengthCounts = msgspec.field(default_factory=LengthCounts)
     trained: LengthCounts = msgspec.field(default_factory=LengthCounts)
@@ -89,7 +89,7 @@ class Fidelity(msgspec.Struct):
 
     @property
     def is_alarming(self) -> bool:
-        """True if the distributions differ by more than `ALARM` after at least `MIN_SAMPLES` trained completions."""
+        """True if the distributions differ by over `ALARM` after training on at least `MIN_SAMPLES` completions."""
         return self.trained.total >= MIN_SAMPLES * (1 - 1e-9) and self.now.ks > ALARM
 
 

@@ -107,7 +107,7 @@ class Outbox:
         return group.future
 
     def _enter(self, rows: Iterable[tuple[Trajectory, Callable[[p.RowResult | BaseException], None]]]) -> None:
-        """Queue rows with their callbacks; block while there is no credit for the next one."""
+        """Queue rows with their callbacks; block while there is no credit for the next row."""
         now, wake = time.monotonic(), False
         with self._lock:
             for trajectory, on_result in rows:
@@ -131,7 +131,7 @@ class Outbox:
             return self._has_room(size_bytes(trajectory))
 
     def pump(self) -> float | None:
-        """Send rows that are due or fill a message; return the seconds until the next. Runs in the IO thread."""
+        """Send rows that are due or fill a message; return the seconds until the next is due. Runs in the IO thread."""
         while True:
             with self._lock:
                 if not self._rows:
@@ -156,12 +156,12 @@ class Outbox:
         )
 
     def _wait_for_credit(self) -> None:
-        """Block until an acknowledgement arrives; BufferUnavailable if the service is silent for the timeout."""
+        """Block until an acknowledgement arrives; raise BufferUnavailable if the service is silent for `give_up_s`."""
         since, was_silent = time.monotonic(), False
         while not self._freed.wait(1.0):
             silent_s = time.monotonic() - max(since, self._transport().last_seen_s)
             is_silent = silent_s > self._give_up_s
-            if is_silent and was_silent:  # once may be a stall of this process, which its IO thread compensates
+            if is_silent and was_silent:  # the first time may be a stall of this process, not of the service
                 raise BufferUnavailable(
                     f"the buffer service at {self._transport().address} acknowledged none of "
                     f"{self._outstanding_rows} trajectories for {silent_s:.0f} s"
@@ -199,14 +199,14 @@ class Outbox:
                 self._send([row])
             return
 
-        # Only after encoding succeeds: the service waits for an unsent number as long as this client lives.
+        # Advance only after encoding succeeds: the service would keep waiting for a number that is never sent.
         self._next_seq += len(rows)
 
         def answered(push: Future[Answer]) -> None:
             failure = push.exception()
             reply = None if failure is not None else push.result().reply
             if isinstance(reply, p.PushReply):
-                missing = TypeError(f"the buffer service at {self._transport().address} omitted a trajectory")
+                missing = TypeError(f"the buffer service at {self._transport().address} sent no result of a trajectory")
                 results = {result.seq: result for result in reply.results}
                 self._settle(rows, [results.get(seq, missing) for seq in seqs], reply.credit)
             else:
@@ -248,13 +248,13 @@ def parts_fitting(sizes: Sequence[int], limit: int, max_num: int | None = None) 
 
 
 def num_fitting(sizes: Iterable[int], limit: int) -> int:
-    """Return how many of the first items fit; at least 1, because `checked` refuses a single item by its true size."""
+    """Return how many of the first items fit; at least 1: `checked` refuses a single item that is too large."""
     totals = itertools.accumulate(sizes)
     return max(1, sum(1 for _ in itertools.takewhile(lambda total: total <= limit, totals)))
 
 
 def checked(body: memoryview) -> memoryview:
-    """Return the body; ValueError if it is too large, because sending it would break the connection repeatedly."""
+    """Return the body; raise ValueError if it is too large, because every resend would break the connection."""
     if len(body) > MAX_MESSAGE_MIB * 2**20:
         raise ValueError(f"a message of {len(body)} bytes exceeds the limit of {MAX_MESSAGE_MIB} MiB per message")
     return body

@@ -70,7 +70,7 @@ def check(data: Path, *, deep: bool = False) -> int:
     free list are read, which is fast enough for every start.
 
     Raises:
-        StoreError: the file is truncated or damaged; the message has the page.
+        StoreError: the file is truncated or damaged; the message names the page.
     """
     return _Walk(data, deep).check()
 
@@ -82,7 +82,7 @@ class _Walk:
 
     def check(self) -> int:
         older, newest = self._metas()
-        # LMDB never writes pages that one transaction allocates and frees, so the last pages may be missing.
+        # LMDB never writes pages that the same transaction allocates and frees, so the file may lack the last pages.
         num_pages = newest.num_pages
         self._num_written = min(num_pages, self._data.stat().st_size // self._page_size)
         self._words: npt.NDArray[np.uint16] = np.memmap(
@@ -133,7 +133,7 @@ class _Walk:
         return older, newest
 
     def _check_number(self, meta: _Meta) -> None:
-        """Check that the free list ends with this transaction; each transaction lists its freed pages by its number."""
+        """Check that the free list's last key is this transaction's number, under which it lists the pages it freed."""
         tree, name = meta.free, "free list"
         if tree.root == _NONE:
             if meta.transaction > 1:

@@ -31,7 +31,7 @@ class Hello(Message, frozen=True):
     role: Role
     name: str
     session: str
-    """Random per client process: a repeated Hello opens one epoch. All fields equal those of `ClientIdentity`."""
+    """Random id of the client process; repeating Hello opens no epoch. All fields equal those of `ClientIdentity`."""
 
 
 class LeaseRequest(Message, frozen=True):
@@ -40,7 +40,7 @@ class LeaseRequest(Message, frozen=True):
     actor: str
     epoch: Count
     request_number: Count
-    """Increases per epoch; a repeated number returns the same leases."""
+    """Increases with every request of an epoch; a repeated number returns the same leases."""
     max_groups: Count
     lane: Annotated[str, msgspec.Meta(max_length=128)] = ""
     """Pool of the actor; actors of one lane have equal speed."""
@@ -60,7 +60,7 @@ class Push(Message, frozen=True):
 
 
 class GiveUp(Message, frozen=True):
-    """Failed samples of a lease: generation or reward failed."""
+    """Report of failed samples of a lease: their generation or reward failed."""
 
     actor: str
     epoch: Count
@@ -87,7 +87,7 @@ class HandOn(Message, frozen=True):
 
 
 class Renew(Message, frozen=True):
-    """Extension of the deadlines of these leases."""
+    """Request to extend the deadlines of these leases."""
 
     actor: str
     epoch: Count
@@ -100,7 +100,7 @@ class DrawRequest(Message, frozen=True):
     step: Count
     """Steps are counted from 1: after step n, n steps are finished."""
     version: Count
-    """Optimizer steps taken when this step begins."""
+    """Number of optimizer steps taken when this step begins."""
     incarnation: Number
     num_groups: Annotated[int, msgspec.Meta(ge=1, le=2**53)]
     wait_s: Seconds
@@ -136,7 +136,7 @@ class StepFinished(Message, frozen=True):
     version: Count
     incarnation: Number
     skipped: bool = False
-    """No update was applied: the version is that at which the step began."""
+    """No update was applied: `version` is the version at which the step began."""
 
 
 class Published(Message, frozen=True):
@@ -154,7 +154,7 @@ class CheckpointDurable(Message, frozen=True):
 
 
 class BeginIncarnation(Message, frozen=True):
-    """Start (or restart from a checkpoint) of a learner at `version`, after `step` finished steps."""
+    """Report that a learner starts, or restarts from a checkpoint, at `version`, after `step` finished steps."""
 
     session: str
     version: Count
@@ -206,17 +206,17 @@ class Lease(msgspec.Struct, frozen=True):
 
 
 class LeaseGrant(Message, frozen=True):
-    """Reply to LeaseRequest; without leases while admission is closed. The body has a row for each of the `prefixes`
-    of each lease, in order.
+    """Reply to LeaseRequest; `leases` is empty if no group can be leased. The body has a row for each of the
+    `prefixes` of each lease, in order.
     """
 
     leases: list[Lease]
     newest: tuple[int, int]
     draining: bool
     requeue_at: Count = 0
-    """Tokens at which the actor requeues a sample, because it would be late and a faster lane exists; 0: never."""
+    """Number of tokens at which the actor requeues a sample for a faster lane, because it would be late; 0: never."""
     is_near_bound: bool = False
-    """Admission was closed recently, so the actor should lease no more than it needs."""
+    """Admission was closed recently, so the actor should lease no more groups than it needs."""
 
 
 class RowResult(msgspec.Struct, frozen=True, gc=False):
@@ -232,7 +232,7 @@ class PushReply(Message, frozen=True):
     """Reply to Push, sent after the transaction is on disk."""
 
     committed: list[tuple[int, int]]
-    """First and last sequence number of each run of committed trajectories."""
+    """First and last sequence number of each range of committed trajectories."""
     others: list[RowResult]
     credit: Credit | None = None
 
@@ -268,7 +268,7 @@ class PosteriorsReply(Message, frozen=True):
     """Reply to PosteriorsRequest; the body is an Arrow IPC stream of `schema.POSTERIORS`."""
 
     num_seen: int
-    """Prompts with a group; the body has at most `leeway.planning.lengths.MAX_POSTERIORS` of them."""
+    """Number of prompts with a group; the body has at most `leeway.planning.lengths.MAX_POSTERIORS` of them."""
     is_expecting: bool
     """The service has predictions of the other prompts."""
 
@@ -293,10 +293,10 @@ STAGES = {
 
 
 class InvalidMessages(msgspec.Struct, frozen=True):
-    """Count and first example of one sender's messages that no client of the run sends."""
+    """Count and first example of one sender's invalid messages, which no correct client sends."""
 
     count: int
-    """Refused messages, and quarantined messages and rows."""
+    """Number of refused messages, and of quarantined messages and rows."""
     first: str
 
 
@@ -304,7 +304,7 @@ class Status(Message, frozen=True):
     """Reply to StatusRequest."""
 
     ledger: dict[str, int]
-    """Counts by the names of `ledger.Ledger`, with 'gap' (0 unless a bug)."""
+    """Counts by the field names of `ledger.Ledger`, with 'gap' (above 0: a bug)."""
     quarantined_by_reason: dict[str, int]
     failed_by_reason: dict[str, int]
     num_ready_groups: int
@@ -320,7 +320,7 @@ class Status(Message, frozen=True):
     fidelity_alarm: bool = False
     invalid_messages: dict[str, InvalidMessages] = msgspec.field(default_factory=dict)
     spent_s: dict[str, float] = msgspec.field(default_factory=dict)
-    """Seconds since the start of the service, by `STAGES`."""
+    """Seconds spent in each of `STAGES` since the start of the service."""
 
 
 Request = (

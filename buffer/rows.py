@@ -83,7 +83,7 @@ class RowBytes:
     """The encoded rows of a validated record batch of `SCHEMA`, to be split into blocks."""
 
     def __init__(self, batch: pa.RecordBatch) -> None:
-        """Encode every section for all rows at once, which costs little more than for one row."""
+        """Encode every section for all rows at once, which takes little longer than for one row."""
         column = {name: batch.column(i) for i, name in enumerate(batch.schema.names)}
         flat, bounds = _sections(column)
         headers = np.zeros(batch.num_rows, HEADER)
@@ -93,7 +93,7 @@ class RowBytes:
         headers["flags"] = np.where(column["reference_logprobs"].is_valid().to_numpy(zero_copy_only=False), 1, 0)
         for (name, _), bound in zip(_SECTIONS, bounds, strict=True):
             headers[f"num_{name}"] = np.diff(bound)
-        # View the records as bytes: NumPy copies records field by field.
+        # View the headers as bytes: NumPy would copy structured records field by field, which is slow.
         self._headers = headers.view(np.uint8).reshape(-1, HEADER.itemsize)
         self._sections = [
             (data, (bound * item).tolist())
@@ -110,7 +110,7 @@ class RowBytes:
         else:
             headers = self._headers[list(rows)]
             parts = [data[bound[row] : bound[row + 1]] for data, bound in self._sections for row in rows]
-        headers[:, :8] = np.array(records, "<i8").view(np.uint8).reshape(-1, 8)  # the first field
+        headers[:, :8] = np.array(records, "<i8").view(np.uint8).reshape(-1, 8)  # `record`, the first field
         return [_PREFIX.pack(SCHEMA_VERSION, len(rows)), headers.data.cast("B"), *parts]
 
 
@@ -197,7 +197,7 @@ def text_array(data: bytes, sizes: npt.NDArray[Any]) -> pa.Array:
 
 
 def bounds_of(counts: npt.NDArray[Any] | Sequence[int]) -> npt.NDArray[np.int32]:
-    """Return the Arrow offsets of rows of these lengths (num_rows + 1); ValueError if they exceed 32 bits."""
+    """Return the Arrow offsets of rows of these lengths (num_rows + 1); raise ValueError if they exceed 32 bits."""
     bounds = np.zeros(len(counts) + 1, np.int64)
     np.cumsum(counts, out=bounds[1:])
     if bounds[-1] > np.iinfo(np.int32).max:

@@ -1,11 +1,11 @@
-"""Samplers: which of the eligible groups enter a step.
+"""Samplers, which choose the groups of a step among the eligible groups.
 
 A sampler is a frozen object with one method. It reads the eligible groups from the index, reads no rows, and uses only
 the given random generator, so that a draw is reproducible.
 
     Fifo           groups with the oldest tokens first
     Weighted       at random, in proportion to a weight: `uniform`, `reward_softmax` or `prioritised`
-    OnPolicyShare  a fraction with the newest tokens, the rest by another sampler
+    OnPolicyShare  a fraction of groups with the newest tokens, the rest by another sampler
     FromFile       a user's sampler, with its choices validated
 """
 
@@ -83,7 +83,7 @@ class Weighted:
 
 @dataclass(frozen=True)
 class OnPolicyShare:
-    """Sampler of trajectory balance with asynchrony (TBA): a fraction m with the newest tokens, the rest by another.
+    """Sampler of trajectory balance with asynchrony (TBA): a fraction m of newest groups, the others by `rest`.
 
     m * G is rounded up or down at random, so that the newest groups make up the fraction m on average over steps.
     """
@@ -107,7 +107,7 @@ class FromFile:
     sampler: Sampler
 
     def choose(self, candidates: GroupIndex, num_groups: int, random: Random, taken: Ids = NOTHING) -> list[int]:
-        """Return the sampler's choices; BufferRefused if it raises, or returns too many or unavailable groups."""
+        """Return the sampler's choices; raise BufferRefused if it fails or returns too many or unavailable groups."""
         try:
             chosen = [int(group_id) for group_id in self.sampler.choose(candidates, num_groups, random, taken)]
         except Exception as error:
@@ -115,7 +115,7 @@ class FromFile:
         free = {key.group_id for key in candidates.ready} - taken
         wrong = [group_id for group_id, count in Counter(chosen).items() if count > 1 or group_id not in free]
         if wrong or len(chosen) > num_groups:
-            what = f"group {wrong[0]}, which is taken or not ready" if wrong else f"{len(chosen)} groups"
+            what = f"group {wrong[0]}, which is already drawn or not ready" if wrong else f"{len(chosen)} groups"
             raise BufferRefused(
                 f"{self.setting} chose {what}: return up to {num_groups} different ids from candidates.ready, "
                 "excluding those in taken"
@@ -126,7 +126,7 @@ class FromFile:
 def from_file(key: str, reference: str) -> tuple[Sampler | None, Weight | None]:
     """Return the sampler or the weight function FILE.py:NAME, which `key` refers to.
 
-    UserFileError if the object is neither, or fails on an example group.
+    Raise UserFileError if the object is neither, or fails on an example group.
     """
     found, setting = load_object(reference), f"buffer.{key} = '{reference}'"
     if isinstance(found, type):
@@ -181,7 +181,7 @@ def _checked(setting: str, weight: Weight) -> Weight:
 
 
 def build(config: BufferConfig) -> tuple[Sampler, Weight | None]:
-    """Return the configured sampler and its weight function; UserFileError if a user's file has neither."""
+    """Return the configured sampler and its weight function; raise UserFileError if a user's file has neither."""
     key = "replay_sampler" if config.sampler == "on_policy_share" else "sampler"
     name = getattr(config, key)
     sampler: Sampler | None = Fifo() if name == "fifo" else None

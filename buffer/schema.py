@@ -157,7 +157,7 @@ class Sender(NamedTuple):
 def to_batch(trajectories: Sequence[Trajectory], run_id: str, sender: Sender | None = None) -> pa.RecordBatch:
     """Return trajectories as one record batch of `SCHEMA`; a sender replaces their `actor`, `epoch` and `seq`.
 
-    TypeError if `columns` holds a value that cannot be encoded as JSON.
+    Raise TypeError if `columns` holds a value that cannot be encoded as JSON.
     """
     many = list(trajectories)
     num = len(many)
@@ -194,7 +194,7 @@ def write_stream(batch: pa.RecordBatch) -> memoryview:
 
 @lru_cache(maxsize=8)
 def _metadata_of(schema: pa.Schema) -> pa.Buffer:
-    """Return the schema metadata of our own streams; an equal one need not be parsed."""
+    """Return the schema metadata of our own streams; received metadata that equals it need not be parsed."""
     return pa.ipc.MessageReader.open_stream(_empty_stream(schema)).read_next_message().metadata
 
 
@@ -294,7 +294,7 @@ def all_rows(blocks: Sequence[bytes | memoryview]) -> pa.RecordBatch:
 
 
 def read_prefixes(body: bytes | memoryview) -> Iterator[Prefix]:
-    """Yield the partial rollouts in the body of a grant, in order; BadBody if the body is invalid."""
+    """Yield the partial rollouts in the body of a grant, in order; raise BadBody if the body is invalid."""
     batch = read_stream(body)
     column = {name: batch.column(i) for i, name in enumerate(SCHEMA.names)}
     tokens, token_bounds = rows.flat_values(column["token_ids"])
@@ -314,7 +314,7 @@ def read_prefixes(body: bytes | memoryview) -> Iterator[Prefix]:
 
 
 def with_scores(batch: pa.RecordBatch, scores: Sequence[npt.NDArray[np.float32] | None]) -> pa.RecordBatch:
-    """Return trajectories with these reference log-probabilities; rows with None keep theirs."""
+    """Return trajectories with these reference log-probabilities; rows with score None keep their values."""
     if all(score is None for score in scores):
         return batch
     index = SCHEMA.get_field_index("reference_logprobs")
@@ -351,7 +351,7 @@ def _version_of(schema: pa.Schema) -> str:
 
 
 def _refuse_more(reader: pa.ipc.MessageReader) -> None:
-    """Raise BadBody if a message follows the record batch; it would be dropped silently."""
+    """Raise BadBody if another message follows the record batch; Arrow would ignore it silently."""
     try:
         reader.read_next_message()
     except StopIteration:
@@ -389,7 +389,7 @@ def _first_null(name: str, values: pa.Array) -> str:
 
 
 def is_compressed(metadata: bytes) -> bool:
-    """Return whether a record-batch message declares a compressed body; ValueError if it is not a record batch.
+    """Return whether a record-batch message declares a compressed body; raise ValueError for other messages.
 
     pyarrow decompresses while it reads, so a message of 33 KB could expand to 1 GiB. The metadata, a small flatbuffer
     (Apache Arrow format, Message.fbs), declares the compression; `metadata` excludes its length prefix.

@@ -40,14 +40,14 @@ INBOX_BYTES = 256 * 2**20
 """Limit of unacknowledged bytes of all clients together; bounds the service's memory."""
 _MAX_TURN_MESSAGES = 512
 _MAX_TURN_BYTES = 4 * 2**20
-"""Limits of one turn: with larger ones more messages share an fsync, with smaller ones replies are sent sooner."""
+"""Limits of one turn: larger limits let more messages share an fsync, smaller limits send replies sooner."""
 _MAX_PARKED = 64
 _IDLE_S = 0.2
 """Longest wait for messages, in seconds; bounds how late `stop` is noticed."""
 _WARN_INTERVAL_S = 10.0
 _FULL_PAUSE_S = 1.0
 _FULL_REPORT_S = 5.0
-"""Seconds after a pause for a full disk within which clients have retried their pushes."""
+"""Seconds after a pause for a full disk until clients have retried; the full disk is reported until then."""
 _IDLE_CLIENT_S = 60.0
 _MAX_CREDIT_ROWS = 1536
 _LEAST_CREDIT = p.Credit(64, 2**20)
@@ -112,7 +112,7 @@ class BufferService:
         keys: ServiceKeys | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Open the store. Raises StoreError like `Store`, and if the configuration is inconsistent.
+        """Open the store. Raise StoreError as `Store` does, or if the configuration contradicts `facts`.
 
         `host` is the address to bind; None: a Unix socket. With keys, only holders of the run's client key can connect.
         """
@@ -123,7 +123,7 @@ class BufferService:
         try:
             self._store.read(self._core.leases.restart)
             self._store.read(_refuse_damaged)
-            with suppress(StoreFull):  # a later start then deletes damaged rows
+            with suppress(StoreFull):  # on a full disk, a later start deletes the damaged rows
                 self._store.write(self._core.groups.prompts.load)
         except CorruptRecord as error:
             self._store.close()
@@ -154,7 +154,7 @@ class BufferService:
     def bind(self) -> str:
         """Bind and return the address for clients; reuses the port of the previous service of this folder.
 
-        StoreError if the address is in use or does not exist, or if the port file cannot be written.
+        Raise StoreError if the address is in use or does not exist, or if the port file cannot be written.
         """
         try:
             return self._rpc.bind(self._host, self._folder / PORT)
@@ -162,7 +162,7 @@ class BufferService:
             raise StoreError(str(error)) from error
 
     def serve(self, stop: threading.Event) -> None:
-        """Answer requests until `stop` is set; StoreError if the disk fails. Clients then resend the last turn."""
+        """Answer requests until `stop` is set; raise StoreError if the disk fails. Clients then resend requests."""
         try:
             while not stop.is_set():
                 self.turn()
@@ -267,7 +267,7 @@ class BufferService:
         return arrivals
 
     def _answer(self, tx: Transaction, accepted: Sequence[Accepted]) -> _Answers:
-        """Return all replies of one turn. Runs again if the store grows or is full, so it must only change `tx`."""
+        """Return all replies of one turn. Runs again if the store grows or is full, so it must change only `tx`."""
         outbox: list[_Outgoing] = []
         invalid: list[Invalid] = []
         parked = dict(self._parked)
@@ -360,7 +360,7 @@ class BufferService:
         return None
 
     def _completed(self, message: p.Request, reply: p.Reply) -> p.Reply:
-        """Add the fields that the core cannot set: credit, figures of the store's file, and invalid messages."""
+        """Add the fields that the core cannot set: credit, size and damage of the store, timings, invalid messages."""
         match message, reply:
             case p.Push(), p.PushReply():
                 return replace(reply, credit=self._credits.grant(message.actor, self._clock()))
@@ -437,7 +437,7 @@ def opened(messages: Iterable[Request | Rejected], pushes_wait_for: str) -> list
 
 
 def _refuse_damaged(tx: Transaction) -> None:
-    """Check the tables that are not read at start: a request for a damaged row would end every later service."""
+    """Raise CorruptRecord on damage in tables not read at start: a request for a damaged row would end the service."""
     for table in (tx.returned_prompts, tx.draws, tx.actors):
         for fault in table.damaged():
             raise CorruptRecord(fault)

@@ -1,10 +1,10 @@
-"""Steps: which groups train at which step, and how their state changes afterwards.
+"""Steps: which groups each step trains on, and how their state changes afterwards.
 
-A draw is recorded, so that a repeated request for a step gets the same groups. The random generator is seeded by run,
-step and incarnation. A restarted learner redoes the steps after its checkpoint with the recorded draws, as far as the
-age bound holds: tokens of abandoned versions count at most as the version it resumed from. Later steps are drawn again.
-Uses become final, and records evictable, with a durable checkpoint at or after the step. Each unfinished recorded draw
-holds its groups, so that no other step takes them.
+Draws are recorded, so a repeated request for a step gets the same groups. The random generator is seeded by run, step
+and incarnation. A restarted learner redoes the steps after its checkpoint with the recorded draws, up to the first draw
+beyond the age bound; later steps are drawn again. Tokens of abandoned versions count at most as the version that the
+learner resumed from. Uses become final, and records evictable, with a durable checkpoint at or after the step. Each
+unfinished recorded draw holds its groups, so no other step takes them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MAX_NAMED = 4
 
 
 class Steps:
-    """Draws of groups for steps by the sampler, and the learner's version and step."""
+    """Sampling and recording of each step's groups, and the learner's version and step."""
 
     def __init__(self, facts: RunFacts, groups: Groups, leases: Leases) -> None:
         self._facts, self._contract = facts, facts.contract
@@ -80,7 +80,7 @@ class Steps:
         held = [] if len(chosen) < request.num_groups else self._held_back_by(tx, chosen, request.version)
         if held:
             text += (
-                f" and waits for older ones (on_stale = 'wait'): "
+                f" and waits for older groups (on_stale = 'wait'): "
                 f"{_some([f'group {group_id}' for group_id in held], len(held))}"
             )
         if tx.state.num_set_aside:
@@ -88,7 +88,7 @@ class Steps:
         return f"{text}; {self._open_groups(tx)}"
 
     def begin(self, tx: Transaction, message: BeginIncarnation) -> IncarnationReply:
-        """Begin an incarnation, which ends draining. Idempotent per session; BufferRefused if a newer one began."""
+        """Begin an incarnation and end draining. Idempotent per session; raise BufferRefused if a newer one began."""
         state = tx.state
         sessions = [start.session for start in state.incarnations]
         if message.session in sessions[:-1]:
@@ -109,7 +109,7 @@ class Steps:
             tx.state.published = version if tx.state.published is None else max(tx.state.published, version)
 
     def finish(self, tx: Transaction, message: StepFinished) -> None:
-        """Finish a step: its samples become trained, or filtered if the step was skipped. Idempotent."""
+        """Finish a step: its samples become `trained`, or `filtered` if the step was skipped. Idempotent."""
         state = tx.state
         self._check_incarnation(state, message.incarnation)
         draw = tx.draws.get(message.step) if message.step > 0 else None
@@ -244,7 +244,7 @@ class Steps:
     def _choose_sound(self, tx: Transaction, request: DrawRequest) -> list[int]:
         """Return the sampler's choice; remove too long or damaged samples, and choose again until there are none.
 
-        Groups of equal rewards are set aside before each choice, including those that became so by the removal.
+        Groups of equal rewards are set aside before each choice, even if only the removal made their rewards equal.
         """
         while True:
             self._groups.set_aside_uninformative(tx)
@@ -334,14 +334,14 @@ class Steps:
         state.incarnations.append(Incarnation(message.session, message.version, message.step))
         for group_id in changed:
             index.update(tx, tx.groups.require(group_id))
-        for group_id in index.open:  # the index does not order open groups by age
+        for group_id in index.open:  # no index update: it does not order open groups by age
             group = tx.groups.require(group_id)
             if group.min_version > message.version:
                 group.min_version = message.version
                 tx.groups.put(group, group_id)
 
     def _resume(self, tx: Transaction, message: BeginIncarnation) -> None:
-        """Finish the recorded draws of steps in the checkpoint, and hold later ones, which are to be redone."""
+        """Finish the recorded draws of steps in the checkpoint, and hold later draws, whose steps are to be redone."""
         state = tx.state
         state.version, state.step = message.version, message.step
         for (step,) in list(tx.draws.all_keys()):

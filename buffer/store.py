@@ -55,7 +55,7 @@ class Reader(NamedTuple):
 
 
 def buffer_folder(path: Path) -> Path:
-    """Return the buffer's folder, given that folder or the run's; StoreError if there is none."""
+    """Return the buffer folder at `path` or in the run folder `path`; raise StoreError if there is none."""
     for folder in (path, path / "buffer"):
         if (folder / DATA).exists():
             return folder
@@ -81,7 +81,7 @@ class Store:
         Args:
             folder: folder of the store.
             facts: facts of the run, compared with those of an existing store. None opens any store read-only.
-            durability: "commit" syncs every commit; with "interval" `sync` does, with "os" the operating system.
+            durability: "commit" syncs every commit, "interval" leaves that to calls of `sync`, "os" to the system.
             first_map_size: size of the memory map of a new store, in bytes.
 
         Raises:
@@ -145,8 +145,8 @@ class Store:
         identity = None if stored is None else _identity_decoder.decode(stored)
         if identity is not None and identity.schema_version != SCHEMA_VERSION:
             raise StoreError(
-                f"the buffer in {self.folder} has schema version {identity.schema_version}, and this Leeway reads and "
-                f"writes version {SCHEMA_VERSION}: use the version of Leeway that wrote it, or a new run folder"
+                f"the buffer in {self.folder} has schema version {identity.schema_version}, but this Leeway supports "
+                f"only version {SCHEMA_VERSION}: use the version of Leeway that wrote it, or a new run folder"
             )
         return identity
 
@@ -171,8 +171,8 @@ class Store:
                 raise
             if is_served(self.folder):
                 raise StoreError(
-                    f"the buffer in {self.folder} is being written, and reading it meanwhile requires writing its lock "
-                    "file: obtain write permission on the folder, or wait until the run has ended"
+                    f"the buffer in {self.folder} is being written, so readers must be able to write its lock file: "
+                    "get write permission on the folder, or wait until the run has ended"
                 ) from None
             return opened(lock=False)  # no lock file can be created in the folder, and no service writes there
 
@@ -259,7 +259,7 @@ class Store:
         return True
 
     def read(self, query: Callable[[Transaction], T]) -> T:
-        """Run `query` in a read-only transaction; CorruptRecord if a value that it reads is damaged."""
+        """Run `query` in a read-only transaction; raise CorruptRecord if a value that it reads is damaged."""
         return self._read(lambda txn: query(Transaction(txn, self._dbs, caches=False)))
 
     def _read(self, query: Callable[[lmdb.Transaction], T]) -> T:
@@ -282,7 +282,7 @@ class Store:
             return begin()
 
     def sync(self) -> None:
-        """Sync all commits to disk; StoreError if the disk fails."""
+        """Sync all commits to disk; raise StoreError if the disk fails."""
         try:
             self._env.sync(True)
         except lmdb.Error as error:
@@ -321,7 +321,7 @@ class Store:
 def own(folder: Path) -> int:
     """Lock the folder until the returned descriptor is closed or the process ends; create the folder if missing.
 
-    StoreError if another process owns the folder, or it cannot be used.
+    Raise StoreError if another process owns the folder, or if the folder cannot be created or opened.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)

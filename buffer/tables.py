@@ -35,13 +35,13 @@ class Incarnation(msgspec.Struct, frozen=True):
     version: int
     step: int
     newest: int = 0
-    """The newest version that it can have published; 0 for the current one."""
+    """The newest version that it can have published; 0 for the current incarnation."""
 
 
 class LengthStats(msgspec.Struct):
     """Length statistics of all prompts, as exponentially decayed sums; `leeway.planning.lengths` maintains them.
 
-    Noise and spread start as four groups of 0.2: 16 in 20 samples are within a factor of 2 of the median.
+    Noise and spread start as variances of 0.2 in the log of the length, with the weight of four groups.
     """
 
     num_groups: float = 0.0
@@ -56,11 +56,11 @@ class LengthStats(msgspec.Struct):
     again_versions: float = 0.0
     """Decayed sum of versions between the two groups, weighted as `again_square`."""
     num_predicted: float = 0.0
-    """Groups with a prediction."""
+    """Number of groups with a prediction."""
     num_covered: float = 0.0
-    """Groups whose longest completion was no longer than predicted."""
+    """Number of groups whose longest completion was no longer than predicted."""
     num_late: float = 0.0
-    """Groups predicted to be late on the slowest lane."""
+    """Number of groups predicted to be late on the slowest lane."""
     total_square: float = 0.0
     """Squared deviations of group means from the level."""
     error_square: float = 0.0
@@ -112,7 +112,7 @@ class StoreState(msgspec.Struct):
     pending_draws: dict[int, int] = {}
     """Step drawn but not finished in this incarnation -> its number of groups."""
     num_set_aside: int = 0
-    """Groups of equal rewards set aside since the last draw."""
+    """Number of groups of equal rewards set aside since the last draw."""
     fidelity: Fidelity = msgspec.field(default_factory=Fidelity)
     lengths: LengthStats = msgspec.field(default_factory=LengthStats)
     cursor: int = 0
@@ -142,7 +142,7 @@ class StoreState(msgspec.Struct):
 
     @property
     def length_fidelity(self) -> LengthFidelity:
-        """Differences of trained from generated lengths, and of generated from predicted lengths."""
+        """Differences between lengths used for training and all lengths, and between actual and predicted lengths."""
         stats = self.lengths
         if not stats.num_predicted:
             return self.fidelity.now
@@ -173,7 +173,7 @@ class Use(NamedTuple):
 
     step: int
     version: int
-    """Optimizer steps taken before its last update."""
+    """Number of optimizer steps taken before the last update of this step."""
     incarnation: int
 
 
@@ -276,7 +276,7 @@ class Group(msgspec.Struct):
 
     @property
     def reward_spread(self) -> float:
-        """Standard deviation of the rewards; 0 for fewer than two."""
+        """Standard deviation of the rewards; 0 for fewer than two rewards."""
         known = [reward for reward in self.rewards if reward is not None]
         if len(known) < 2:
             return 0.0
@@ -314,7 +314,7 @@ class DrawRecord(msgspec.Struct):
     finished_by: int = -1
     """The incarnation that finished the step; -1: none yet."""
     is_trained: bool = False
-    """A finished step trained on it and was not skipped."""
+    """True if the step trained on the draw: it finished and was not skipped."""
 
 
 class Actor(msgspec.Struct):

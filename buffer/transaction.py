@@ -87,7 +87,7 @@ class Table(Generic[V]):
         return opened
 
     def view(self, *key: int | str) -> memoryview:
-        """Return a value without copying, valid until the next write or the end; CorruptRecord if it is missing."""
+        """Return a view, valid until the next write or transaction end; raise CorruptRecord if the key is missing."""
         payload = self._payload(_pack(key))
         if payload is None:
             raise self._missing(key)
@@ -270,18 +270,18 @@ class Transaction:
             self.meta.put(encoded, "state")
 
     def find_block(self, record: int) -> tuple[memoryview, dict[int, int]] | None:
-        """Return the block with a record, and its `records_in`; None if there is none. Valid as long as a view.
+        """Return the block with a record, and its `records_in`; None if there is none. Valid as long as `Table.view`.
 
-        CorruptRecord if the block is damaged.
+        Raise CorruptRecord if the block is damaged.
         """
         block = self.records.view_at_or_below(record) if record >= 0 else None
         inside = {} if block is None else records_in(block)
         return None if block is None or record not in inside else (block, inside)
 
     def blocks_of(self, records: Iterable[int]) -> list[memoryview]:
-        """Return the blocks with these records, each once; valid until the next write or the end.
+        """Return the blocks with these records, each once; valid until the next write or the transaction's end.
 
-        CorruptRecord if a record is missing, or its block is damaged.
+        Raise CorruptRecord if a record is missing, or if its block is damaged.
         """
         found: list[memoryview] = []
         held: set[int] = set()

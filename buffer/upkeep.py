@@ -36,7 +36,7 @@ _STALL_S = 1.0
 """Seconds after which a pause of the disk or the machine counts as a stall; a stall must not expire leases."""
 _UNREAD_S = 60.0
 MAX_SENDERS = 64
-"""Maximum number of senders counted individually; further ones are counted together."""
+"""Maximum number of senders counted individually; all further senders are counted together."""
 OTHERS = "others"
 _MAX_CONNECTIONS = 4096
 _MAX_FIRST = 200
@@ -72,7 +72,7 @@ class Upkeep:
         return _WATCH_EVERY_S if self._sync_every_s is None else min(_WATCH_EVERY_S, self._sync_every_s)
 
     def run(self) -> None:
-        """Run the tasks that are due; StoreError if the disk fails."""
+        """Run the tasks that are due; raise StoreError if the disk fails."""
         now = self._clock()
         if self._sync_every_s is not None and now - self._synced_at >= self._sync_every_s:
             self._store.sync()
@@ -198,7 +198,7 @@ class LastSeen:
         """Record that a poll for messages, which started at `since_s` with timeout `wait_s`, has returned."""
         now = self._clock()
         stalled_s = max(since_s - self._polled_at, now - since_s - max(0.0, wait_s))
-        # At most every ten seconds: if every turn is slow, leases must still expire by the messages read so far.
+        # At most once in ten seconds: otherwise leases would never expire if every turn is slow.
         if stalled_s > _STALL_S and now > self._settles_at + 10 * _STALL_S:
             self._settles_at = now + _STALL_S
         self._polled_at = now

@@ -1,4 +1,4 @@
-"""The base of every error that Leeway raises about its input, its files or its services.
+"""Base class of all errors that Leeway raises about its input, files and services.
 
 LeewayError
 ├── ConfigError        launch.errors: a config, an override, or the named run
@@ -12,4 +12,4 @@ LeewayError
 
 
 class LeewayError(Exception):
-    """Base class; the message states what happened, where, and what to do."""
+    """Base class; the message of an error states what happened, where, and how to fix it."""

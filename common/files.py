@@ -35,7 +35,7 @@ def sync(path: Path) -> None:
 
 
 def replace_durably(temporary: Path, path: Path) -> None:
-    """Sync a temporary file or folder (its entries) beside `path` and rename it to `path`, durably."""
+    """Sync a temporary file, or the entries of a temporary folder, and rename it to `path` beside it, durably."""
     sync(temporary)
     temporary.replace(path)
     sync(path.parent)
@@ -52,8 +52,8 @@ def write_durably(path: Path, data: bytes) -> None:
 def write_whole(path: Path, buffers: Iterable[bytes | memoryview], size_bytes: int = 0) -> None:
     """Write a file atomically: other processes never read a partial file.
 
-    Not synced: use it for data that have a checksum and can be written again. With the total `size_bytes`, ext4 writes
-    three times as fast and a full disk raises at once. OSError if it is full or not writable; leaves no temporary file.
+    It does not sync: the data must have a checksum and be replaceable. With the total `size_bytes`, ext4 writes three
+    times as fast and a full disk raises at once. On OSError (disk full or not writable), no temporary file remains.
     """
     with _whole_file(path, 0o666) as descriptor:
         if size_bytes:
@@ -64,14 +64,14 @@ def write_whole(path: Path, buffers: Iterable[bytes | memoryview], size_bytes: i
 
 @contextlib.contextmanager
 def private_file(path: Path) -> Iterator[BinaryIO]:
-    """Open a file with mode 0600 that gets its final name at the end of the block; atomic as `write_whole`."""
+    """Open a file with mode 0600 that gets its final name at the end of the block; atomic, like `write_whole`."""
     with _whole_file(path, 0o600) as descriptor, os.fdopen(descriptor, "wb", closefd=False) as file:
         yield file
 
 
 @contextlib.contextmanager
 def _whole_file(path: Path, mode: int) -> Iterator[int]:
-    if path.exists() and not path.is_file():  # do not replace a device
+    if path.exists() and not path.is_file():  # the rename below would replace a device, such as /dev/null
         raise OSError(errno.EINVAL, "not a regular file", str(path))
     temporary = temporary_beside(path)
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
@@ -116,7 +116,7 @@ def mapped(path: Path) -> memoryview:
 def try_lock(file: int | BinaryIO, *, shared: bool = False, limit_s: float = 0.0) -> bool:
     """Lock a file or folder until it is closed or this process exits; False if it is still locked after `limit_s`.
 
-    NoLocks if its file system does not support locks.
+    Raise NoLocks if the file system does not support locks.
     """
     deadline = time.monotonic() + limit_s
     while True:

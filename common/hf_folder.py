@@ -2,8 +2,8 @@
 
 config.json                        model type and hyperparameters
 generation_config.json             end-of-sequence tokens; take precedence over those in config.json
-model.safetensors                  the weights; or several such files, and
-model.safetensors.index.json       an index that maps tensors to them
+model.safetensors                  the weights, if they are in one file
+model.safetensors.index.json       maps each tensor to its file, if there are several weight files
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SINGLE_NAME = "model.safetensors"
 EMBEDDING_SUFFIX = "embed_tokens.weight"
 HEAD = "lm_head.weight"
 UNTIED_MARK = "leeway_untied"
-"""Key in the config.json of an untied copy, whose source ties the head to the embedding."""
+"""Key in config.json that marks an untied copy of a model whose head is tied to the embedding."""
 
 _TIED_BY_DEFAULT = "gemma"
 """Prefix of model types whose head Transformers ties unless config.json sets tie_word_embeddings = false."""
@@ -43,7 +43,7 @@ _ITEM_BYTES = {
     **dict.fromkeys(("BF16", "F16", "I16", "U16"), 2),
     **dict.fromkeys(("I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2"), 1),
 }
-"""Bytes per value by dtype code in a header; the sizes of other dtypes are not checked."""
+"""Bytes per value, by dtype code in a safetensors header; tensors of other dtypes are not checked for size."""
 _LENGTH = struct.Struct("<Q")
 _MAX_HEADER_BYTES = 100 * 2**20
 
@@ -100,12 +100,12 @@ def check_model_folder(path: Path) -> ModelFacts:
     if eos_token_ids and (len(in_vocabulary) < len(eos_token_ids) or not any(in_vocabulary)):
         raise ModelFolderError(
             f"model {path}: eos_token_id = {', '.join(map(str, eos_token_ids))} is not in the vocabulary of "
-            f"{vocab_size} tokens; correct it or vocab_size"
+            f"{vocab_size} tokens; correct eos_token_id or vocab_size"
         )
     if not eos_token_ids:
         raise ModelFolderError(
             f"model {path}: neither {CONFIG_NAME} nor generation_config.json sets eos_token_id, "
-            "so no completion could end; add it"
+            "so completions would never end; add it to one of them"
         )
     return ModelFacts(
         vocab_size=vocab_size,
@@ -147,7 +147,7 @@ def read_object(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ModelFolderError(f"{path} is not valid JSON: {error}; download the file again") from error
     if not isinstance(content, dict):
-        raise ModelFolderError(f"{path}: expected a JSON object, got {type(content).__name__}")
+        raise ModelFolderError(f"{path}: expected a JSON object, got {type(content).__name__}; download the file again")
     return content
 
 
@@ -175,7 +175,7 @@ def pack_header(tensors: Mapping[str, StoredTensor]) -> bytes:
 
 
 def parse_header(data: memoryview) -> tuple[int, dict[str, StoredTensor]]:
-    """Return the offset of the data and the entry of each tensor; ValueError if the file is invalid or cut."""
+    """Return the offset of the data and the entry of each tensor; ValueError if the file is invalid or truncated."""
     try:
         (length,) = _LENGTH.unpack_from(data)
         if length > min(_MAX_HEADER_BYTES, len(data) - _LENGTH.size):
@@ -225,15 +225,15 @@ def stored_tensors(path: Path) -> dict[str, StoredTensor]:
 
 def damaged(path: Path, error: Exception) -> ModelFolderError:
     return ModelFolderError(
-        f"cannot read {path} ({path.stat().st_size} bytes) as safetensors: {error}. It is cut, damaged or only a "
-        "pointer file; download the file again"
+        f"cannot read {path} ({path.stat().st_size} bytes) as safetensors: {error}. It is truncated, damaged, or "
+        "only a Git LFS pointer; download the file again"
     )
 
 
 def tensors_by_file(folder: Path) -> dict[Path, dict[str, StoredTensor]]:
     """Return the tensors of every *.safetensors file in a folder, or of those that its index lists.
 
-    Some models contain two layouts; Transformers reads the one with the index. ModelFolderError if a file is damaged.
+    Some folders hold the weights in two layouts; Transformers uses the index. ModelFolderError if a file is damaged.
     """
     paths = set(folder.glob("*.safetensors"))
     if (folder / INDEX_NAME).exists():
@@ -254,7 +254,7 @@ def tensor_in(path: Path, name: str) -> tuple[StoredTensor, memoryview]:
 
 
 def file_of_each_tensor(folder: Path) -> dict[str, str]:
-    """Return the file of every tensor of a checkpoint.
+    """Return the file name of each tensor in a checkpoint.
 
     Raises:
         FileNotFoundError: the folder has no safetensors checkpoint.
@@ -285,9 +285,9 @@ def shard_name(number: int, num_shards: int) -> str:
 
 
 def complete_folder(folder: Path, model_path: Path, num_shards: int, dtype: str) -> None:
-    """Write index, config and tokenizer files of an exported folder once all shards are written.
+    """Write the index, config and tokenizer files of an exported folder; call it once all shards are written.
 
-    Files other than weights are copied from the checkpoint from which training started.
+    All files except weights are copied from the checkpoint from which training started.
     """
     for file in sorted(model_path.iterdir()):
         if file.is_file() and not file.name.endswith(_WEIGHT_SUFFIXES) and file.stat().st_size <= _LARGEST_COPY_BYTES:

@@ -24,27 +24,27 @@ R = TypeVar("R")
 
 _PROC = Path("/proc/self")
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-"""Options of mallopt(3): free bytes above which memory is returned; size from which a block gets its own mapping."""
+"""Options of mallopt(3): maximum free bytes kept at the heap's end; minimum size of a block with its own mapping."""
 
 
-_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # the first one also advances during suspend
+_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # CLOCK_BOOTTIME also advances during suspend
 _EPOCH_S = float(os.environ.setdefault("LEEWAY_EPOCH_S", repr(time.time() - time.clock_gettime(_CLOCK))))
 
 
 def wall_time() -> float:
-    """Return seconds since the Unix epoch by a monotonic clock, shared with all child processes."""
+    """Return seconds since the Unix epoch, from a monotonic clock that all child processes share."""
     return _EPOCH_S + time.clock_gettime(_CLOCK)
 
 
 class ThreadsExhausted(RuntimeError):
-    """All allowed threads are in calls that have not returned."""
+    """The maximum number of threads is reached: none of their calls has returned."""
 
 
 class DaemonThreads:
-    """Runs each call in its own daemon thread, which never blocks the exit of the process.
+    """Pool that runs each call in its own daemon thread, which never blocks the exit of the process.
 
-    `ThreadPoolExecutor` joins its threads at exit. An abandoned call keeps its thread until it returns; meanwhile other
-    calls can start, up to the limit.
+    `ThreadPoolExecutor`, in contrast, joins its threads at exit. An abandoned call keeps its thread until it returns;
+    meanwhile other calls can start, up to `max_threads` in total.
     """
 
     def __init__(self, name: str, max_threads: int) -> None:
@@ -61,7 +61,7 @@ class DaemonThreads:
         with self._lock:
             if self._num_running >= self.max_threads:
                 raise ThreadsExhausted(f"{self.max_threads} calls of {self.name} are still running")
-            thread.start()  # may fail, so count it afterwards; it cannot finish before the lock is released
+            thread.start()  # may raise, so count it afterwards; its `_end` waits for the lock
             self._num_running += 1
         return future
 
@@ -74,7 +74,7 @@ class DaemonThreads:
             return
         try:
             result = call()
-        except BaseException as error:  # passed to the caller through the future
+        except BaseException as error:  # the future passes it to the caller
             self._end()
             # SystemExit must not stop the event loop, and an asyncio future rejects StopIteration
             is_carried = isinstance(error, Exception) and not isinstance(error, StopIteration)
@@ -89,7 +89,7 @@ class DaemonThreads:
 
 
 def address_of(host: str, limit_s: float = 10.0) -> str:
-    """Return the numeric address of a host; OSError or UnicodeError if its name does not resolve, or not in time."""
+    """Return the numeric address of a host; OSError or UnicodeError if its name does not resolve within `limit_s`."""
     host = "0.0.0.0" if host == "*" else host.strip("[]")
     return str(DaemonThreads("resolve", 1).submit(socket.getaddrinfo, host, None).result(limit_s)[0][4][0])
 
@@ -99,9 +99,9 @@ def threads_of(cpus: float) -> int:
 
 
 def cgroup_values(controller: str, *choices: tuple[str, ...]) -> Iterator[tuple[Path, list[int]]]:
-    """Yield the values in files of each control group of this process, up to the mounted root: all limits apply.
+    """Yield file values of this process's control group and its ancestors, up to the mounted root: all limits apply.
 
-    `choices` are the file names in each version of control groups.
+    `choices` lists the file names for each version of control groups.
     """
     with contextlib.suppress(OSError, ValueError):  # a kernel without control groups
         groups = [line.split(":", 2)[1:] for line in (_PROC / "cgroup").read_text().splitlines()]
@@ -110,23 +110,23 @@ def cgroup_values(controller: str, *choices: tuple[str, ...]) -> Iterator[tuple[
             is_version_2 = kind == "cgroup2" and not names
             if not is_version_2 and not {controller} <= {*names.split(",")} & {*options.split(",")}:
                 continue
-            # a group outside the mount, as in a container, appears as the mounted root
+            # in a container, the group's path can be outside the mount: the mounted root is then the group
             is_inside = Path(path).is_relative_to(root) and ".." not in path
             own = Path(point, Path(path).relative_to(root) if is_inside else "")
             for folder, files in product([each for each in (own, *own.parents) if each.is_relative_to(point)], choices):
-                with contextlib.suppress(OSError, ValueError):  # the other version, or "max": no limit
+                with contextlib.suppress(OSError, ValueError):  # a file of the other version, or "max" (no limit)
                     yield folder, [int(word) for name in files for word in (folder / name).read_text().split()]
 
 
 def usable_cpus() -> int:
-    """Return the number of CPUs this process may use, by machine, affinity and control groups."""
+    """Return the number of CPUs that this process may use: the minimum over machine, affinity and control groups."""
     quotas = cgroup_values("cpu", ("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us"))
     allowed = [-(-quota // period) for _, (quota, period) in quotas if quota > 0]
     return min(os.cpu_count() or 1, len(os.sched_getaffinity(0)), *allowed)
 
 
 def memory_left() -> int:
-    """Return the bytes of memory left to this process by its control groups; 2**62 without a limit."""
+    """Return the bytes of memory that this process's control groups still allow; 2**62 without a limit."""
     left = 2**62
     choices = [("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")]
     for folder, (limit, taken) in cgroup_values("memory", *choices):
@@ -139,7 +139,7 @@ def memory_left() -> int:
 
 @contextlib.contextmanager
 def gc_disabled() -> Iterator[None]:
-    """Disable the garbage collector within the block; cuts the import time of vLLM alone to three quarters."""
+    """Disable the garbage collector within the block; this shortens the import of vLLM by a quarter."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -152,7 +152,7 @@ def gc_disabled() -> Iterator[None]:
 def keep_freed_memory(*, largest: int = 2**30, most: int = 2**31 - 1) -> None:
     """Keep freed memory for reuse instead of returning it to the system, if libc supports it (glibc, not musl).
 
-    Keeps blocks of up to `largest` bytes, and up to `most` bytes (a C int) at the end of the heap.
+    Freed blocks of up to `largest` bytes are kept, and up to `most` free bytes (a C int) at the end of the heap.
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):

@@ -3,8 +3,8 @@
 RunFacts     identity of the run: the same at every start, and stored in its buffer
 RunContext   parameters of the current start: config, facts, folders, addresses and keys
 
-Values that a section of the config leaves open and several processes must agree on, such as the staleness contract, are
-resolved here. Each package defines a Protocol of the sections that it reads.
+This module resolves values that the config leaves open and on which several processes must agree, such as the staleness
+contract. Each package defines a Protocol of the sections that it reads.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ C = TypeVar("C", covariant=True)
 
 
 STARTUP_S = 1800.0
-"""Timeout for all roles to become ready, and for the export of the model. A large model loads for 20 minutes, and an
-engine that starts cold on a GPU then compiles and captures graphs. A role that exits meanwhile is detected at once."""
+"""Timeout for all roles to become ready, and for the export of the model. Loading a large model takes 20 minutes, and a
+GPU engine without a cache then compiles and captures graphs. The exit of a role meanwhile is detected at once."""
 
 
 class RunFacts(BaseModel):
@@ -34,17 +34,17 @@ class RunFacts(BaseModel):
     run_id: str
     seed: int = Field(description="Seed of the order of prompts.")
     num_prompts: PositiveInt = Field(description="Size of the training set; prompt ids are 0..num_prompts-1.")
-    group_size: PositiveInt = Field(description="K, samples per prompt.")
-    groups_per_step: PositiveInt = Field(description="G, groups per step.")
+    group_size: PositiveInt = Field(description="K, number of samples per prompt.")
+    groups_per_step: PositiveInt = Field(description="G, number of groups per step.")
     updates_per_step: PositiveInt = Field(
-        default=1, description="M, optimizer steps on the groups of one step; each creates a policy version."
+        default=1, description="M, number of optimizer steps on the groups of one step; each creates a policy version."
     )
-    vocab_size: PositiveInt = Field(description="Token ids are below this.")
+    vocab_size: PositiveInt = Field(description="Size of the vocabulary; token ids are 0..vocab_size-1.")
     max_tokens: PositiveInt = Field(
-        description="Maximum tokens of prompt plus completion that the buffer accepts; may change later."
+        description="Maximum number of tokens, prompt plus completion, of a stored sample; may change later."
     )
     token_budget: PositiveInt | None = Field(
-        default=None, description="Maximum tokens that the learner can train; may change later. None: max_tokens."
+        default=None, description="Maximum tokens of a sample used for training; may change later. None: max_tokens."
     )
     correct_at: float = Field(default=1.0, description="Minimum reward of a sample that counts as a success.")
     staleness: StalenessConfig
@@ -61,7 +61,7 @@ class RunFacts(BaseModel):
 
 @dataclass(frozen=True, kw_only=True)
 class RunContext(Generic[C]):
-    """Parameters of the current start of a run. Can be sent to another machine; names no folders of that machine."""
+    """Parameters of the current start of a run. It can be sent to another machine; no path depends on the receiver."""
 
     config: C
     """Sections of the config; for an actor, `actors` is the section of its pool."""
@@ -71,13 +71,13 @@ class RunContext(Generic[C]):
     weights_folder: Path
     """Folder of the weight store, on the same machine."""
     model_path: Path
-    """Checkpoint to train; its tokenizer encodes the prompts."""
+    """Checkpoint from which training starts; its tokenizer encodes the prompts."""
     reference_paths: tuple[Path, ...]
     """Checkpoints of the frozen reference model, or of the teachers."""
     teacher_of_prompt: bytes = b""
     """Index of the teacher of each prompt, by prompt id; empty without teachers."""
     temperature: float
-    """Sampling temperature: log-probabilities are those of logits / temperature."""
+    """Sampling temperature; log-probabilities are computed from logits / temperature."""
     serving_dtypes: tuple[str, ...]
     """Dtypes in which actors serve."""
     startup_timeout_s: float

@@ -1,18 +1,18 @@
-"""The folder that engines load: the model's, or, if its head is tied, an untied copy shared by all runs.
+"""Folder from which engines load the model: its own folder, or, if its head is tied, an untied copy for all runs.
 
-A head tied to the embedding does not survive an in-flight update: vLLM's reload on CPU keeps the old head, and only
-logs this. vLLM caches compiled code by the path of a model, so the copy has the same path in all runs:
+An in-flight update does not reach a head that is tied to the embedding: vLLM's reload on CPU keeps the old head, and
+only logs a message. vLLM caches compiled code by the path of a model, so the copy has the same path in all runs:
 
     ~/.cache/leeway/serving_models/     or XDG_CACHE_HOME/leeway/serving_models
       making.lock                       held by the process that creates a copy
-      llama-0123456789abcdef/           copy of the model at one path, with one embedding
+      llama-0123456789abcdef/           copy of one model: one path, config and embedding
         config.json                     declares that the head is not tied
         lm_head.safetensors             a second copy of the embedding
         model.safetensors.index.json    maps tensors to files
         ...                             links to all other files of the model
 
-Every host creates its own copies. Each takes the disk space of a head, and none is removed. If none can be created
-there, the copy is created in the run folder.
+Every host creates its own copies. A copy takes as much disk space as the head, and is never removed. If this folder is
+not writable, the copy is created in the run folder.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ from leeway.common.hf_folder import (
 )
 
 MAKING_LIMIT_S = 120.0
-"""Timeout for another process that creates a copy, which takes seconds."""
+"""Timeout of the wait for another process that creates a copy; creation takes seconds."""
 _BODY_NAME = "model_body.safetensors"
-"""Name of model.safetensors in a copy, because readers prefer the original name to the index."""
+"""Name of model.safetensors in a copy. Under its original name, readers would prefer it to the index."""
 _HEAD_NAME = "lm_head.safetensors"
 
 _log = logging.getLogger(__name__)
@@ -65,11 +65,11 @@ def serving_models() -> Path:
 def prepare_serving_model(model_path: Path, spare: Path) -> Path:
     """Return the folder that actors serve: `model_path` itself, or an untied copy if its head is tied.
 
-    An existing copy is compared with the model, and replaced if it is damaged. If none can be created in
-    `serving_models`, one is created in `spare`.
+    An existing copy is compared with the model, and replaced if it is damaged. If the folder `serving_models` is not
+    usable, the copy is created in `spare`.
 
     Raises:
-        ModelFolderError: the checkpoint is incomplete, has no embedding, or is tied but holds a different head.
+        ModelFolderError: the checkpoint is incomplete, has no embedding, or has a tied head that differs from it.
         OSError: the copy cannot be created in `spare` either.
     """
     if not check_model_folder(model_path).tied:
@@ -79,8 +79,8 @@ def prepare_serving_model(model_path: Path, spare: Path) -> Path:
         return _copy_in(serving_models(), model)
     except (OSError, RuntimeError) as error:
         _log.warning(
-            f"cannot cache an untied copy of {model_path} for later runs ({error}): this run uses its own in {spare}, "
-            "and its engines cannot reuse code compiled in other runs; set XDG_CACHE_HOME to a writable folder"
+            f"cannot cache an untied copy of {model_path} for later runs ({error}): this run creates one in {spare}, "
+            "so its engines cannot reuse code compiled in other runs; set XDG_CACHE_HOME to a writable folder"
         )
     return _copy_in(spare, model, may_copy=True)
 
@@ -111,7 +111,7 @@ class _TiedModel:
 
     @classmethod
     def read(cls, folder: Path) -> _TiedModel:
-        """Read the contents of a copy; ModelFolderError if the model has a head that differs from its embedding."""
+        """Read the config, tensors and embedding of a model; ModelFolderError if its head differs from the latter."""
         files = tensors_by_file(folder)
         files_by_name = {name: path for path, tensors in files.items() for name in tensors}
         embeddings = [name for name in files_by_name if name.endswith((EMBEDDING_SUFFIX, "wte.weight"))]
@@ -133,7 +133,7 @@ class _TiedModel:
 
     @property
     def identity(self) -> str:
-        """Model type and digest; depends on the path, config, layout of the files, and embedding."""
+        """Model type, and a digest of the model's path, config, file layout and embedding."""
         headers = {path.name: tensors for path, tensors in self.files.items()}
         content = json.dumps([self._linked, self.config, headers, self.digest], sort_keys=True, default=str)
         return f"{self.config.get('model_type', 'model')}-{hashlib.sha256(content.encode()).hexdigest()[:16]}"
@@ -161,7 +161,7 @@ class _TiedModel:
             return False
 
     def copy_to(self, copy: Path, may_copy: bool) -> None:
-        """Create a copy atomically, also in case of a power cut. Requires the lock of its parent folder."""
+        """Create a copy that is complete or absent after a power cut. The caller holds the parent folder's lock."""
         unfinished = copy.with_name(f".{copy.name}.unfinished")
         unfinished.mkdir()
         try:
@@ -178,7 +178,7 @@ class _TiedModel:
             write_config(unfinished, self._untied)
             for name in (INDEX_NAME, CONFIG_NAME):
                 sync(unfinished / name)
-            shutil.rmtree(copy, ignore_errors=True)  # a damaged copy
+            shutil.rmtree(copy, ignore_errors=True)  # if it exists, it is damaged
             replace_durably(unfinished, copy)
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)

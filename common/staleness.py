@@ -1,20 +1,20 @@
 """The staleness contract: one object shared by actors, buffer and learner.
 
-A version counts optimizer steps, here called updates: a step trains one draw in one or more updates. A token sampled at
-version u and trained at version v has lag v - u. The rules about lag, and their callers:
+A version is a number of optimizer steps, here called updates: a step trains on one draw, in one or more updates.
+A token sampled at version u and used for training at version v has lag v - u. The rules about lag, and their callers:
 
     StalenessContract (G groups per step, M updates per step)
-        bound           maximum lag of a trained token
+        bound           maximum lag of a token used for training
         admit           whether another group may start                             buffer.leases
         min_version     oldest version that may start a request of a lease          buffer.leases
         select          groups that the step beginning at version v may use         buffer.steps
         evict           groups past the bound at version v                          buffer.steps, buffer.leases
         held_back       open groups that the step must wait for                     buffer.steps
         may_start       whether an actor may start a request on its served weights  actors.weights
-        check_trained   final check before tokens are trained                       learner.coordinator
+        check_trained   final check before an update uses tokens                    learner.coordinator
 
-They use `capacity`, `latest_version`, `usable` and `steps_left`. The caller counts the outstanding groups; no other
-module has rules about lag. docs/staleness.md has the proof. This module does not import torch.
+These rules use `capacity`, `latest_version`, `usable` and `steps_left`. The caller counts the outstanding groups; no
+other module has rules about lag. docs/staleness.md has the proof. The module must not import torch: services import it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pydantic import BaseModel, ConfigDict, model_validator
 
 from leeway.common.user_input import Knob
 
-_BOUND = "the buffer admitted prompts under it, and applies it to stored samples and recorded draws"
+_BOUND = "the buffer admitted prompts by these rules and applies them to stored samples and recorded draws"
 Unbounded = Literal["unbounded"]
 UNBOUNDED_STEPS = 4
 """Number of steps whose groups may be outstanding if `max_lag` is unbounded."""
@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 
 class StaleTokens(ValueError):
-    """Tokens past the bound reached the learner, because an earlier rule was violated."""
+    """Tokens whose lag exceeds the bound reached the learner, so an earlier check has failed."""
 
 
 class PolicyVersion(NamedTuple):
@@ -62,7 +62,7 @@ class PolicyVersion(NamedTuple):
 
 
 def effective_version(sampled: PolicyVersion, resumed_at: Mapping[int, int]) -> int:
-    """Return the version u from which the lag of a token is computed after learner restarts.
+    """Return the version u from which the lag of a token is computed, taking learner restarts into account.
 
     A restart abandons every version after its checkpoint. So u of a token from an earlier incarnation is at most the
     version from which each later incarnation resumed, given by `resumed_at`.
@@ -78,21 +78,21 @@ class StalenessConfig(BaseModel):
 
     max_lag: int | Unbounded = Knob(
         4,
-        "Maximum lag of a trained token, in versions; 0 is synchronous, 'unbounded' is for replay.",
+        "Maximum lag of tokens used for training, in versions; 0 is synchronous, 'unbounded' is for replay.",
         basic=True,
         fixed=_BOUND,
     )
     max_actor_lag: int | None = Knob(
         None,
-        "Versions that an actor may be behind the published weights when it starts a request. Unset: 1, or 0 if "
-        "1 exceeds max_lag or prevents overlap.",
+        "Maximum number of versions that an actor is behind the published weights when a request starts. Unset: 1, or "
+        "0 if 1 exceeds max_lag or prevents overlap.",
         fixed=_BOUND,
         ge=0,
     )
     publish_every: int = Knob(1, "Optimizer steps between publications of weights.", basic=True, fixed=_BOUND, ge=1)
     on_stale: Literal["drop", "wait"] = Knob(
         "drop",
-        "A group about to exceed max_lag: 'drop' it and lease its prompt again, or 'wait' for it.",
+        "'drop' groups about to exceed max_lag and lease their prompts again, or 'wait' for them.",
         basic=True,
         fixed=_BOUND,
     )
@@ -104,7 +104,7 @@ class StalenessConfig(BaseModel):
         if self.max_lag == "unbounded":
             return 1
         room = self.max_lag - (self.publish_every - 1) + 1  # in versions; a step takes updates_per_step of them
-        # an actor lag of 1 must not use up the only step that can be in flight besides the one in progress
+        # with an actor lag of 1, no step could be in flight besides the one in progress: generation would stall
         costs_the_overlap = room // updates_per_step >= 2 > (room - 1) // updates_per_step
         return 0 if room <= updates_per_step or costs_the_overlap else 1
 
@@ -132,7 +132,7 @@ class StalenessConfig(BaseModel):
 
 
 class StalenessContract:
-    """Rules of admission and use of groups, which guarantee that no trained token exceeds `max_lag`.
+    """Rules for the admission and use of groups; no token used for training has a lag above `max_lag`.
 
     Why groups rarely reach the bound: let G groups enter each step, let a step have M updates, and let
     S = floor((max_lag - max_actor_lag - (publish_every - 1) + 1) / M) - 1. A group is admitted only while
@@ -151,12 +151,12 @@ class StalenessContract:
         """
         for name, value in (("groups_per_step", groups_per_step), ("updates_per_step", updates_per_step)):
             if value < 1:
-                raise ValueError(f"{name} = {value}: a step needs at least one")
+                raise ValueError(f"{name} = {value}: expected at least 1")
         self.config = config
         self.groups_per_step = groups_per_step
         self.updates_per_step = updates_per_step
         self.actor_lag = config.actor_lag_for(updates_per_step)
-        """A: maximum versions behind the newest published one at which a request of a lease may start."""
+        """A: maximum number of versions that weights are behind the published ones when a leased request starts."""
         if config.max_lag != "unbounded" and config.max_lag < self.least:
             fresh = self.least - (updates_per_step - 1)
             raise ValueError(
@@ -194,14 +194,14 @@ class StalenessContract:
         """Return why another group may not start; '' if it may.
 
         There are two checks. The capacity assumes that weights are published when due. The second check accounts for
-        late publication: the step after all outstanding ones would use the group, with tokens as old as `min_version`,
-        and the group must be usable there. With max_lag = 0 this blocks admission between the end of a step and its
-        publication.
+        late publication: the group would enter the step after all outstanding groups, with tokens as old as
+        `min_version`, and must be usable in that step. With max_lag = 0 this blocks admission between the end of a step
+        and its publication.
 
         Args:
             outstanding: groups in flight, waiting, or drawn for an unfinished step.
             version: version of the learner after its finished steps.
-            published: the newest published version; the `effective_version` if it was abandoned.
+            published: the newest published version, or its `effective_version` if it was abandoned.
             allowed: the lag that the learner allows for new groups (`leeway.learner.lag_control`); None: `max_lag`.
         """
         bound = self.admitted_lag(allowed)
@@ -210,7 +210,7 @@ class StalenessContract:
             return f"{outstanding} groups are outstanding, the maximum for {limit}"
         begins_at = self.latest_version(version, outstanding // self.groups_per_step)
         if not self._is_within(bound, self.min_version(published), begins_at):
-            return f"the learner is at version {version}, the newest published is {published}"
+            return f"the learner is at version {version}, but the newest published version is {published}"
         return ""
 
     def min_version(self, published: int) -> int:
@@ -234,7 +234,7 @@ class StalenessContract:
             yield group
 
     def held_back(self, chosen: Iterable[int], left: Iterable[int], still_open: Iterable[int]) -> list[int]:
-        """Return the open groups that a step must wait for, as the function `held_back`; none if on_stale = "drop"."""
+        """Return the open groups that a step must wait for (see function `held_back`); none if on_stale = "drop"."""
         if self.config.on_stale != "wait":
             return []
         return held_back(chosen, left, still_open, self.groups_per_step)
@@ -254,9 +254,9 @@ class StalenessContract:
         return bound is None or version + self.updates_per_step - 1 - oldest <= bound
 
     def steps_left(self, oldest: int, version: int) -> int | None:
-        """Return how many steps after the one beginning at `version` could still use the group, if none is skipped.
+        """Return how many steps after the one beginning at `version` may use the group, assuming no skipped updates.
 
-        Negative if that step may not use it either; None without a bound.
+        The result is negative if the step beginning at `version` may not use it either, and None without a bound.
         """
         bound = self.bound()
         if bound is None:
@@ -264,7 +264,7 @@ class StalenessContract:
         latest_start = oldest + bound - (self.updates_per_step - 1)
         return (latest_start - version) // self.updates_per_step
 
-    # --- actors, and the final check of the learner ----------------------------------------------
+    # --- checks by actors, and the final check by the learner ------------------------------------
 
     def is_behind(self, served: PolicyVersion, newest: PolicyVersion) -> bool:
         """Return whether an actor serving `served` is too far behind the newest published version it has received.
@@ -281,18 +281,18 @@ class StalenessContract:
         Args:
             served: the version that the engine samples with now.
             newest: the newest published version received; at least the one sent with the lease.
-            min_version: minimum version of the lease. If it is above `newest`, its incarnation was abandoned since, and
+            min_version: minimum version of the lease. If it is above `newest`, its incarnation has been abandoned, and
                 the newest weights are sufficient.
         """
         return served.version >= min(min_version, newest.version) and not self.is_behind(served, newest)
 
     def check_trained(self, version: int, lag: int) -> None:
-        """Raise StaleTokens if the update that begins at `version` would train tokens with a lag above `max_lag`."""
+        """Raise StaleTokens if the update beginning at `version` would train on tokens with a lag above `max_lag`."""
         bound = self.bound()
         if bound is not None and lag > bound:
             raise StaleTokens(
                 f"the update at version {version} received tokens with a lag of {lag} versions, but max_lag = "
-                f"{bound}: the buffer should not have drawn them. They were not trained. Check that "
+                f"{bound}: the buffer should not have drawn them. The learner did not train on them. Check that "
                 "the buffer service and the learner run with the same [weight_sync], then restart the learner"
             )
 
@@ -300,9 +300,9 @@ class StalenessContract:
 def held_back(chosen: Iterable[int], left: Iterable[int], still_open: Iterable[int], groups_per_step: int) -> list[int]:
     """Return the open groups that a step must wait for, so that no group passes the bound (on_stale = "wait").
 
-    After this step, at most G of the remaining groups are used per step: the i-th of them 1 + i // G steps later. If
-    one is due before that, every open group due no later than it must enter this step, in place of a chosen group due
-    later. Groups that no step may use any more are ignored.
+    After this step, at most G of the remaining groups are used per step: the i-th of them 1 + i // G steps later. If a
+    group is due before that, each open group that is due no later than it must enter this step and replace a chosen
+    group that is due later. Groups that no step may use any more are ignored.
 
     Args:
         chosen: `steps_left` of the complete groups that the step would use.

@@ -37,7 +37,7 @@ def Knob(default: Any = ..., text: str = "", *, basic: bool = False, fixed: str 
         default: default value; `...` if the key is required.
         text: description, as shown in docs/config.md.
         basic: whether most users set the key.
-        fixed: why a resumed run must not change it; "" if it may although its section may not; None: as its section.
+        fixed: why a resumed run must not change the key; "" if it may, unlike its section; None: same as its section.
         limits: constraints on the value, passed to `pydantic.Field`.
     """
     return Field(default, description=text, json_schema_extra={"basic": basic, "fixed": fixed}, **limits)
@@ -72,8 +72,8 @@ def load_object(reference: str) -> object:
     path, name = split(reference)
     module = imported(path)
     if not hasattr(module, name):
-        own = sorted(each for each in vars(module) if not each.startswith("_"))
-        raise UserFileError(f"'{reference}': the file does not define '{name}', but {', '.join(own) or 'no name'}")
+        own = ", ".join(sorted(each for each in vars(module) if not each.startswith("_"))) or "no name"
+        raise UserFileError(f"'{reference}': the file does not define '{name}'; it defines {own}")
     return getattr(module, name)
 
 
@@ -91,7 +91,7 @@ def imported(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # before execution, because dataclasses look up their module by name
     this, exit_now = os.getpid(), os._exit
-    os._exit = sys.exit  # type: ignore[assignment]  # it would exit this process without an error
+    os._exit = sys.exit  # type: ignore[assignment]  # a call in the file would end this process without an error
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # user code may raise anything
@@ -102,7 +102,7 @@ def imported(path: Path) -> ModuleType:
             if os.getpid() != this:
                 exit_now(status)  # a process that the file forked exits as intended
             how = f"exited the process with status {status}{f': {error}' if isinstance(error.code, str) else ''}"
-        raise UserFileError(f"importing {path} {how}; on host {socket.gethostname()}") from error
+        raise UserFileError(f"importing {path} {how} (on host {socket.gethostname()})") from error
     finally:
         os._exit = exit_now
     return module
@@ -110,7 +110,7 @@ def imported(path: Path) -> ModuleType:
 
 @contextlib.contextmanager
 def user_code_errors(setting: str) -> Iterator[None]:
-    """Convert exceptions of user code, named by `setting` (`KEY = 'FILE.py:NAME'`), to UserFileError with its line."""
+    """Convert exceptions of user code, named by `setting` (`KEY = 'FILE.py:NAME'`), to UserFileError with the line."""
     try:
         yield
     except UserFileError:

@@ -45,7 +45,7 @@ def main(folder: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder)
     problems = held_out_problems()
-    prompts = tokenizer([prompt for prompt, _ in problems], return_tensors="pt")  # all of one length
+    prompts = tokenizer([prompt for prompt, _ in problems], return_tensors="pt")  # all prompts have the same length
     with torch.no_grad():
         output = model.generate(**prompts, max_new_tokens=8, do_sample=False)
     answers = tokenizer.batch_decode(output[:, prompts["input_ids"].shape[1] :], skip_special_tokens=True)

@@ -1,8 +1,8 @@
 # %% [markdown]
-# # Does lag cost reward?
+# # Effect of lag on reward
 #
-# Reads the output of `leeway buffer export` and compares the lag of each trained sample with its reward. The lag is the
-# number of policy versions between the one that sampled its oldest token and the one that trained on it.
+# Reads the output of `leeway buffer export` and compares lag and reward of the samples used for training. The lag of a
+# sample is the number of policy versions from the one that sampled its oldest token to the one trained on the sample.
 #
 #     leeway buffer export runs/NAME run.parquet
 #     python examples/lag_and_reward.py run.parquet          # writes run.png, or prints a table
@@ -34,9 +34,9 @@ COLUMNS = ["state", "reward", "lag", "trained_step"]
 table = pq.read_table(FILE, columns=COLUMNS)
 trained = table.filter(pc.equal(table["state"], "trained"))
 known = trained.filter(pc.and_(pc.is_valid(trained["lag"]), pc.is_valid(trained["reward"])))
-print(f"{FILE}: {table.num_rows} samples, {trained.num_rows} trained, {known.num_rows} of known lag")
+print(f"{FILE}: {table.num_rows} samples, {trained.num_rows} trained, {known.num_rows} with known lag")
 if known.num_rows == 0:
-    sys.exit("No trained sample has a known lag: there is nothing to compare.")
+    sys.exit("No sample used for training has a known lag: there is nothing to compare.")
 
 lag = known["lag"].to_numpy()
 reward = known["reward"].to_numpy()
@@ -45,7 +45,7 @@ step = known["trained_step"].to_numpy()
 # %% [markdown]
 # Reward rises while a run learns, and lag is not spread evenly over the run: at its start, for example, there is none.
 # So each sample is also compared with the others of its step: `relative` is its reward minus the mean reward of that
-# step. A slope in the plain mean that is missing in `relative` is progress of the run, not the cost of lag.
+# step. If the plain mean has a slope and `relative` has none, the progress of the run causes the slope, not the lag.
 
 # %%
 _, place = np.unique(step, return_inverse=True)
@@ -70,7 +70,7 @@ for row in zip(lags, counts, reward_mean, reward_error, relative_mean, relative_
     print("{:>5} {:>8} {:>8.4f} {:>7.4f} {:>+9.4f} {:>7.4f}".format(*row))
 
 # %% [markdown]
-# The plot shows the same figures; the bars are the numbers of samples.
+# The plot shows the same numbers; the bars show the number of samples at each lag.
 
 # %%
 try:

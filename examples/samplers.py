@@ -10,7 +10,7 @@ from leeway.buffer.tables import Group
 
 
 def hard_ones(group: Group, oldest: int) -> float:
-    """Return the log weight of a group for random draws; prefers hard prompts and recent groups."""
+    """Return the log weight of a group for random draws; the weight is larger for hard prompts and recent groups."""
     return -2.0 * (group.mean_reward or 0.0) + oldest / 16
 
 

@@ -8,7 +8,7 @@ NUMBER = re.compile(r"-?\d+")
 
 
 def closeness(prompts: list[str], completions: list[str], answer: list[str], **columns: list[object]) -> list[float]:
-    """Return 1 for the right number, up to 0.5 for a near one, and 0 if there is none."""
+    """Return 1 for the right number, up to 0.5 for a near number, and 0 if the completion has no number."""
     return [_score(completion, int(right)) for completion, right in zip(completions, answer, strict=True)]
 
 

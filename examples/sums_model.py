@@ -38,7 +38,7 @@ BATCH_SIZE = 128
 WARMUP_STEPS = 50
 LEARNING_RATE = 1e-3
 STOP_AT = 0.5
-"""Share of right greedy answers to training questions at which training stops."""
+"""Fraction of training questions with a right greedy answer at which training stops."""
 CHECK_EVERY_STEPS = 10
 NUM_CHECKED = 1024
 MOST_STEPS = 2_000
@@ -75,7 +75,7 @@ def train(model: LlamaForCausalLM, expressions: list[str]) -> None:
     """Train the model in place, supervised, until it answers `STOP_AT` of the questions right.
 
     Raises:
-        RuntimeError: it does not within MOST_STEPS.
+        RuntimeError: the model does not reach this fraction within MOST_STEPS.
     """
     rng = random.Random(SEED)
     checked = rng.sample(expressions, NUM_CHECKED)
@@ -93,7 +93,7 @@ def train(model: LlamaForCausalLM, expressions: list[str]) -> None:
 
 
 def main(folder: Path) -> None:
-    """Train and write the checkpoint folder."""
+    """Train the model and write its checkpoint folder."""
     torch.set_num_threads(1)
     torch.manual_seed(SEED)
     model = make_model(NUM_LAYERS)

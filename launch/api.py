@@ -1,6 +1,6 @@
-"""The public API: start a run as a command of its own, and read a run. `import leeway` offers it.
+"""The public API, exported by `import leeway`: start a run as a separate process, and read a run.
 
-A run outlives the Python process that started it: a notebook may restart its kernel and `load_run` the run again.
+A run outlives the Python process that started it: after a kernel restart, a notebook calls `load_run`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Run:
     """A run that is active or has ended.
 
     `train`, `resume` and `load_run` return it. Every method reads the files of the run folder, so it also works in
-    another process than the one that started the run.
+    a process that did not start the run.
     """
 
     def __init__(self, folder: RunFolder) -> None:
@@ -41,7 +41,7 @@ class Run:
 
     @property
     def name(self) -> str:
-        """The name of the run, which is that of its folder."""
+        """Name of the run and of its folder."""
         return self._folder.name
 
     @property
@@ -51,7 +51,7 @@ class Run:
 
     @property
     def model_path(self) -> Path:
-        """The trained model as a Hugging Face folder; LeewayError until the run has exported it."""
+        """Hugging Face folder of the trained model; raises LeewayError until the run has exported it."""
         if not (self._folder.export / "config.json").is_file():
             raise LeewayError(
                 f"the run {self.path} has not exported its model yet: wait for its end, or export a checkpoint with "
@@ -60,13 +60,13 @@ class Run:
         return self._folder.export
 
     def status(self) -> RunStatus:
-        """Return the newest status: phase, step, rates, lag, ledger, alerts. LeewayError if it cannot be read."""
+        """Return the newest status: phase, step, rates, lag, ledger, alerts. Raise LeewayError if unreadable."""
         return self._look().status
 
     def metrics(self) -> pa.Table:
         """Return one row per optimizer step, in order; docs/metrics.md describes the columns.
 
-        A column that a step does not have is null there. No row exists before the first step.
+        Columns that a step lacks are null in its row. The table is empty before the first step.
         """
         rows = [row for row in read_json_lines(self._folder.metrics) if row is not None]
         names = dict.fromkeys(name for row in rows for name in row)
@@ -76,8 +76,8 @@ class Run:
         """Return the trajectories in the buffer, one row each, as `leeway buffer export` writes them.
 
         Args:
-            columns: names to keep; all by default. docs/buffer.md lists them: tokens, log-probabilities, reward,
-                versions, lag, state.
+            columns: names of the columns to keep; default: all columns, which docs/buffer.md lists: tokens,
+                log-probabilities, reward, versions, lag, state.
 
         Raises:
             LeewayError: a column does not exist, or the buffer cannot be read.
@@ -110,7 +110,7 @@ class Run:
         return self
 
     def stop(self, timeout_s: float = 600.0) -> Run:
-        """Finish the current step, write a checkpoint, end the run, and return it. Does nothing if it has ended.
+        """Finish the current step, write a checkpoint, end the run, and return it. Do nothing if it has ended.
 
         Raises:
             LeewayError: the run is on another host.
@@ -131,7 +131,7 @@ class Run:
 
 
 def load_run(path: str | os.PathLike[str]) -> Run:
-    """Return the run of a folder, or of a name within `runs/`; LeewayError if there is none, or it cannot be read."""
+    """Return the run in a folder, or with a name within `runs/`; raise LeewayError if it is missing or unreadable."""
     run = Run(open_run(Path(path)))
     run.status()
     return run
@@ -144,11 +144,11 @@ def train(config: str | os.PathLike[str], *, wait: bool = True, **overrides: Map
 
     Args:
         config: path of the TOML file, or the name of a bundled example, such as "demo".
-        wait: block until the run has ended. If not, return once it writes its status.
-        overrides: section -> keys and their values, which replace those of the file.
+        wait: block until the run has ended; otherwise return once it has written a status.
+        overrides: section -> keys and their values, which replace the values in the file.
 
     Raises:
-        LeewayError: the config or an override is wrong, and nothing was started; or the run failed.
+        LeewayError: the config or an override is invalid, and nothing was started; or the run failed.
     """
     from leeway.launch.config import load_config
 
@@ -158,7 +158,7 @@ def train(config: str | os.PathLike[str], *, wait: bool = True, **overrides: Map
 
 
 def resume(path: str | os.PathLike[str], *, wait: bool = True, **overrides: Mapping[str, Any]) -> Run:
-    """Resume a run from its latest checkpoint in a separate process, and return it; arguments as `train`."""
+    """Resume a run from its latest checkpoint in a separate process, and return it; the arguments are as in `train`."""
     folder = open_run(Path(path))
     return _start(["resume", str(folder.root), *_words(overrides)], folder, wait)
 

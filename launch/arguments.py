@@ -1,4 +1,4 @@
-"""Arguments shared by several verbs of `leeway`, and the command class of verbs that read a config."""
+"""Arguments shared by several subcommands of `leeway`, and the class of subcommands that read a config."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _config(text: str) -> Path:
 
 ConfigPath = Annotated[
     Path,
-    typer.Argument(metavar="CONFIG.toml", help="The config of the run, or an example such as demo.", parser=_config),
+    typer.Argument(metavar="CONFIG.toml", help="Config of the run, or a bundled example such as demo.", parser=_config),
 ]
 RunPath = Annotated[
     Path,
@@ -52,7 +52,7 @@ NewestRun = Annotated[
     Path | None,
     typer.Argument(
         metavar="RUN",
-        help="Folder of the run, or its name within runs/; default: the newest.",
+        help="Folder of the run, or its name within runs/; default: the newest run.",
         autocompletion=run_names,
     ),
 ]
@@ -61,9 +61,9 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Run all checks and star
 
 
 class ConfigVerb(TyperCommand):
-    """A verb that accepts config overrides, such as `--learner.num_steps 20`, after its first argument.
+    """Subcommand that accepts config overrides, such as `--learner.num_steps 20`, after its first argument.
 
-    The overrides are in `args` of its context.
+    The overrides are in `args` of the subcommand's context.
     """
 
     allow_extra_args = True
@@ -83,7 +83,7 @@ class ConfigVerb(TyperCommand):
         return overrides
 
     def format_epilog(self, ctx: Context, formatter: HelpFormatter) -> None:
-        """Write the keys of a config, or name the verb that lists them."""
+        """Write the keys of a config, or the subcommand that lists them."""
         super().format_epilog(ctx, formatter)
         formatter.write_paragraph()
         if self.name != "train":

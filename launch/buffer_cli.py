@@ -1,4 +1,4 @@
-"""`leeway buffer`: inspect the buffer of a run, running or ended.
+"""`leeway buffer`: inspect the buffer of an active or ended run.
 
 Exit status: 0 done; 1 the store is unreadable or partly damaged; 2 invalid arguments, or `verify` found faults.
 """
@@ -40,7 +40,7 @@ Decode = Callable[[Sequence[int]], str | None]
 BufferPath = Annotated[
     Path,
     typer.Argument(
-        metavar="RUN", help="Folder of the run, its buffer/, or its name within runs/.", autocompletion=run_names
+        metavar="RUN", help="Folder of the run or its buffer, or the run's name within runs/.", autocompletion=run_names
     ),
 ]
 
@@ -67,10 +67,10 @@ def ls(
     run: BufferPath,
     prompt: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Groups of this prompt.", parser=integer(0, _MAX_KEY)),
+        typer.Option(metavar="N", help="List only groups of this prompt.", parser=integer(0, _MAX_KEY)),
     ] = None,
     phase: Annotated[
-        Literal["open", "ready", "drawn", "closed"] | None, typer.Option(help="Groups in this phase.")
+        Literal["open", "ready", "drawn", "closed"] | None, typer.Option(help="List only groups in this phase.")
     ] = None,
 ) -> int:
     """List the groups of samples."""
@@ -116,7 +116,7 @@ def verify(run: BufferPath) -> int:
     for fault in faults:
         print(f"FAULT    {fault}")
     found = f"{len(faults)} fault{'s' * (len(faults) > 1)}" if faults else "no fault"
-    print(f"{report['num_records']} records, their groups and the ledger checked: {found}")
+    print(f"checked {report['num_records']} records, their groups and the ledger: {found}")
     if faults:
         print_error(f"{inspection.folder} is damaged: {RESTORE}")
     return FAULTS if faults else ExitStatus.OK
@@ -194,12 +194,12 @@ def group_lines(group: GroupView, decode: Decode) -> Iterator[str]:
     counted = "" if row.oldest is None else f", counted as version {group.oldest_version}"
     yield f"  {oldest}{counted}; attempt {row.attempt}, {held_by}; issued {row.issued}, failed {row.failed}"
     for use in row.trained_at:
-        yield f"  trained at step {use.step}, version {use.version}"
+        yield f"  used for training at step {use.step}, version {use.version}"
     if not group.samples:
         yield "  no samples stored"
         return
     rows = joined(group.samples).to_pylist()
-    yield from _indented(f"  columns of the first: {printable(rows[0]['columns'])}")
+    yield from _indented(f"  columns of the first sample: {printable(rows[0]['columns'])}")
     for sample, columns in zip(group.samples, rows, strict=True):
         yield from _sample(group, sample, columns, decode)
 

@@ -36,7 +36,7 @@ from leeway.launch.text import gib
 from leeway.learner.decoders import cost_shares, split_layers
 
 _SURE_SHARE = 0.8
-"""Share of the predicted memory that must be free; below it a run does not start. The demo used more than this."""
+"""Minimum share of the predicted memory that must be free for a run to start. The demo used a larger share."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Plan:
     task: TaskFacts
     run_id: str
     lacking: str = ""
-    """Why this machine cannot run the config; the config itself is valid and can be dry-run here."""
+    """Reason why this machine cannot run the config, which is valid and can be dry-run here; empty if it can."""
     keys: RunKeys | None = field(default=None, repr=False)
     """Socket keys of this launch; None if the sockets use no authentication."""
     recorded: RecordedFacts | None = None
@@ -149,21 +149,21 @@ class Plan:
                 f"weights    transport = {config.weight_sync.transport}, in {', '.join(serving_dtypes(config))}, "
                 f"{self.weights_folder}",
                 *describe_gpus(config),
-                f"It would not start on this machine: {self.lacking}."
+                f"The run would not start on this machine: {self.lacking}."
                 if self.lacking
-                else "Everything that can be checked before a process starts is in order.",
+                else "All checks that run before the processes start passed.",
                 *(f"note       {note}" for note in self.notes),
             ]
         )
 
 
 def check(config: Config, root: Path, *, resumed: RunIdentity | None = None) -> Plan:
-    """Check the config, its files and the model; ConfigError names the key, the reason and the fix.
+    """Check the config, its files and the model; raise ConfigError with the key, the reason and the fix.
 
     With `resumed`, the run is resumed in its folder `root`; otherwise it is new, and `root` must not exist.
     """
     if resumed is None:
-        if os.path.exists(root):  # unlike Path.exists, it is False for a name that is too long
+        if os.path.exists(root):  # False for a name that is too long; Path.exists raises
             raise ConfigError(already_exists(root))
         check_writable(root, "run.dir")
     with as_config_error():
@@ -195,7 +195,7 @@ def check(config: Config, root: Path, *, resumed: RunIdentity | None = None) -> 
         recorded=check_offline(config, model, resumed),
     )
     with as_config_error(kind=StoreError):
-        check_config(config.buffer, plan.facts(vocab_size=1))  # independent of the vocabulary
+        check_config(config.buffer, plan.facts(vocab_size=1))  # the check does not use the vocabulary
     return plan
 
 
@@ -208,7 +208,7 @@ def with_limits(plan: Plan) -> Plan:
     lacking, needs = low_limits(sum(workers)), MachineNeeds.of(config)
     if not lacking and needs is not None and left < _SURE_SHARE * needs.memory.size_bytes:
         lacking = (
-            f"its control group leaves {gib(left)} of memory, but the run takes about {gib(needs.memory.size_bytes)} "
+            f"the control group leaves {gib(left)} of memory, but the run takes about {gib(needs.memory.size_bytes)} "
             f"({needs.memory.parts}): raise the group's limit, or lower actors.num_actors or actors.kv_cache_gib"
         )
     return replace(plan, lacking=lacking)
@@ -268,7 +268,7 @@ def _pipeline(config: Config) -> str:
 
 
 def _layers(config: Config) -> list[str]:
-    """Return a line with the layers and the cost share of each stage; the most expensive one limits the speed."""
+    """Return a line with the layers and the cost share of each stage; the most expensive stage limits the speed."""
     learner = config.learner
     if learner.num_stages == 1:
         return []
@@ -291,7 +291,7 @@ def _check_steps(config: Config) -> None:
     if learner.groups_per_step < learner.num_minibatches:
         raise ConfigError(
             f"learner.num_minibatches = {learner.num_minibatches}, but a step has only learner.groups_per_step = "
-            f"{learner.groups_per_step} groups: lower it, as each minibatch needs at least one whole group"
+            f"{learner.groups_per_step} groups: lower num_minibatches, as each minibatch needs at least one whole group"
         )
     if learner.token_budget < config.actors.max_model_tokens:
         raise ConfigError(
@@ -303,7 +303,7 @@ def _check_steps(config: Config) -> None:
     if compares and num_groups * config.actors.group_size < 2 and config.buffer.source is None:
         raise ConfigError(
             f"actors.group_size = {config.actors.group_size}, but {config.algorithm.type} compares the samples of "
-            f"{'a prompt' if needs.groups else 'an update'} with each other and needs at least 2"
+            f"{'a prompt' if needs.groups else 'an update'} with each other: set group_size to at least 2"
         )
     _check_teachers(config)
 
@@ -319,11 +319,11 @@ def _check_teachers(config: Config) -> None:
     if names and column is None:
         raise ConfigError(
             f"model.teachers has {', '.join(names)}, but no prompt is assigned to a teacher: set task.teacher_column "
-            "to the column of the rows that names the teacher"
+            "to the column that names the teacher of each row"
         )
     if column is not None and not names:
         raise ConfigError(
-            f"task.teacher_column = '{column}', but there are no teachers: name the folder of each in a table "
+            f"task.teacher_column = '{column}', but there are no teachers: give each teacher's folder in a table "
             "[model.teachers], or remove the key"
         )
     if config.algorithm.type == "distillation" and not config.model.frozen:
@@ -346,12 +346,12 @@ def _check_ray(config: Config) -> None:
     address = config.launch.ray_address
     if address == "local":
         raise ConfigError(
-            "launch.ray_address = 'local' would start a Ray whose host is in no pool: remove the key to start a local "
+            "launch.ray_address = 'local' would start Ray on a host in no pool: remove the key to start a local "
             "Ray whose host is in every pool"
         )
     if address is not None and address.startswith("ray://"):
         raise ConfigError(
-            f"launch.ray_address = '{address}' is Ray's client, which cannot place a run: set it to the address of "
+            f"launch.ray_address = '{address}' is for Ray Client, which cannot place a run: set it to the address of "
             "the GCS on the head node, HOST:6379"
         )
     if address not in (None, "auto") and not is_reachable(address):
@@ -365,14 +365,14 @@ def _check_pools(config: Config) -> None:
     """Check the names of the pools and the resources that each reserves."""
     for name in config.pools:
         if not re.fullmatch("[A-Za-z][A-Za-z0-9_-]*", name):
-            raise ConfigError(f"[pools.{name}]: use only letters, digits, _ and - in the name, which hosts also carry")
+            raise ConfigError(f"[pools.{name}]: start the name with a letter, and use only letters, digits, _ and -")
     check_gpus(config)
     for pool in actor_pools(config):
         actors, section = pool.config, f"pools.{pool.name}" if pool.name in config.pools else "actors"
         if actors.tensor_parallel_size > 1 and actors.gpus < actors.tensor_parallel_size:
             raise ConfigError(
                 f"{section}.tensor_parallel_size = {actors.tensor_parallel_size} needs as many GPUs, but "
-                f"{section}.gpus = {actors.gpus:g}: set it to {actors.tensor_parallel_size}"
+                f"{section}.gpus = {actors.gpus:g}: set gpus to {actors.tensor_parallel_size}"
             )
         if actors.engine_args:
             from leeway.actors.engine_setup import check_engine_args  # only if needed: it reads vLLM's source

@@ -1,7 +1,7 @@
-"""The `leeway` command and its verbs. A verb imports its modules when it runs, so that `--help` is fast.
+"""The `leeway` command and its subcommands. Each imports its modules when it runs, so that `--help` is fast.
 
 Exit status: 0 done; 1 the run failed; 2 the input is invalid, and nothing was started; 130 interrupted. A `ConfigError`
-that a verb raises ends the command with status 2.
+that a subcommand raises ends the command with status 2.
 """
 
 from __future__ import annotations
@@ -34,42 +34,42 @@ if TYPE_CHECKING:
     from leeway.launch.observe.status import StatusView
 
 RAY_ENVIRONMENT = {
-    "RAY_AUTH_MODE": "token",  # Ray's default; set explicitly it prints no banner
+    "RAY_AUTH_MODE": "token",  # Ray's default; if it is set explicitly, Ray prints no banner
     "RAY_USAGE_STATS_ENABLED": "0",
     # the supervisor inspects every call itself, and reports which role died
     "RAY_IGNORE_UNHANDLED_ERRORS": "1",
     "RAY_DEDUP_LOGS_SKIP_REGEX": "A worker died or was killed",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    # Ray's default is 15, with which a start on a busy machine takes minutes
+    # with Ray's default of 15, startup on a busy machine takes minutes
     "RAY_worker_niceness": "0",
-    # Ray's default starts one per core, which no role uses: each role starts its own worker
+    # by default Ray starts one worker per core in advance, which no role uses: each starts its own worker
     "RAY_prestart_worker_first_driver": "0",
 }
-"""Environment variables that Ray reads at import, so they are set before it."""
+"""Environment variables that must be set before Ray is imported, because Ray reads them then."""
 SCALE_TIMEOUT_S = 30.0
 """Seconds to wait for the launcher, which answers only after a running evaluation or export."""
 MAX_COUNT = 1024
-"""Largest pool that `scale` accepts; as each actor runs an engine, a larger value is a typing error."""
+"""Maximum pool size that `scale` accepts; a larger count is a typing error, because each actor runs an engine."""
 LAZY_VERBS = {
     "buffer": ("leeway.launch.buffer_cli:app", "Inspect, verify or export the buffer of a run."),
-    "profile": ("leeway.planning.verbs:app", "Measure what a run costs on this machine."),
-    "plan": ("leeway.planning.verbs:app", "Find the fastest configuration by a profile."),
+    "profile": ("leeway.planning.verbs:app", "Measure the costs of a run on this machine."),
+    "plan": ("leeway.planning.verbs:app", "Find the fastest configuration, using a profile."),
 }
-"""Verb -> its app, imported when it is called, and its line in `leeway --help`."""
+"""Subcommand -> its app, which is imported on use, and its line in `leeway --help`."""
 READ_PLAN = "leeway.planning.plans:read_plan"
 READ_CONFIGS = ("train", "resume", "check-reward", "profile", "plan")
-"""Verbs that start processes, which import modules from the current folder first."""
+"""Subcommands whose child processes import modules from the current folder first."""
 
 
 class Verbs(TyperGroup):
     def __init__(self, **settings: Any) -> None:  # noqa: ANN401 -- passed by Typer
-        """Add the lazy verbs with only their names and help texts."""
+        """Add the lazy subcommands with only their names and help texts."""
         super().__init__(**settings)
         for name, (_, text) in LAZY_VERBS.items():
             self.add_command(TyperCommand(name, help=text))
 
     def resolve_command(self, ctx: Context, args: list[str]) -> tuple[str | None, Command | None, list[str]]:
-        """Return the requested verb, after importing its module."""
+        """Return the requested subcommand, after importing its module."""
         name, command, rest = super().resolve_command(ctx, args)
         if name in LAZY_VERBS:
             command = get_command(resolve_name(LAZY_VERBS[name][0]))
@@ -135,7 +135,7 @@ def train(
     config: ConfigPath,
     dry_run: DryRun = False,
     plan: Annotated[
-        Path | None, typer.Option(metavar="PLAN.toml", help="A plan of `leeway plan`; overrides take precedence.")
+        Path | None, typer.Option(metavar="PLAN.toml", help="Plan file of `leeway plan`; overrides take precedence.")
     ] = None,
     source: Annotated[
         Path | None,
@@ -151,7 +151,7 @@ def train(
     """
     from leeway.common.process import gc_disabled
 
-    with gc_disabled():  # imports take most of the time of a check
+    with gc_disabled():  # speeds up the imports, which take most of the time of a check
         from leeway.launch.checks import check, with_limits
         from leeway.launch.config import load_config
         from leeway.launch.run_folder import choose_root, named_run
@@ -174,7 +174,7 @@ def train(
 def resume(context: typer.Context, run: RunPath, dry_run: DryRun = False) -> int:
     """Resume a run from its latest checkpoint.
 
-    Nothing that its buffer acknowledged is lost. Keys that may change can be overridden: --learner.num_steps 200.
+    Samples that its buffer acknowledged are kept. Keys that may change can be overridden: --learner.num_steps 200.
     """
     from leeway.launch.checks import with_limits
     from leeway.launch.resume import resume
@@ -204,7 +204,7 @@ def scale(
 ) -> int:
     """Scale an actor pool of a running job.
 
-    Removed actors requeue their leased prompts; new ones start when a host has room. Exit status: 1 if the launcher
+    Removed actors requeue their leased prompts; new actors start when a host has room. Exit status: 1 if the launcher
     has exited or does not answer, 2 if the run rejects the count.
     """
     from leeway.launch.observe.status import why_stopped
@@ -225,12 +225,12 @@ def export(
     run: RunPath,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to create.")],
     step: Annotated[
-        int | None, typer.Option(metavar="N", help="Step of the checkpoint; default: the newest intact one.")
+        int | None, typer.Option(metavar="N", help="Step of the checkpoint; default: the newest intact checkpoint.")
     ] = None,
 ) -> int:
     """Export the model of a run as a Hugging Face folder.
 
-    The run may be running. Starts neither Ray nor an engine.
+    The run may be active. The command starts neither Ray nor an engine.
     """
     from leeway.launch.model_folder import export
     from leeway.launch.run_folder import open_run
@@ -275,7 +275,7 @@ def _status_lines(view: StatusView) -> Iterator[str]:
     status = view.status
     yield f"{status.run}  {status.folder}"
     if view.resuming:
-        yield f"{view.resuming}; the lines below are of the earlier launch"
+        yield f"{view.resuming}; the lines below are from the earlier launch"
     elif status.ended is not None:
         moment = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(status.ended.at_s))
         yield f"ended at {moment} with exit status {status.ended.exit_status}: {status.ended.text}"
@@ -316,7 +316,7 @@ def top(
 ) -> int:
     """Show a live view of a run.
 
-    Shows rates, lags, waits, the ledger and the last events. Reads only files, so it also works after the run.
+    The view has rates, lags, waits, the ledger and the last events. It reads only files, so it works after the run too.
     Press q to quit.
     """
     from rich.console import Console
@@ -348,12 +348,12 @@ def top(
 @app.command()
 def report(
     run: NewestRun = None,
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write here instead of into RUN.")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Output file; default: report.html in RUN.")] = None,
 ) -> int:
-    """Write one HTML page that shows a run.
+    """Write a report of a run as one HTML page.
 
-    Shows learning, health, waits and the effect of lag. The run may be running, ended or damaged; the page lists
-    missing data.
+    The page shows learning, health, waits and the effect of lag. The run may be active, ended or damaged; the page
+    lists missing data.
     """
     from leeway.launch.observe.status import find_run
     from leeway.launch.report.data import collect
@@ -387,8 +387,8 @@ def doctor(
 ) -> int:
     """Check this machine's environment.
 
-    Checks versions, GPUs, disk, memory, ports, Ray, W&B and leftover processes of runs, and prints fixes. Takes up to
-    half a minute and changes nothing. Exit status: 1 if there is a problem.
+    The checks cover versions, GPUs, disk, memory, ports, Ray, W&B and leftover processes of runs. They change nothing,
+    print fixes, and take up to half a minute, or two minutes with CUDA. Exit status: 1 if there is a problem.
     """
     from leeway.launch.doctor import run_checks, show
     from leeway.launch.text import progress_line

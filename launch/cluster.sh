@@ -5,8 +5,8 @@
 #   launch/cluster.sh run CONFIG.toml [--key.sub VALUE]  train on the cluster
 #   launch/cluster.sh resume RUN [--key.sub VALUE]       resume a run, which may be from an earlier cluster
 #   launch/cluster.sh status                             show hosts and resource usage; exit status 1 if one is lost
-#   launch/cluster.sh down                               end the runs with a checkpoint, then end what `up` started
-#                                                        on every host, and nothing else
+#   launch/cluster.sh down                               end the runs with a checkpoint, then end the processes that
+#                                                        `up` started on every host, and no others
 #
 # HOSTS, or --hosts FILE, or $LEEWAY_HOSTS, is a file with a line per host, `HOST [POOL[,POOL...] [ADDRESS]]`; the first
 # is the head. Later calls reuse it until `down`. Without one, the cluster is this machine alone, on loopback.
@@ -15,8 +15,8 @@
 # (ssh -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=15 -o ServerAliveCountMax=8);
 # LEEWAY_DIR (this checkout), the checkout on every host; LEEWAY_RAY_PORT (6379); LEEWAY_WORKER_PORTS (20002-20999);
 # LEEWAY_CPUS (as detected by Ray); LEEWAY_STATE, your folder on a local disk of each host (~/.cache/leeway here,
-# /tmp/leeway-UID on the hosts); LEEWAY_LIMIT_S (60), timeout of each command on a host; LEEWAY_END_S (720), timeout of
-# the runs in `down`; LEEWAY_SHARE_HOSTS=1, to start beside another Ray. Ray's token authentication is always on; the
+# /tmp/leeway-UID on the hosts); LEEWAY_LIMIT_S (60), timeout of each command on a host; LEEWAY_END_S (720), time that
+# `down` waits for runs; LEEWAY_SHARE_HOSTS=1, to start beside another Ray. Ray's token authentication is always on; the
 # token is read from $RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token.
 set -euo pipefail
 

@@ -6,7 +6,7 @@
 #   cluster_host.sh stop               end every process of our session, and remove its folder
 #   cluster_host.sh nodes              list the hosts of the cluster; this and the following only on the head
 #   cluster_host.sh ray-status         show the resources of the cluster and their usage
-#   cluster_host.sh run ID VERB ...    run leeway train or leeway resume
+#   cluster_host.sh run ID COMMAND ... run leeway train or leeway resume
 #   cluster_host.sh interrupt ID       signal the process of `run ID` to end
 #   cluster_host.sh end-runs SECONDS   signal all runs to end, and wait up to SECONDS
 #
@@ -28,7 +28,7 @@ ports=("$((port + 12))" "$((port + 13))" "$((port + 14))" "$((port + 15))" "$((p
 worker_ports=${LEEWAY_WORKER_PORTS:-20002-20999}
 
 export RAY_USAGE_STATS_ENABLED=0 RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO=0 RAY_raylet_start_wait_time_s=60 RAY_worker_niceness=0
-export RAY_prestart_worker_first_driver=0 # otherwise one idle worker per core
+export RAY_prestart_worker_first_driver=0 # otherwise Ray starts one idle worker per core
 export AUTOSCALER_METRIC_PORT=99999 # invalid: otherwise Ray's monitor serves metrics to any host on every interface
 # Timeouts of silent hosts (reasons in docs/cluster.md): a host is lost after 13 consecutive checks, 1 s apart, time out
 # after 5 s each; a host that cannot reach the head for 120 s exits by itself.
@@ -40,7 +40,7 @@ fail() {
   exit 1
 }
 
-# The files there determine the hosts, the token and what is removed, so the folder must belong to this user.
+# The files in this folder determine the hosts, the token and the files to remove, so it must belong to this user.
 check_state() {
   if [ -e "$state" ] || [ -L "$state" ]; then
     { [ -d "$state" ] && [ ! -L "$state" ] && [ -O "$state" ]; } ||
@@ -76,7 +76,7 @@ our_raylet() {
   done
 }
 
-# Print those of these processes that still run.
+# Print which of the given processes are still running.
 alive() { [ $# -eq 0 ] || ps -o pid=,stat= -p "$(tr ' ' , <<<"$*")" | awk '$2 !~ /^Z/ {print $1}' || true; }
 
 stop() {
@@ -185,7 +185,7 @@ start() {
     arguments+=(--address "$head:$port")
   fi
   with_token
-  trap '' USR1 USR2 # for the launcher of a run; Ray inherits that they are ignored, as they would end it
+  trap '' USR1 USR2 # these signals are for the launcher of a run; they would end Ray, which inherits the trap
   # `timeout` moves the daemons to its own process group, out of that of ssh
   timeout 90 "$bin/ray" start "${arguments[@]}" >"$session/start.log" 2>&1 </dev/null ||
     fail "Ray did not start: $(grep -v '^ *$' "$session/start.log" | tail -n 1)"
@@ -216,7 +216,7 @@ run() {
   exec "$bin/leeway" "$@" --launch.ray_address "$address:$port"
 }
 
-# Print the process of `run ID` while it runs; after it has ended, another process may have its number.
+# Print the process of `run ID` if it is still running: check it, because another process may have its number by now.
 process_of() {
   local pid
   pid=$(cat "$session/run-$1.pid" 2>/dev/null) || return 0

@@ -1,7 +1,7 @@
 # shellcheck shell=bash disable=SC2034 # sourced by launch/cluster.sh, which reads what is set here
 # Functions of launch/cluster.sh: the host file, commands on hosts, and checks of their answers.
 
-# Checked before they are needed: macOS, for example, has bash 3.2 and none of these tools.
+# Check for tools before they are needed: macOS, for example, has bash 3.2 and none of these tools.
 missing_tools=()
 ((BASH_VERSINFO[0] * 100 + BASH_VERSINFO[1] >= 404)) || missing_tools+=("bash 4.4 (this is $BASH_VERSION)")
 for tool in timeout getent realpath; do
@@ -153,7 +153,7 @@ command_of() {
   printf '%q ' "${words[@]}" "$dir/launch/cluster_host.sh" "${@:2}"
 }
 
-# Call the script of a host with a timeout of $limit_s; used for every command except the long one of a run.
+# Call the script of a host with a timeout of $limit_s; used for every command except `run`, which has no timeout.
 on_host() {
   local i=$1 reach=(bash -c)
   is_here "$i" || reach=("${ssh[@]}" "${hosts[$i]}")
@@ -168,7 +168,7 @@ on_head() {
   return "$code"
 }
 
-# Call a verb on these hosts concurrently, each with $stdin; set codes, answers and errors.
+# Call a command of the script on these hosts concurrently, each with $stdin; set codes, answers and errors.
 each_host() {
   local i words children=()
   read -ra words <<<"$1"
@@ -238,7 +238,7 @@ check_versions() {
   done
 }
 
-# Check for conflicts with other programs on a host, which are not ended.
+# Check for conflicts with other programs on a host; those programs are left running.
 check_neighbours() {
   local number owner
   while read -r number owner; do
@@ -255,7 +255,7 @@ check_neighbours() {
   done < <(fact "$1" other)
 }
 
-# Compare a clock with ours: the host read it between the start and the end of its own command.
+# Compare the clock of a host with ours: the host read its clock between the start and the end of the command.
 check_clock() {
   local apart=0 remote_s
   remote_s=$(fact "$1" time)
@@ -282,7 +282,7 @@ check_head() {
   fail "the Ray of the head is not in its own cluster; run '$0 down' first"
 }
 
-# Print a word of the line of a host in $nodes.
+# Print word number $2 of a host's line in $nodes.
 node_word() { awk -v at="${addresses[$1]}" -v word="$2" '$1 == at {print $word}' <<<"$nodes"; }
 
 is_in_cluster() { [ "$(node_word "$1" 2)" = up ]; }

@@ -1,6 +1,6 @@
 """Print the hosts of a Ray cluster for launch/cluster.sh, as ADDRESS up|lost CPUS GPUS POOL[,POOL...].
 
-Reads the node table of the GCS, as `ray status` does: a driver would make Ray start a worker process per CPU.
+Read the node table of the GCS, as `ray status` does: a driver would make Ray start a worker process per CPU.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ CONNECT_S = 5.0
 
 
 def lines(nodes: Iterable[Any], head: str) -> list[str]:
-    """Return one line per address. A host has a GcsNodeInfo for each time that it joined, and is up if one of them is.
+    """Return one line per address. A host has one GcsNodeInfo per join, and is up if one of them is alive.
 
     A head on loopback is the only host; Ray reports it under the address of an interface.
     """
@@ -40,7 +40,7 @@ def main() -> int:
     try:
         socket.create_connection((host, int(port)), CONNECT_S).close()
         nodes = GcsClient(address=address).get_all_node_info(timeout=TIMEOUT_S)
-    except Exception as error:  # private types of Ray; each means that the head does not answer
+    except Exception as error:  # of types private to Ray; each means that the head does not answer
         print(f"Ray GCS at {address} unreachable: {error}".splitlines()[0], file=sys.stderr)
         return 1
     print("\n".join(lines(nodes.values(), host)))

@@ -49,7 +49,7 @@ class RunConfig(_Section):
     model_config = ConfigDict(coerce_numbers_to_str=True)  # accepts --run.name 7
 
     name: str | None = Knob(None, "Name of the run folder; unset: config name and start time.", basic=True)
-    dir: str = Knob("runs", "Folder of run folders.", basic=True)
+    dir: str = Knob("runs", "Parent of run folders.", basic=True)
     seed: int = Knob(0, "Seed of prompt order, sampling and initialisation.", basic=True, ge=0, lt=2**31)
 
 
@@ -67,8 +67,8 @@ class ModelConfig(_Section):
     )
     teachers: dict[str, str] = Knob(
         {},
-        "Frozen models that replace the reference: a table of folders by name. task.teacher_column selects one "
-        "per prompt.",
+        "Frozen teacher models that replace the reference: folders by name. task.teacher_column selects each "
+        "prompt's teacher.",
         max_length=256,
     )
 
@@ -82,14 +82,14 @@ class ModelConfig(_Section):
 
     @property
     def frozen(self) -> dict[str, Path]:
-        """Return the folders of frozen models that score samples, by config key; empty if the initial model does."""
+        """Return config key -> folder of each frozen model that scores samples; empty if the initial model does."""
         if self.reference_path is not None:
             return {"model.reference_path": Path(self.reference_path)}
         return {f"model.teachers.{name}": Path(folder) for name, folder in self.teachers.items()}
 
     @property
     def folder(self) -> Path | None:
-        """Return the model's folder; None for a Hub model, whose path alone is relative after `load_config`."""
+        """Return the model's folder; None for a Hub model: only its path is relative after `load_config`."""
         return Path(self.path) if os.path.isabs(self.path) else None
 
     @property
@@ -105,11 +105,11 @@ class ModelConfig(_Section):
 
 
 class PoolConfig(_Section):
-    """`[pools.NAME]`: workers of one kind on hosts of one kind. Unset keys are as in `[actors]` or `[learner]`."""
+    """`[pools.NAME]`: workers of one kind on hosts of one kind. Unset keys default to `[actors]` or `[learner]`."""
 
     role: Literal["actors", "learner"] = Knob(..., "Kind of workers: 'actors', or stages of the 'learner'.", basic=True)
-    count: PositiveInt | None = Knob(None, "Actors or stages; unset: 1 actor, or all remaining stages.", basic=True)
-    # as in [actors]; cpus and gpus also as in [learner]
+    count: PositiveInt | None = Knob(None, "Number of actors or stages; unset: 1 actor, all other stages.", basic=True)
+    # as in [actors]; cpus and gpus apply to both roles
     cpus: NonNegativeFloat | None = None
     gpus: NonNegativeFloat | None = None
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
@@ -135,7 +135,7 @@ POOL_OVERRIDES = ("cpus", "gpus", *sorted(ENGINE_KEYS))
 
 
 SET_BY_LEEWAY = {
-    **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "actors.cpus and learner.cpus set it"),
+    **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "set actors.cpus and learner.cpus instead"),
     "CUDA_VISIBLE_DEVICES": "Ray gives each worker the GPUs that it reserves; export it before you start leeway",
     "VLLM_RPC_BASE_PATH": "each engine uses its own folder for its sockets",
     "VLLM_WORKER_MULTIPROC_METHOD": "a forked worker would outlive its actor",
@@ -155,18 +155,16 @@ class LaunchConfig(_Section):
         None, "Address of a Ray cluster ('auto' finds it); unset: start a local Ray.", basic=True
     )
     colocate: bool = Knob(
-        False, "Share one GPU between one actor and a one-stage learner; both need gpus = 1 and gpu_memory_share."
+        False, "Share one GPU between one actor and a one-stage learner; set gpus = 1 and gpu_memory_share for both."
     )
-    host: str | None = Knob(
-        None, "Address that services bind; unset: Unix sockets on one machine, else its cluster address."
-    )
+    host: str | None = Knob(None, "Bind address of services; unset: Unix sockets, or each host's address on a cluster.")
     env: dict[str, str] = Knob({}, "Environment variables of all roles on every host, such as NCCL_DEBUG.")
     autoscale: Literal["off", "advise", "on"] = Knob(
         "off",
         "Scale actor pools by sample lengths and costs: 'advise' reports the number of actors, 'on' applies it.",
     )
     on_mismatch: Action = Knob(
-        "warn", "If engine and learner differ at lag 0: 'warn', also 'quarantine' the actor, or 'stop' the run."
+        "warn", "Action if engine and learner differ at lag 0: 'warn', also 'quarantine' the actor, or 'stop' the run."
     )
 
     @field_validator("env")
@@ -182,7 +180,7 @@ class LaunchConfig(_Section):
 
 
 class TrackingConfig(_Section):
-    """`[tracking]`: where metrics are sent."""
+    """`[tracking]`: destinations of metrics."""
 
     wandb: Literal["offline", "online", "disabled"] = Knob(
         "offline", "Mode of Weights & Biases; offline writes into the run folder.", basic=True
@@ -215,14 +213,14 @@ PATH_KEYS = (MODEL_KEY, "model.reference_path", "task.path", "task.heldout_path"
 WRITTEN_KEYS = ("weight_sync.folder",)  # also used by processes on other hosts
 REWARDS_KEY = "task.rewards"  # a list of FILE.py:FUNCTION
 NAMED_KEYS = ("algorithm.type", "algorithm.baseline", "buffer.sampler", "buffer.replay_sampler")  # may be FILE.py:NAME
-REWARD_MODELS_KEY = "task.reward_models"  # tables by name; a classifier's has a path
+REWARD_MODELS_KEY = "task.reward_models"  # tables by name; the table of a classifier has a path
 TEACHERS_KEY = "model.teachers"  # paths by name; a name may be any text
 HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*(@\S+)?")
 Tree = dict[str, Any]
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """Read a TOML file and apply overrides (`--key.sub value` or `--key.sub=value`); ConfigError if invalid."""
+    """Read a TOML file and apply overrides (`--key.sub value` or `--key.sub=value`); raise ConfigError if invalid."""
     tree = _read(path)
     _check_values(tree, f"{path}: ")
     _resolve_paths(tree, path.parent, f"{path}: ")
@@ -257,7 +255,7 @@ def fixed_because(key: str) -> str:
 
 
 def unknown_keys(path: Path) -> list[str]:
-    """Return the dotted keys of a TOML file that this version does not know; ConfigError if it cannot be read."""
+    """Return the dotted keys of a TOML file that this version does not know; raise ConfigError if unreadable."""
     try:
         Config.model_validate(_read(path))
     except ValidationError as error:
@@ -346,9 +344,9 @@ def _check_values(value: object, where: str) -> None:
     for key, entry in inner:
         _check_values(entry, f"{where}{key}" if where.endswith((" ", "--")) else f"{where}.{key}")
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
-        raise ConfigError(f"{where}: the number has {len(str(abs(value)))} digits; use one of at most 64 bits")
+        raise ConfigError(f"{where}: the number has {len(str(abs(value)))} digits; use an integer of at most 64 bits")
     if isinstance(value, str) and ("\0" in value or any("\ud800" <= char <= "\udfff" for char in value)):
-        raise ConfigError(f"{where} = {shortened(value)}: contains bytes that are not UTF-8, or a NUL; give text")
+        raise ConfigError(f"{where} = {shortened(value)}: contains bytes that are not UTF-8, or a NUL; remove them")
 
 
 def _merge(tree: Tree, patch: Tree, origin: str) -> None:

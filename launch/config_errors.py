@@ -22,7 +22,7 @@ def explain(error: ValidationError, root: type[BaseModel]) -> str:
     keys, models, first = invalid[0]
     key, kind, context = ".".join(keys), first["type"], first.get("ctx", {})
     if kind == "extra_forbidden" and keys[-1] in TRUNCATING_KEYS:
-        text = f"{key} is not supported: training samples use temperature only, so that log-probabilities stay exact"
+        text = f"{key} is not supported: training samples use temperature only, for exact log-probabilities; remove it"
     elif kind == "extra_forbidden":
         text = f"unknown key {key}{_suggest(keys, models, root)}"
     elif kind == "missing":
@@ -39,7 +39,7 @@ def explain(error: ValidationError, root: type[BaseModel]) -> str:
         expected = ", or ".join(message[0].lower() + message[1:] for message in messages)
         text = f"{key} = {shortened(first['input'])}: {expected}"
     num_others = len({tuple(keys) for keys, _, _ in invalid}) - 1
-    return f"{text} (and {num_others} more)" if num_others else text
+    return f"{text} (and {num_others} more invalid key{'s' * (num_others > 1)})" if num_others else text
 
 
 def dotted(location: Sequence[str | int], root: type[BaseModel]) -> str:
@@ -53,7 +53,7 @@ def shortened(value: object, most: int = 100) -> str:
 
 
 def _walk(location: Sequence[str | int], root: type[BaseModel]) -> tuple[list[str], list[type[BaseModel]]]:
-    """Return the keys at an error's location and the possible models of their table, the matching one first."""
+    """Return the keys at an error's location and the possible models of their table, the matching model first."""
     keys: list[str] = []
     models, is_name, is_value = [root], False, False
     for part in map(str, location):
@@ -86,7 +86,7 @@ def _tag(model: type[BaseModel]) -> str:
 
 
 def _suggest(keys: Sequence[str], models: Sequence[type[BaseModel]], root: type[BaseModel]) -> str:
-    """Suggest the key that was probably meant: of another type, or with a similar name here or in any section."""
+    """Suggest the intended key: a key of another type, or one with a similar name here or in any section."""
     own, key = ".".join(keys[:-1]), keys[-1]
     if owners := [f"'{_tag(other)}'" for other in models[1:] if key in other.model_fields]:
         return f"; {own}.type = '{_tag(models[0])}' has no such key; it belongs to type {' or '.join(owners)}"

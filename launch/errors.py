@@ -54,9 +54,9 @@ _NO_LIBRARIES = frozenset({"benchmarks", "conftest", "docs", "examples", "script
 
 
 def hiding_module(*folders: str, names: Container[str] = ()) -> str:
-    """Return a sentence on a file in these folders or PYTHONPATH that hides a module; else "". Imports nothing.
+    """Return an error for a file in these folders or PYTHONPATH that hides a module; else "". Import nothing.
 
-    `names` limits the check to these modules; if empty, it covers those of Python, Leeway and libraries.
+    `names` limits the check to these modules; if empty, it covers the modules of Python, Leeway and libraries.
     """
     home = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     first = [os.path.abspath(each) for each in (*folders, *os.environ.get("PYTHONPATH", "").split(os.pathsep)) if each]
@@ -91,12 +91,15 @@ def open_streams() -> None:
 
 
 def report_failure(error: Exception, status: int) -> int:
-    """Print why the command failed, and return its exit status: `status` if the reader of the output closed it.
+    """Print why the command failed and return its exit status, which is `status` if only the output pipe was closed.
 
     Re-raise the error if it does not come from a config, a library or a file.
     """
     if isinstance(error, ConfigError):
         return print_error(error, ExitStatus.WRONG_INPUT)
+    if _is_unfit_vision(error):
+        cure = "run `pip uninstall -y torchvision torchaudio torchcodec`, which Leeway does not use"
+        return print_error(f"the installed torchvision does not match torch: {cure}", ExitStatus.WRONG_INPUT)
     if library := _broken_library(error):
         why = hiding_module(os.getcwd()) or "run `leeway doctor`, which checks every library"
         return print_error(f"{library} cannot be imported: {error}: {why}", ExitStatus.WRONG_INPUT)
@@ -123,18 +126,23 @@ def _broken_library(error: BaseException) -> str:
     return "a library" if where is None else where
 
 
+def _is_unfit_vision(error: BaseException | None) -> bool:
+    """Return whether torchvision raised the error or one of its causes; Transformers reports only its own module."""
+    return error is not None and ("torchvision" in str(error) or _is_unfit_vision(error.__cause__ or error.__context__))
+
+
 class Stopped(BaseException):
-    """The run must end immediately. Not an Exception, because libraries may catch those."""
+    """Request to end the run immediately; not an Exception, because libraries may catch those."""
 
 
 END_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2})
 """Requests to end a run: Ctrl-C, a closed terminal, and signals of job managers before or at the time limit."""
 SAME_REQUEST_S = 0.3
-"""Seconds after the first signal in which others count as the same request: systemd sends SIGTERM and SIGHUP."""
+"""Seconds in which signals after the first one are part of the same request: systemd sends SIGTERM and SIGHUP."""
 
 
 class Interrupts:
-    """Counter of `END_SIGNALS`. While training, the first requests an orderly end; any other raises `Stopped`."""
+    """Counter of `END_SIGNALS`. While training, the first one requests an orderly end; any other raises `Stopped`."""
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         """Create the counter; entering the context installs the handlers. `clock` returns monotonic seconds."""

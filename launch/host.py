@@ -25,9 +25,9 @@ from leeway.common.process import address_of, cgroup_values
 from leeway.launch.errors import ConfigError, hiding_module
 
 OBJECT_STORE_BYTES = 80 * 2**20
-"""Size of Ray's object store, near the smallest that Ray accepts: only control messages pass through Ray."""
+"""Size of Ray's object store, near Ray's minimum: only control messages pass through Ray."""
 _REST_THREADS, _WORKER_THREADS = 240, 65
-"""Threads of Ray, the services and the launcher; and of one engine or stage. Measured on two cores: 370 in total."""
+"""Number of threads of Ray, services and launcher together, and per engine or stage; 370 in total on two cores."""
 CONNECT_S = 3.0
 _QUIET_S = 3600.0
 WANDB_HOST = "https://api.wandb.ai"
@@ -60,7 +60,7 @@ def configure_logging(file: Path | None = None) -> None:
 
 
 class FoundProcess(NamedTuple):
-    """A process whose output is the log of a role."""
+    """Process whose standard output is the log file of a role."""
 
     run: Path
     """Run folder, with links resolved by the system."""
@@ -71,7 +71,7 @@ class FoundProcess(NamedTuple):
 def role_processes() -> Iterator[FoundProcess]:
     """Yield the role processes of all runs on this machine that this user can see.
 
-    Skips this process and its parents, because the output of a shell may also be a log.
+    Skip this process and its parents, because a parent shell may also write to such a log.
     """
     own = {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}
     for process in psutil.process_iter():
@@ -102,15 +102,15 @@ def check_folder() -> None:
 
 
 def sessions_folder() -> Path:
-    """Return the folder of Ray's sessions, in a private folder, because Ray opens its own folders to all users.
+    """Return the folder of Ray's sessions. Its parent is private, because Ray lets all users access its own folders.
 
-    Its path is short, because the length of a socket path is limited; RAY_TMPDIR moves it.
+    Its path is short, because the length of a socket path is limited; RAY_TMPDIR overrides it.
     """
     return Path(os.environ.get("RAY_TMPDIR") or "/tmp") / f"leeway-{os.geteuid()}-ray" / "r"
 
 
 def make_sessions_folder() -> Path:
-    """Create the sessions folder and remove sessions of killed launchers; OSError if other users can access it."""
+    """Create the sessions folder and remove sessions of killed launchers; raise OSError if it is not private."""
     folder = sessions_folder()
     _make_private(folder.parent)
     for session in folder.glob("session_*_*"):  # the name ends with the pid of the process that started Ray
@@ -135,7 +135,7 @@ def _make_private(folder: Path) -> None:
 def ensure_home(environment: MutableMapping[str, str] = os.environ) -> None:
     """Redirect libraries to a spare folder of this user if the home folder is missing or not writable.
 
-    ConfigError if neither is writable.
+    Raise ConfigError if neither folder is writable.
     """
     home, spare = os.path.expanduser("~"), sessions_folder().parents[1] / f"leeway-{os.geteuid()}-home"
     environment.setdefault("HOME", home)
@@ -156,7 +156,7 @@ def ensure_home(environment: MutableMapping[str, str] = os.environ) -> None:
         environment["HOME"] = str(spare)
         return
     if os.path.isdir(models := f"{environment.get('XDG_CACHE_HOME', f'{home}/.cache')}/huggingface"):
-        environment.setdefault("HF_HOME", models)  # readable
+        environment.setdefault("HF_HOME", models)  # downloaded models stay readable
     if not os.path.isfile(environment.get("RAY_AUTH_TOKEN_PATH", f"{home}/.ray/auth_token")):
         environment.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     for name in ("XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "TRITON_HOME", "FLASHINFER_WORKSPACE_BASE"):
@@ -167,7 +167,7 @@ def low_limits(num_workers: int = 2) -> str:
     """Return the limit that a run with `num_workers` engines and stages would exceed, and the fix; else ""."""
     largest, most = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_FSIZE, resource.RLIMIT_NPROC))
     if 0 <= largest < OBJECT_STORE_BYTES:
-        text = f"a file can have {largest:,} bytes (ulimit -f), but Ray's object store needs {OBJECT_STORE_BYTES:,}"
+        text = f"files are limited to {largest:,} bytes (ulimit -f); Ray's object store needs {OBJECT_STORE_BYTES:,}"
         return f"{text}: run ulimit -f unlimited"
     required = _REST_THREADS + num_workers * _WORKER_THREADS
     groups = cgroup_values("pids", ("pids.max", "pids.current"))
@@ -198,8 +198,8 @@ def nearest_existing(folder: Path) -> Path:
 
 
 def _is_quiet(session: Path) -> bool:
-    """Return whether a session was idle for an hour: containers may share it but not see each other's processes."""
-    with contextlib.suppress(FileNotFoundError):  # another command removes it, or its process writes
+    """Return whether a session was idle for an hour: containers may share it without seeing each other's processes."""
+    with contextlib.suppress(FileNotFoundError):  # a file vanished: the session is in use, or being removed
         return time.time() - max(file.lstat().st_mtime for file in (session, *session.glob("logs/*"))) > _QUIET_S
     return False
 

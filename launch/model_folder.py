@@ -33,7 +33,7 @@ else:
     print(reason)
     sys.exit(1)
 """
-"""Program of the download process; the Hub's client uses threads that signals do not end."""
+"""Program of the download, run in its own process because signals do not end the threads of the Hub's client."""
 
 
 STARTED_NOTE = (
@@ -43,19 +43,19 @@ STARTED_NOTE = (
 
 
 def fetch_model(model: ModelConfig, *, was_here: bool = False) -> Path:
-    """Return the model's folder, after downloading a Hub model; ConfigError gives the reason and the fix.
+    """Return the model's folder, after downloading a Hub model; raise ConfigError with the reason and the fix.
 
     With `was_here`, try the cache first: without a network the Hub's client retries for half a minute.
     """
     if model.folder is not None:
         return model.folder
     command = [sys.executable, "-c", _DOWNLOAD, *model.on_hub, *["cache"] * was_here, "hub"]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)  # its progress is on stderr
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)  # progress goes to stderr
     output = done.stdout.strip() or f"the download exited with status {done.returncode}"
     if done.returncode:
         raise ConfigError(
             f"{MODEL_KEY} = '{model.path}' is not a folder and cannot be downloaded from the Hugging Face Hub: "
-            f"{output}; give the folder of a checkpoint, or download it elsewhere"
+            f"{output}; give the folder of a checkpoint, or download it on another machine"
         )
     return Path(output.splitlines()[-1])
 
@@ -63,9 +63,9 @@ def fetch_model(model: ModelConfig, *, was_here: bool = False) -> Path:
 def check_model(config: Config, path: Path, key: str) -> ModelFacts:
     """Check that a model folder exists, that stages can load it, and that it fits the config."""
     if key == MODEL_KEY and not path.exists():
-        script = path.with_suffix(".py")  # as in the examples
-        fix = "give the folder of a Hugging Face checkpoint, or ORGANISATION/NAME of the Hugging Face Hub, if there is "
-        fix += "no folder ORGANISATION"
+        script = path.with_suffix(".py")  # the examples have such a script
+        fix = "give the folder of a Hugging Face checkpoint, or ORGANISATION/NAME of the Hugging Face Hub; the latter "
+        fix += "requires that no folder ORGANISATION exists"
         fix = f"run `python {script}` once" if script.is_file() else fix
         raise ConfigError(f"{key}: {path}: no such folder; {fix}")
     with as_config_error(f"{key}: ", ModelFolderError):
@@ -98,7 +98,7 @@ def _check_loads(path: Path, key: str, *, is_served: bool) -> tuple[str, ...]:
             if is_served:
                 check_served(model)
             return unread_keys(model)
-    except (ModelFolderError, FileNotFoundError) as error:  # they name their file
+    except (ModelFolderError, FileNotFoundError) as error:  # the message names the file
         raise ConfigError(f"{key}: {error}") from None
     except Exception as error:  # Transformers raises many types for an invalid config.json
         why = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
@@ -107,7 +107,7 @@ def _check_loads(path: Path, key: str, *, is_served: bool) -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Suppress warnings of Transformers: each is either an error here or irrelevant."""
+    """Suppress warnings of Transformers: each is either irrelevant or reported as an error by Leeway."""
     logger = logging.getLogger("transformers")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -124,7 +124,7 @@ def _check_layers(config: Config, path: Path, num_layers: int) -> None:
         value = chunks or f" = {learner.num_stages}"
         raise ConfigError(
             f"learner.num_stages{value}, but {path} has only {num_layers} layers: lower it, as each "
-            f"{'chunk' if chunks else 'stage'} needs at least one"
+            f"{'chunk' if chunks else 'stage'} needs at least one layer"
         )
 
 
@@ -142,8 +142,8 @@ def model_notes(config: Config, model: ModelFacts | None, task: TaskFacts) -> It
         )
     if model.unread_keys:
         yield (
-            f"the model's {CONFIG_NAME} sets {', '.join(model.unread_keys)}, which the learner does not read: if the "
-            "engine does, or the model was trained with them, the learner scores a different model"
+            f"the model's {CONFIG_NAME} sets {', '.join(model.unread_keys)}, which the learner ignores: if the engine "
+            "or the model's training uses them, the learner's log-probabilities do not match the model"
         )
     if task.end_of_turn is not None and task.end_of_turn[0] not in model.eos_token_ids:
         number, text, source = task.end_of_turn
@@ -157,7 +157,7 @@ def model_notes(config: Config, model: ModelFacts | None, task: TaskFacts) -> It
 
 
 def check_frozen(config: Config, model: ModelFacts | None) -> None:
-    """Check the frozen models that score samples as `check_model` does, and that they have the model's vocabulary."""
+    """Run `check_model` on the frozen models that score samples, and check that they have the model's vocabulary."""
     for key, path in config.model.frozen.items():
         facts = check_model(config, path, key)
         if model is not None and facts.vocab_size != model.vocab_size:
@@ -168,7 +168,7 @@ def check_frozen(config: Config, model: ModelFacts | None) -> None:
 
 
 _MAX_TRIES = 5
-"""Attempts to read a checkpoint: a running job removes old ones, perhaps while they are read."""
+"""Maximum attempts to read a checkpoint: a running job may remove old checkpoints while they are read."""
 
 
 def export(
@@ -176,8 +176,8 @@ def export(
 ) -> tuple[TrainingProgress, int]:
     """Write a checkpoint of a run as a Hugging Face folder; without `step`, the newest intact one.
 
-    `log` receives a line for each damaged checkpoint that is skipped. ConfigError gives the fix; OSError if a folder
-    cannot be read or written.
+    `log` receives a line for each damaged checkpoint that is skipped. Raise ConfigError with the fix, or OSError if
+    a folder cannot be read or written.
     """
     if out.exists():
         raise ConfigError(f"{out} already exists; give another folder, or remove it")
@@ -204,11 +204,11 @@ def export(
 
 
 def _candidates(folder: RunFolder, step: int | None) -> list[int]:
-    """Return the steps of the checkpoints to try, newest first; ConfigError if there is none."""
+    """Return the steps of the checkpoints to try, newest first; raise ConfigError if there is none."""
     steps = steps_in(folder.checkpoints)
     if not steps:
         raise ConfigError(
-            f"the run {folder.root} has no checkpoint yet: wait for the next one, which is written every "
+            f"the run {folder.root} has no checkpoint yet: wait for the first; checkpoints are written every "
             "learner.checkpoint_every steps, at the end and after the first Ctrl-C"
         )
     if step is not None and step not in steps:

@@ -29,7 +29,7 @@ def check_offline(config: Config, model: ModelFacts | None, resumed: RunIdentity
     Args:
         config: config of the run.
         model: facts on the model; None if it is not downloaded yet and `check_vocabulary` follows.
-        resumed: identity of a resumed run, which stores its samples, so the source is not read again; None if new.
+        resumed: identity of a resumed run, which stores its samples, so the source is not reread; None for a new run.
 
     Raises:
         ConfigError: the samples do not fit the config, or there are none.
@@ -52,7 +52,7 @@ def check_vocabulary(recorded: RecordedFacts | None, config: Config, model: Mode
     if recorded is not None and recorded.largest_token >= model.vocab_size:
         raise ConfigError(
             f"{SOURCE_KEY} = '{config.buffer.source}' has token {recorded.largest_token}, but the model has only "
-            f"{model.vocab_size}: train a model with the tokenizer of these samples"
+            f"{model.vocab_size} tokens: train a model with the tokenizer of these samples"
         )
 
 
@@ -74,7 +74,7 @@ def fill_buffer(config: Config, facts: RunFacts, folder: RunFolder, expected: Re
 
 
 def num_steps_of(num_groups: int, groups_per_step: int, max_uses: int | str) -> int | None:
-    """Return the number of steps that the groups suffice for in any draw order; None if unlimited.
+    """Return the number of steps for which the groups suffice in any draw order; None if unlimited.
 
     A step draws G distinct groups. After s steps at most floor(s * G / U) of N are used up, U times each. The next step
     is guaranteed its G groups while at least G of N remain.
@@ -165,7 +165,7 @@ def _sample_errors(config: Config, found: Survey, path: Path, *, is_recorded: bo
         )
     if not found.num_rewarded:
         by = f", and buffer.sampler = '{sampler}' weights by rewards" if sampler in BY_REWARD else ""
-        yield f"{path}: none of {found.num_samples} samples has a reward, but {name} trains on rewards{by}: add them"
+        yield f"{path}: none of {found.num_samples} samples has a reward, but {name} trains on rewards{by}: add rewards"
     if needs.groups and (found.num_usable == 0 or (found.single and not is_recorded)):
         yield (
             f"{path}: {found.single or 'every sample with a reward'} is alone in its group, but algorithm.type = "

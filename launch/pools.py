@@ -18,7 +18,7 @@ from leeway.launch.config import POOL_OVERRIDES, Config
 from leeway.launch.errors import ConfigError
 
 HOST_UNIT = 1e-3
-"""Amount of the pool resource that a worker reserves; small enough that a host with 1 never runs out."""
+"""Amount of the pool resource that a worker reserves; small enough that a host with an amount of 1 never runs out."""
 
 PART_OF_GPU = 0.5
 """Share of a GPU that each of the two workers of `launch.colocate` reserves."""
@@ -48,7 +48,7 @@ class ActorPool(WorkerPool):
 
 
 def actor_pools(config: Config) -> list[ActorPool]:
-    """Return the actor pools in file order; ConfigError if `[actors]` sets a different number of actors."""
+    """Return the actor pools in file order; raise ConfigError if `[actors]` sets another total."""
     common = config.actors
     sections = {name: section for name, section in config.pools.items() if section.role == "actors"}
     if not sections:
@@ -64,8 +64,8 @@ def actor_pools(config: Config) -> list[ActorPool]:
     total, num_actors = sum(pool.count for pool in pools), common.num_actors
     if "num_actors" in common.model_fields_set and num_actors != total:
         raise ConfigError(
-            f"actors.num_actors = {num_actors}, but the actor pools have {total} ({', '.join(sections)}): remove the "
-            "key, and give each pool its count"
+            f"actors.num_actors = {num_actors}, but the actor pools have {total} ({', '.join(sections)}): remove it, "
+            "and set the count of each pool"
         )
     return pools
 
@@ -76,7 +76,7 @@ def serving_dtypes(config: Config) -> tuple[str, ...]:
 
 
 def stage_pools(config: Config) -> list[WorkerPool]:
-    """Return the learner pools, in the order of their ranks; ConfigError if their counts do not add up."""
+    """Return the learner pools, in the order of their ranks; raise ConfigError if their counts do not add up."""
     learner = config.learner
     num_ranks = learner.num_replicas * learner.num_stages
     sections = {name: section for name, section in config.pools.items() if section.role == "learner"}
@@ -85,7 +85,7 @@ def stage_pools(config: Config) -> list[WorkerPool]:
         return [WorkerPool("learner", num_ranks, _bundle(learner.cpus, gpus))]
     left = num_ranks - sum(section.count or 0 for section in sections.values())
     pools = []
-    for name, section in sections.items():  # unset keys are those of [learner]
+    for name, section in sections.items():  # unset keys default to [learner]
         cpus = learner.cpus if section.cpus is None else section.cpus
         gpus = learner.gpus if section.gpus is None else section.gpus
         pools.append(WorkerPool(name, section.count or left, _bundle(cpus, gpus, name)))

@@ -63,7 +63,7 @@ class Gpu(NamedTuple):
 
 
 def list_gpus(environment: Mapping[str, str] = os.environ) -> list[Gpu]:
-    """Return the GPUs that CUDA_VISIBLE_DEVICES allows; none if the driver does not answer."""
+    """Return the GPUs that CUDA_VISIBLE_DEVICES allows; an empty list if the driver does not answer."""
     query = "--query-gpu=index,uuid,name,driver_version,memory.total,memory.used"
     found = []
     for row in _query_smi(f"{query},compute_cap") or _query_smi(query):  # an old driver rejects an unknown field
@@ -187,7 +187,7 @@ def unfit(config: Config, gpus: Sequence[Gpu]) -> str:
     if old and (key := _bfloat16_key(config)):
         return (
             f"{key} = 'bfloat16', but {old[0]} has compute capability {old[0].capability:g}, and bfloat16 needs "
-            f"{BFLOAT16_CAPABILITY:g}: use 'float32' (actors also accept 'float16'), or hide that GPU with "
+            f"{BFLOAT16_CAPABILITY:g} or more: set 'float32' (actors also accept 'float16'), or hide that GPU with "
             "CUDA_VISIBLE_DEVICES"
         )
     for gpu in gpus if config.launch.colocate else ():
@@ -213,7 +213,7 @@ def _bfloat16_key(config: Config) -> str:
 
 
 def stage_need(config: Config) -> MemoryNeed | None:
-    """Return the need of the largest stage; None if no stage has a GPU or a model is not downloaded yet."""
+    """Return the GPU memory need of the largest stage; None if no stage has a GPU or a model is not downloaded yet."""
     path = config.model.folder
     if not _gpus_of_stages(config) or path is None:
         return None
@@ -258,7 +258,7 @@ def describe_gpus(config: Config) -> list[str]:
     lines = []
     if config.launch.colocate:
         lines.append(
-            f"GPU        the actor and the learner share one and use {colocated_share(config):g} of its memory"
+            f"GPU        the actor and the learner share a GPU and use {colocated_share(config):g} of its memory"
         )
     if (need := stage_need(config)) is not None:
         lines.append(f"GPU        {need.describe()}")
@@ -291,8 +291,8 @@ def gpu_notes(config: Config) -> Iterator[str]:
         )
     if _gpus_of_stages(config) and learner.token_budget <= SMALL_BUDGET:
         yield (
-            f"learner.token_budget = {learner.token_budget} is too little work per launch for a GPU: use 8192, or as "
-            "much as fits"
+            f"learner.token_budget = {learner.token_budget} is too little work per kernel launch: use 8192, or the "
+            "largest budget that fits"
         )
 
 
@@ -312,7 +312,7 @@ REST_BYTES = int(1.1 * GIB)
 PROMPT_BYTES = 4
 """Bytes of memory per byte of a prompt file, in each process that loads it."""
 LARGE_BYTES = GIB // 4
-"""Memory of prompts below which the estimate leaves them out."""
+"""The estimate omits the memory of prompts up to this size."""
 TRAINED_BYTES = 16
 """Bytes per trained parameter: float32 weight, gradient and two moments."""
 REFERENCE_BYTES = 4
@@ -323,7 +323,7 @@ HOST_COPIES = 3
 TOKEN_BYTES = 12
 """Bytes per stored token: id, log-probability, reference log-probability."""
 SAMPLE_BYTES = 1536
-"""Bytes per stored sample beside its tokens, including index entries."""
+"""Bytes per stored sample in addition to its tokens, including index entries."""
 BROADCAST_BYTES = 160 * 2**20
 """Queue from vLLM to the workers of an engine on several GPUs: ten messages of maximum size."""
 ANSWERS_BYTES = 240 * 2**20
@@ -346,7 +346,7 @@ class MachineNeeds:
 
     disk: Need
     memory: Need
-    """Memory on this machine, if it is the only host."""
+    """Memory on this machine, assuming that it is the only host."""
     staging_bytes: int
     """Space in /dev/shm for weights received over the network."""
     queues_bytes: int = 0
@@ -396,7 +396,7 @@ def _sizes(folder: Path | None) -> dict[str, int]:
 
 
 def _num_served(sizes: Mapping[str, int]) -> int:
-    """Return the number of parameters plus a tied head, which is served, and held by the first and last stage."""
+    """Return the number of parameters plus those of a tied head, which is published and which two stages hold."""
     return sum(sizes.values()) + sum(
         size for name, size in sizes.items() if name.endswith(EMBEDDING_SUFFIX) and HEAD not in sizes
     )
@@ -424,7 +424,7 @@ def _of_prompts(task: TaskConfig, num_actors: int) -> dict[str, int]:
 
 
 def _queues_bytes(config: Config) -> int:
-    """Return the maximum size of all queues, with all workers on this machine."""
+    """Return the maximum size of all queues, assuming that all workers run on this machine."""
     split = [pool for pool in actor_pools(config) if pool.config.tensor_parallel_size > 1]
     queues = sum(pool.count * (BROADCAST_BYTES + pool.config.tensor_parallel_size * ANSWERS_BYTES) for pool in split)
     num_ranks = sum(pool.count for pool in stage_pools(config) if pool.bundle.get("GPU"))
@@ -432,7 +432,7 @@ def _queues_bytes(config: Config) -> int:
 
 
 def _buffer_bytes(config: Config) -> int:
-    """Return the maximum size: all samples of the run at full length, up to the capacity of the buffer."""
+    """Return the maximum size of the buffer: all samples of the run at full length, up to its capacity."""
     learner, buffer = config.learner, config.buffer
     num_samples = learner.num_steps * learner.groups_per_step * config.actors.group_size
     longest = TOKEN_BYTES * config.actors.max_model_tokens + SAMPLE_BYTES

@@ -1,6 +1,6 @@
-"""Resuming a run in its own folder: which keys and contents may change, and which must not.
+"""Resuming a run in its own folder, and the checks of changed keys and contents.
 
-A killed run is resumed like a learner that is lost within a run: the buffer has every acknowledged sample, the newest
+A killed run resumes like a learner that is restarted during a run: the buffer has every acknowledged sample, the newest
 intact checkpoint has the learner state, and a new incarnation separates both from abandoned work. Without a checkpoint,
 training restarts from the initial model on the batches that the buffer has recorded.
 """
@@ -32,7 +32,7 @@ from leeway.launch.run_folder import RunFolder, RunIdentity
 from leeway.learner.checkpoint_files import Seal, newest_progress
 
 SHUTDOWN_GRACE_S = 60.0
-"""Seconds that processes of a killed launcher may take to exit; Ray's exit immediately, an engine in seconds."""
+"""Seconds that processes of a killed launcher may take to exit; Ray's processes exit at once, engines in seconds."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class History:
 
     identity: RunIdentity
     last_step: int
-    """The last step in metrics.jsonl; a checkpoint may be older."""
+    """The last step in metrics.jsonl; the newest checkpoint may be of an earlier step."""
     evaluations: Sequence[Accuracy]
     wall_s: float
     """Seconds that the earlier launches ran."""
@@ -58,7 +58,7 @@ class History:
         return first if first is not None and first.policy_version == 0 else None
 
     def start(self, step: int) -> str:
-        """Describe where the run resumes and what changed; `step` is that of its newest checkpoint, 0 if none."""
+        """Describe the starting point and the changes; `step` is that of the newest checkpoint, 0 if there is none."""
         place = f"the checkpoint of step {step}" if step else "the initial model, because there is no checkpoint"
         return f"{place}; changed: {self.changes}" if self.changes else place
 
@@ -92,12 +92,12 @@ class Resumption(NamedTuple):
 def resume(folder: RunFolder, overrides: Sequence[str], log: Callable[[str], None]) -> Resumption:
     """Check that a run, claimed by the caller, can be resumed; change nothing yet.
 
-    ConfigError gives the reason and the fix; OSError if the folder cannot be read or written.
+    Raise ConfigError with the reason and the fix, or OSError if the folder cannot be read or written.
     """
     identity = folder.read_identity()
     if unknown := unknown_keys(folder.config):
         raise ConfigError(
-            f"{folder.root} was created by another version of Leeway with keys that this one lacks: "
+            f"{folder.root} was created by another version of Leeway with keys that this version lacks: "
             f"{', '.join(unknown)}. Resume it with that version, or start a new run"
         )
     before = load_config(folder.config)
@@ -151,10 +151,10 @@ def contents(plan: Plan, model_path: Path | None) -> dict[str, str]:
 def changed_contents(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     """Return the names of changed contents; `before` is empty in run folders of an older Leeway.
 
-    ConfigError if the model, its tokenizer or a frozen model changed.
+    Raise ConfigError if the model, its tokenizer or a frozen model changed.
     """
     changed = sorted(name for name in {*before, *now} if before and before.get(name) != now.get(name))
-    if _MODEL not in now:  # it is not downloaded yet
+    if _MODEL not in now:  # the model is not downloaded yet
         changed = [name for name in changed if not name.startswith("model")]
     if models := [name for name in changed if name.startswith("model") and not name.endswith(_GENERATION)]:
         raise ConfigError(
@@ -222,7 +222,7 @@ def _refusal(key: str, old: object, new: object) -> str:
 
 
 def _changes(before: Config, after: Config) -> list[tuple[str, Any, Any]]:
-    """Return (key, old, new) of each changed key; ConfigError if one must not change."""
+    """Return (key, old, new) of each changed key; raise ConfigError if one of them must not change."""
     changed = list(_differences(before, after))
     for key, old, new in changed:
         if fixed_because(key):
@@ -248,7 +248,7 @@ def wait_for_earlier_processes(
 ) -> None:
     """Wait until all processes of an earlier launch exit: two learners, or two buffer services, must not overlap.
 
-    ConfigError with the command that ends them if some are left after `limit_s`.
+    If some are left after `limit_s`, raise ConfigError with the command that ends them.
     """
     deadline = time.monotonic() + limit_s
     is_logged = False
@@ -270,7 +270,7 @@ def wait_for_earlier_processes(
 
 
 def _check_buffer(folder: RunFolder, run_id: str) -> None:
-    """Check that the buffer in the folder belongs to this run; it is missing if the run ended before creating it."""
+    """Check that the buffer in the folder belongs to this run. A run that ended early may have no buffer."""
     if not (folder.buffer / DATA).exists():
         return
     with as_config_error(kind=StoreError), Inspection.open(folder.buffer) as inspection:
@@ -283,7 +283,7 @@ def _check_buffer(folder: RunFolder, run_id: str) -> None:
 
 
 def _is_summarised(folder: RunFolder, step: int, *, with_accuracy: bool) -> bool:
-    """Return whether the summary covers this step; the one of an earlier launch remains until the next one ends."""
+    """Return whether the summary covers this step; an earlier launch's summary remains until the next launch ends."""
     try:
         summary = json.loads(folder.summary.read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):

@@ -29,17 +29,17 @@ MALFORMED = {
     "unicode": "\uff17\uff12 \u2260 \u4e03\u5341\u4e8c \u202e\U0001f916\u0301\U0010ffff",
     "very long": "7 " * (LONG_CHARACTERS // 2),
 }
-"""Malformed completions, which models produce occasionally; no reward function may fail on them."""
+"""Malformed completions, which models produce occasionally; reward functions must not fail on them."""
 SLOW_SHARE = 0.25
 """Share of the timeout above which a call counts as slow, because it would time out on a busy machine."""
 NUM_PROBLEMS = 64
 """Default number of problems; many, because a function may fail on one answer in a hundred."""
 BUDGET_S = 60.0
-"""Seconds per function unless the number of problems is given; a slow function is tested on fewer."""
+"""Seconds per function unless the number of problems is given; a slow function is tested on fewer problems."""
 LOAD_S = 60.0
 """Seconds to load the file of a function, in addition to the timeout of a call."""
 MAX_LOST = 3
-"""Number of calls that end their process, after which the test of a function stops."""
+"""Number of calls that end the process of a function before its test stops."""
 NUM_EXAMPLES = 3
 """Maximum number of distinct failures shown per function."""
 _SHOWN_CHARACTERS = 40
@@ -59,7 +59,7 @@ class Result(NamedTuple):
     reward: float | None
     took_s: float
     error: str
-    """Why there is no reward, with the line of the function that failed; empty if there is one."""
+    """Reason for the missing reward, with the line of the function that failed; empty if there is a reward."""
     lost: bool
     """Whether the call ended the process of the function."""
 
@@ -73,8 +73,8 @@ class Result(NamedTuple):
 def check_rewards(config: Config, num: int | None, given: Sequence[str]) -> ExitStatus:
     """Test the reward functions of a task, print the results and return the exit status of the command.
 
-    Tests on `num` problems; None: on as many of `NUM_PROBLEMS` as fit in `BUDGET_S`. Also scores the `given`
-    completions for each problem. ConfigError if the task or one of its functions cannot be loaded.
+    Use `num` problems or, if it is None, as many of `NUM_PROBLEMS` as fit in `BUDGET_S`. Also score the `given`
+    completions for each problem. Raise ConfigError if the task or one of its functions cannot be loaded.
     """
     logger = logging.getLogger("leeway.actors.rewards")
     with as_config_error("[task] ", TaskError):
@@ -82,7 +82,7 @@ def check_rewards(config: Config, num: int | None, given: Sequence[str]) -> Exit
         limit = num or NUM_PROBLEMS
         problems = task.train[:: max(1, len(task.train) // limit)][:limit]
         check = RewardCheck(problems, config.actors.reward_timeout_s, config.task.correct_at, None if num else BUDGET_S)
-        logger.setLevel(logging.CRITICAL)  # the results contain what it would log
+        logger.setLevel(logging.CRITICAL)  # the results contain the same messages
         try:
             with progress_line() as progress:
                 for function in task.rewards:
@@ -94,7 +94,7 @@ def check_rewards(config: Config, num: int | None, given: Sequence[str]) -> Exit
     for sentence in sentences:
         print(f"PROBLEM  {sentence}")
     if not sentences:
-        print(f"All checks of the rewards of {len(problems)} problems passed.")
+        print(f"All reward checks passed on {len(problems)} problems.")
     return ExitStatus.FAILED if sentences else ExitStatus.OK
 
 
@@ -109,10 +109,10 @@ class RewardCheck:
     """Seconds per function; None: unlimited."""
     results: list[Result] = field(default_factory=list)
     cut: dict[str, str] = field(default_factory=dict)
-    """Function -> why its test stopped early."""
+    """Function -> sentence with the reason why its test stopped early."""
 
     async def run(self, function: RewardFunction, given: Sequence[str], progress: Callable[[str, float], None]) -> None:
-        """Score all completions by one function, one at a time; TaskError if it cannot be loaded."""
+        """Score all completions with one function, one at a time; raise TaskError if it cannot be loaded."""
         numbers = range(len(self.problems))
         texts = [(number, each) for number in numbers for each in self._completions(number, function, given)]
         started_s, num_lost = time.perf_counter(), 0
@@ -184,8 +184,8 @@ class RewardCheck:
             slowest = max(own, key=lambda result: result.took_s)
             if not slowest.error and slowest.took_s > SLOW_SHARE * self.timeout_s:
                 yield (
-                    f"{name} is slow: it took {slowest.took_s:.1f} s for a completion ({slowest.kind}), but times out "
-                    f"after actors.reward_timeout_s = {self.timeout_s:g}; make it faster, or raise the timeout"
+                    f"{name} is slow: it took {slowest.took_s:.1f} s for a completion ({slowest.kind}), with the "
+                    f"timeout actors.reward_timeout_s = {self.timeout_s:g}: make it faster, or raise the timeout"
                 )
 
     def _of_sums(self) -> Iterator[str]:
@@ -199,7 +199,7 @@ class RewardCheck:
         if not correct and "given" not in sums and len(set(everything)) == 1:
             yield (
                 f"the reward is {everything[0]:g} for every completion, but no column of the task "
-                f"({', '.join(ANSWER_COLUMNS)}) has an answer: give a correct one with --completion TEXT"
+                f"({', '.join(ANSWER_COLUMNS)}) has an answer: give a correct answer with --completion TEXT"
             )
         elif len(everything) > 1 and len(set(everything)) == 1:
             yield f"the reward is {everything[0]:g} for every completion: it carries no signal"

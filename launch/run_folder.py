@@ -29,7 +29,7 @@ WEIGHTS_CLAIM = "RUN"
 """Lock file in the weights folder that a launcher holds while it runs; it contains the name of the run."""
 _NAME_BYTES = 255
 _CLAIM_S = 1.0
-"""Seconds to retry the lock: `owner_of` holds it for an instant, a launcher for longer."""
+"""Seconds to retry the lock, because `owner_of` may hold it for an instant; a launcher holds it for longer."""
 
 
 def read_json_lines(path: Path) -> Iterator[dict[str, Any] | None]:
@@ -56,7 +56,7 @@ class RecordedFacts(BaseModel):
     group_size: int
     largest_token: int
     longest: int = 0
-    """Tokens of the longest sample; 0 in run folders of older versions."""
+    """Number of tokens of the longest sample; 0 in run folders of older versions."""
     num_uninformative: int = 0
 
     def __str__(self) -> str:
@@ -113,7 +113,7 @@ class RunFolder:
         return self.logs / f"{role}.{number}.log"
 
     def create(self, config: Config) -> None:
-        """Create the folders and write the resolved config; ConfigError if the folder exists or cannot be created."""
+        """Create the folders and write the config; raise ConfigError if the folder exists or cannot be created."""
         try:
             self.root.mkdir(parents=True, mode=0o700)
             self.make_parts(config)
@@ -141,7 +141,7 @@ class RunFolder:
             self.weights.mkdir(exist_ok=True)
 
     def read_identity(self) -> RunIdentity:
-        """Return the content of `run.json`; ConfigError if it is missing or invalid."""
+        """Return the content of `run.json`; raise ConfigError if it is missing or invalid."""
         try:
             return RunIdentity.model_validate_json(self.identity.read_bytes())
         except OSError as error:
@@ -167,7 +167,7 @@ def already_exists(root: Path) -> str:
 def claimed(folder: RunFolder) -> Iterator[None]:
     """Hold the lock of a run within the block, or until this process exits.
 
-    ConfigError with the process id of the launcher that holds it; OSError if the folder cannot be written.
+    Raise ConfigError with the process id of the launcher that holds it, or OSError if the folder cannot be written.
     """
     descriptor = os.open(folder.claim, os.O_RDWR | os.O_CREAT, 0o600)
     try:
@@ -185,7 +185,7 @@ def claimed(folder: RunFolder) -> Iterator[None]:
 
 
 def owner_of(folder: RunFolder) -> int | None:
-    """Return the process id, on its host, of the launcher that runs a run; None if there is none."""
+    """Return the process id of the launcher of an active run, on the launcher's host; None if the run is not active."""
     try:
         descriptor = os.open(folder.claim, os.O_RDONLY)
     except FileNotFoundError:
@@ -201,9 +201,9 @@ def owner_of(folder: RunFolder) -> int | None:
 
 
 def named_run(path: Path) -> Path:
-    """Return the folder of a run, or a folder inside one; also search runs/ for a bare name.
+    """Return the path of a run folder, or of a folder inside it; search runs/ for a bare name too.
 
-    A run folder takes precedence over other paths. ConfigError if the folder is not accessible or the name is invalid.
+    A run folder takes precedence. Raise ConfigError if the folder is not accessible or the name is invalid.
     """
     named = Path("runs") / path
     try:
@@ -218,13 +218,13 @@ def named_run(path: Path) -> Path:
 
 
 def find_config(text: str) -> Path:
-    """Return the path of a config; a bare name without such a file, as `demo`, is that of a bundled example."""
+    """Return the path of a config; a bare name such as `demo` selects a bundled example if no such file exists."""
     bundled = Path(__file__).parents[1] / "examples" / f"{text}.toml"
     return bundled if "/" not in text and not Path(text).is_file() and bundled.is_file() else Path(text)
 
 
 def open_run(path: Path) -> RunFolder:
-    """Return the folder of a run, by its path or its name within runs/; ConfigError if there is none."""
+    """Return the folder of a run, by its path or its name within runs/; raise ConfigError if there is none."""
     folder = RunFolder(named_run(path))
     if not folder.config.is_file():
         runs = sorted(each.parent.name for each in Path("runs").glob("*/config.toml"))
@@ -248,7 +248,7 @@ def choose_root(config: Config, config_path: Path) -> Path:
 
 
 def check_weights_folder(folder: Path) -> None:
-    """Check, without side effects, that a run can publish to a folder; ConfigError if not, or if another run did."""
+    """Check, without side effects, that a folder is writable and unused by other runs; raise ConfigError if not."""
     check_writable(folder, WEIGHTS_KEY)
     if not folder.exists():
         return
@@ -263,7 +263,7 @@ def check_weights_folder(folder: Path) -> None:
     if newest is not None:
         raise ConfigError(
             f"{WEIGHTS_KEY} = '{folder}' holds the weights of an earlier run, up to version {newest}, so those "
-            "of this run would not count as newer: remove them, or choose another folder"
+            "of this run would not count as newer: remove the old ones, or choose another folder"
         )
 
 
@@ -271,7 +271,7 @@ def check_weights_folder(folder: Path) -> None:
 def claimed_weights(folder: Path, run: Path) -> Iterator[None]:
     """Create the weights folder and hold its lock within the block, or until this process exits.
 
-    ConfigError if another run uses it, or it cannot be written.
+    Raise ConfigError if another run uses the folder, or if the folder is not writable.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -287,7 +287,7 @@ def claimed_weights(folder: Path, run: Path) -> Iterator[None]:
 
 
 def check_writable(folder: Path, key: str) -> None:
-    """Check, without side effects, that a folder can be created and written; ConfigError names its key if not."""
+    """Check, without side effects, that a folder can be created and written; raise ConfigError with its key if not."""
     found = folder
     try:
         found = nearest_existing(folder)
@@ -331,7 +331,7 @@ class NoAnswer(RuntimeError):
 def send_request(folder: Path, request: Mapping[str, Any], timeout_s: float) -> str:
     """Send a request to a launcher through the folder `control/` of its run, and return its answer, a sentence.
 
-    ConfigError with the reason if it rejects the request; NoAnswer after `timeout_s`, or if the folder is not writable.
+    Raise ConfigError with the reason if the launcher rejects it; NoAnswer after `timeout_s`, or if the write fails.
     """
     name = uuid.uuid4().hex
     request_file, answer_file = folder / f"{name}.ask", folder / f"{name}.answer"
@@ -345,7 +345,7 @@ def send_request(folder: Path, request: Mapping[str, Any], timeout_s: float) -> 
             if time.monotonic() > deadline:
                 raise NoAnswer(
                     f"the launcher of the run {folder.parent} did not answer within {timeout_s:g} s: it answers only "
-                    "while it trains; check `leeway status`"
+                    "during training; check `leeway status`"
                 )
             time.sleep(_POLL_S)
         answer = json.loads(answer_file.read_text(encoding="utf-8"))
@@ -368,7 +368,7 @@ class Control:
             stale.unlink(missing_ok=True)
 
     def answer(self, verbs: Mapping[str, Callable[[Mapping[str, Any]], str]]) -> None:
-        """Answer all requests since the last call; each verb returns a sentence or raises ValueError with one."""
+        """Answer all requests since the last call; each function returns a sentence, or raises it in a ValueError."""
         for file in sorted(self._folder.glob("*.ask")):
             try:
                 request = json.loads(file.read_bytes()[:_MAX_BYTES])

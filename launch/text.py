@@ -11,7 +11,7 @@ from typing import Any
 
 GIB = 2**30
 MAX_TEXT = 65_536
-"""Maximum number of characters shown of a stored text; an export has all of them."""
+"""Maximum number of characters shown of a stored text; an export has the whole text."""
 _TOKENIZER = "tokenizer.json"
 
 
@@ -20,7 +20,7 @@ def gib(size_bytes: int) -> str:
 
 
 def number(value: float | None) -> str:
-    """Format a number; a dash for None."""
+    """Format a number, or None as a dash."""
     if value is None:
         return "-"
     return f"{value:.2e}" if value and abs(value) < 1e-2 else f"{value:.3f}"
@@ -56,7 +56,7 @@ def _escaped(text: str) -> str:
 
 
 class TextOf:
-    """Decoder of token ids by the tokenizer of a run, given its buffer folder; loaded on first use."""
+    """Decoder of token ids for the run of a buffer folder; loads the run's tokenizer on first use."""
 
     def __init__(self, buffer_folder: Path) -> None:
         self._run = buffer_folder.resolve().parent

@@ -47,7 +47,7 @@ AUTOSCALE = "leeway.planning.autoscale:Autoscale"  # loaded if launch.autoscale 
 POLL_S = 0.5
 """Seconds between polls of the roles; bounds how late an exited process is noticed. A poll takes milliseconds."""
 SHUTDOWN_TIMEOUT_S = 600.0
-"""Seconds for the learner to finish its step after Ctrl-C, even with long samples; a second Ctrl-C ends it."""
+"""Seconds for the learner to finish its step after Ctrl-C, even with long samples; a second Ctrl-C ends the run."""
 EVAL_PROBLEMS = 256
 """Maximum number of held-out problems of an evaluation during the run; the standard error is at most 3 %."""
 EVALUATION_POLL_S = 0.1
@@ -113,9 +113,9 @@ def _prepare(plan: Plan, earlier: History | None, stack: ExitStack) -> _Prepared
     if plan.lacking:
         raise ConfigError(plan.lacking)
     with ExitStack() as undo:
-        # before the model is downloaded, which may take long
+        # before the download, which may take long, so that a port in use is reported at once
         exporter = stack.enter_context(Exporter(config.tracking))
-        # before the folder is created, so that a typo leaves nothing behind
+        # before the folder is created, so that a misspelt model leaves no folder behind
         model_path = fetch_model(config.model, was_here=earlier is not None)
         if plan.model is None:
             plan = check_fetched(plan, model_path)
@@ -138,7 +138,7 @@ def _prepare(plan: Plan, earlier: History | None, stack: ExitStack) -> _Prepared
             folder.write_identity(identity)
         last_step = 0 if earlier is None else earlier.last_step
         tracker = stack.enter_context(Tracker(config, folder, plan.run_id, last_step))
-        # each actor looks for it on its own host, which may be this one
+        # for actors on this host; each actor looks for the copy on its own host
         prepare_serving_model(model_path, folder.serving_models)
         if earlier is not None:
             folder.write_config(config)  # last, so that a run that cannot be resumed stays unchanged
@@ -271,7 +271,7 @@ class _Run:
         self._evaluation: Evaluation | None = None
         self._evaluated_at = 0
         self.has_begun = False
-        """Whether all processes were ready once; before that, nothing was trained or generated."""
+        """Whether all processes have been ready; before that, the run has neither generated samples nor trained."""
 
     def go(self) -> ExitStatus:
         self.sinks.display.log(f"rows: {self.plan.task.rows}")
@@ -316,13 +316,13 @@ class _Run:
 
     @property
     def _has_actors(self) -> bool:
-        """Return whether the run has actors; on recorded samples it may have none, and is then not evaluated."""
+        """Return whether the run has actors; a run on recorded samples may have none, and is then not evaluated."""
         return bool(self.supervisor.actors.actors)
 
     def _first_evaluation(self) -> Accuracy | None:
         if self.earlier is not None and self.earlier.before is not None:
             return self.earlier.before
-        if not self._has_actors or self._observer.status.version > 0:  # the model is trained already
+        if not self._has_actors or self._observer.status.version > 0:  # the model is already trained
             return None
         version = PolicyVersion(*self.supervisor.status().newest)
         self.sinks.phase(f"evaluating version {version.version}")
@@ -348,7 +348,7 @@ class _Run:
             if requested_at is None:  # afterwards actors may also have received the signal and exited
                 self._evaluate_periodically()
         self.interrupts.training = False
-        for _ in range(2):  # the outstanding answer, then everything since
+        for _ in range(2):  # the first poll returns late replies, the second everything reported since
             self._handle_poll(self.supervisor.poll(SILENCE_S))
         if self._evaluation is not None and requested_at is None:
             self._wait_for_evaluation(self._evaluation)
@@ -383,7 +383,7 @@ class _Run:
                     self.sinks.event("not_scaled", f"pool '{advice.pool}' is not scaled: {error}")
 
     def _act_on(self, alert: Alert) -> None:
-        """Report an alert and run its action; RunFailed if the action is "stop" or no actor is left."""
+        """Report an alert and run its action; raise RunFailed if the action is "stop" or no actor is left."""
         self.sinks.event(alert.kind, alert.text, who=alert.source, action=alert.action)
         if alert.action == "quarantine":
             self.supervisor.actors.quarantine(alert.source, alert.text)

@@ -1,12 +1,12 @@
 """Exact block-diagonal causal attention over packed sequences, without a mask of token_budget^2 entries.
 
-With flash attention (CUDA, 16-bit floats) all T packed tokens of a micro-batch are one call. Otherwise the sequences
-are bucketed by power-of-two length, gathered into a padded grid [N, H, L, D] per bucket, run through SDPA, and
-scattered back. Padding is on the right, so no real token attends to it. The queries of a shared prompt are computed
+With flash attention (CUDA, 16-bit floats), one call computes all T packed tokens of a micro-batch. Otherwise the
+sequences are bucketed by power-of-two length, gathered into a padded grid [N, H, L, D] per bucket, run through SDPA,
+and scattered back. Padding is on the right, so no real token attends to it. The queries of a shared prompt are computed
 once, with its first sequence. The other sequences compute queries for their completions only, in a grid of sequences
-with equally long prompts, under a mask [Q, L]. The queries of a short prompt are computed for each sequence, which is
-cheaper. Neither kernel supports soft-capped scores (Gemma 2). They are computed one block of queries at a time, and
-recomputed in the backward pass. The function is registered with Transformers as `IMPLEMENTATION`.
+with equally long prompts, under a mask [Q, L]. For a short prompt, it is cheaper to compute the queries again for each
+sequence. Neither kernel supports soft-capped scores (Gemma 2). Such scores are computed one block of queries at a time,
+and recomputed in the backward pass. `packed_attention` is registered with Transformers as `IMPLEMENTATION`.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from leeway.learner.packing import IntArray
 IMPLEMENTATION = "leeway_packed"
 
 SHORTEST_BUCKET = 16
-"""Tokens; all shorter sequences share one bucket, since another kernel call costs more than the padding."""
+"""Tokens in the smallest bucket, which all shorter sequences share: another kernel call costs more than padding."""
 SCORES_MIB = 64.0
-"""MiB of soft-capped scores in memory at a time; bounds the block of queries."""
+"""MiB of soft-capped scores in memory at a time; bounds the number of queries per block."""
 
 
 class Grid(NamedTuple):
@@ -39,7 +39,7 @@ class Grid(NamedTuple):
     queries: Tensor
     """int64 [N, Q]: packed position of each query."""
     keys: Tensor
-    """int64 [N, L]: packed position of each key and value; the last Q are those of the queries."""
+    """int64 [N, L]: packed position of each key and value; the last Q positions are those of the queries."""
 
 
 class Grids(NamedTuple):
@@ -59,7 +59,7 @@ class AttentionLayout:
     places: IntArray
     """Packed position of each token of the sequences; the tokens of a shared prompt occur several times."""
     shared_N: IntArray
-    """Leading tokens of each sequence that are packed with an earlier sequence; its other tokens are contiguous."""
+    """Number of each sequence's leading tokens that are packed with an earlier one; its other tokens are contiguous."""
     edges: Tensor
     """As `bounds`, counting only tokens that are not shared; on the device, int32 [N + 1]."""
     key_edges: Tensor
@@ -97,7 +97,7 @@ class AttentionLayout:
     def grids(self) -> Grids:
         """The sequences by bucket; built on first use, and never with flash attention."""
         starts, lengths = self.bounds[:-1], np.diff(self.bounds)
-        # recompute a shorter prompt: each length needs its own grid, and a mask also computes scores above the diagonal
+        # recompute shorter prompts: reuse needs a grid per prompt length, and a mask computes scores above the diagonal
         reuses_prompt_N = self.shared_N >= np.maximum(lengths - self.shared_N, SHORTEST_BUCKET)
         shared_N = np.where(reuses_prompt_N, self.shared_N, 0)
         num_queries_N = np.maximum(SHORTEST_BUCKET, lengths - shared_N)
@@ -141,7 +141,7 @@ def packed_attention(
     softcap: float | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """Attend with the signature that Transformers' decoder layers call: query [1, H, T, D] -> [1, T, H, D], None.
+    """Compute attention; Transformers' decoder layers call this signature: query [1, H, T, D] -> [1, T, H, D], None.
 
     Keys and values are [1, H_kv, T, D], with H a multiple of H_kv. Queries and keys are cast to the dtype of the
     values. `scaling` multiplies the scores (None: 1 / sqrt(D)). `sliding_window` is the number of tokens that a token
@@ -227,7 +227,7 @@ def _in_grid(
 def _supports_grouped_heads(query: Tensor, is_plain: bool) -> bool:
     """Return whether SDPA supports grouped heads without storing scores [N, H, L, L]; a mask is used unless `is_plain`.
 
-    On CUDA only flash attention does, in 16 bits and without a mask (from torch's documentation, untested on a GPU).
+    On CUDA, only flash attention supports them, in 16 bits and without a mask (torch's documentation; not tested).
     """
     return query.device.type == "cpu" or (is_plain and query.dtype in (torch.bfloat16, torch.float16))
 
@@ -235,7 +235,7 @@ def _supports_grouped_heads(query: Tensor, is_plain: bool) -> bool:
 def _soft_capped_in_blocks(
     query_NHQD: Tensor, key_NHLD: Tensor, value_NHLD: Tensor, window: int, scale: float, softcap: float
 ) -> Tensor:
-    """Attend in blocks of queries that fit `SCORES_MIB`; several blocks are recomputed in the backward pass."""
+    """Compute attention in blocks of queries that fit `SCORES_MIB`; if several, the backward pass recomputes them."""
     (num, heads, queries, _), wide = query_NHQD.shape, torch.promote_types(query_NHQD.dtype, torch.float32)
     length = key_NHLD.shape[2]
     rows, offset = max(1, int(SCORES_MIB * 2**20) // (num * heads * length * wide.itemsize)), length - queries
@@ -248,7 +248,7 @@ def _soft_capped_in_blocks(
         start = max(0, offset + first - window + 1)
         states = (query_NHQD[:, :, first:end], *(each[:, :, start : offset + end] for each in (key_NHLD, value_NHLD)))
         rule = (offset + first - start, window, scale, softcap)
-        # a block draws no random numbers
+        # the random state need not be saved: a block draws no random numbers
         blocks.append(checkpoint(_soft_capped, *states, *rule, use_reentrant=False, preserve_rng_state=False))
     return torch.cat(blocks, 2)
 

@@ -20,7 +20,7 @@ from leeway.learner.packing import IntArray, PackedBatch, PackingRule, pack
 Lag0ByActor = dict[str, tuple[float, int]]
 """Actor -> (mean absolute difference of log-probabilities in nats, number of tokens)."""
 LagByActor = dict[str, dict[int, int]]
-"""Actor -> lag in versions -> number of trained tokens."""
+"""Actor -> lag in versions -> number of tokens trained on."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class StepBatch:
-    """The data of one step, or the part of it that one update trains.
+    """The data of one step, or the part of it that one update trains on.
 
     T indexes the completion tokens of the B sequences, in order.
     """
@@ -52,7 +52,7 @@ class StepBatch:
     packed: PackedBatch
     rule: PackingRule
     version: int
-    """Learner version at which these tokens are trained."""
+    """Learner version at which training uses these tokens."""
     resumed_at: Mapping[int, int]
     """Learner incarnation -> version that it started from."""
     sequence_T: IntArray
@@ -62,7 +62,7 @@ class StepBatch:
     counted_T: IntArray
     """Effective version of each token, after learner restarts."""
     abandoned_T: npt.NDArray[np.bool_]
-    """Tokens sampled by versions that a restart discarded; their lag is counted from the checkpoint it resumed from."""
+    """Tokens sampled by versions that a restart discarded; their lag is counted from the resumed checkpoint."""
     single_version_B: npt.NDArray[np.bool_]
 
     @classmethod
@@ -97,7 +97,7 @@ class StepBatch:
         return StepBatch.build(self.rows.take(sequences), version, self.resumed_at, self.rule)
 
     def pack(self, sequences: IntArray) -> PackedBatch:
-        """Pack these sequences for scoring only, where packing whole units would save no second pass."""
+        """Pack these sequences for a scoring pass; units are not kept whole, because that would save no second pass."""
         chosen, (_, group_B) = self.rows.take(sequences), np.unique(self.group_B[sequences], return_inverse=True)
         return pack_rows(chosen, replace(self.rule, unit="sequence"), group_B)
 
@@ -166,7 +166,7 @@ class StepBatch:
 def lag0_by_actor(batch: StepBatch, logprobs_T: Tensor) -> Lag0ByActor:
     """Return the metric `mismatch/lag0_abs` by actor.
 
-    Only fresh tokens are counted: their difference is an implementation gap or wrong weights, not staleness.
+    Only fresh tokens are counted: their difference is due to different implementations or wrong weights, not to lag.
     """
     sampled_T = np.asarray(batch.rows.column("logprobs").flatten(), np.float64)
     actor_B = np.asarray(batch.rows.column("actor"))
@@ -181,7 +181,7 @@ def lag0_by_actor(batch: StepBatch, logprobs_T: Tensor) -> Lag0ByActor:
 
 
 def lag_by_actor(updates: Sequence[StepBatch]) -> LagByActor:
-    """Return the distribution behind the metrics `lag/token_...` by actor; a token is counted once per update."""
+    """Return the lag distribution of each actor, as in the metrics `lag/token_...`; a token counts once per update."""
     found: LagByActor = {}
     for batch in updates:
         actors, actor_B = np.unique(np.asarray(batch.rows.column("actor")), return_inverse=True)

@@ -77,7 +77,7 @@ class Checkpoints:
         """Open a folder shared by all ranks, keep the newest `keep` checkpoints, and remove leftovers of a crash.
 
         Writing or reading a checkpoint fails after `timeout_s`. `model` is the `model_identity` of the trained model;
-        '' compares tensors only. Raises CheckpointFailed on all ranks if any rank cannot write to the folder.
+        if '', only tensors are compared. Raises CheckpointFailed on all ranks if any rank cannot write to the folder.
         """
         self._folder = folder
         self._keep = keep
@@ -103,13 +103,13 @@ class Checkpoints:
     # --- write ----------------------------------------------------------------------------------------
 
     def save(self, networks: Networks, progress: TrainingProgress) -> None:
-        """Start writing a checkpoint, after a `wait` for the one in progress; the state is copied on return."""
+        """Wait for the write in progress, copy the state to host memory, and start writing it in the background."""
         self.wait()
         progress = structs.replace(progress, learning_rate=networks.rate)
         self._in_progress = (progress.step, self._writer.submit(self._write, self._state.take(networks), progress))
 
     def released(self) -> int | None:
-        """Return, on the coordinator, the step of the oldest checkpoint kept if it changed since the last call.
+        """Return, on the coordinator, the step of the oldest kept checkpoint; None if unchanged since the last call.
 
         Batches up to this step are never requested again, whichever checkpoint a restart uses. Does not block.
         Raises CheckpointFailed, once, if a checkpoint could not be written.
@@ -145,13 +145,13 @@ class Checkpoints:
             self._oldest = self._released = oldest
 
     def close(self) -> None:
-        """Wait as `wait`, then destroy the process group."""
+        """Wait for the write in progress, then destroy the process group; raises as `wait`."""
         self.wait()
         self._ranks.close()
 
     def _write(self, tensors: dict[str, Tensor], progress: TrainingProgress) -> None:
         final, temporary = self._path(progress.step), self._temporary(progress.step)
-        # the tensors are on the host: with a GPU, copying ahead would synchronize its stream for each of them
+        # no copies ahead: the tensors are on the host, and each copy ahead would synchronize the stream of a GPU
         writer = FileSystemWriter(temporary, single_file_per_rank=True, sync_files=True, per_thread_copy_ahead=0)
         writer.fs = _Disk()
         own_file = temporary / _file_of(self._place.rank)
@@ -171,7 +171,7 @@ class Checkpoints:
             raise RankFailed(f"{error}; MiB on disk: {free >> 20} free, {needed >> 20} needed per rank") from error
 
     def _complete(self, progress: TrainingProgress, encoded_seals: list[str]) -> None:
-        """Rename a checkpoint to its final name, then remove excess ones; `encoded_seals` holds one seal per rank."""
+        """Complete and rename a checkpoint, then remove those beyond `keep`; `encoded_seals` has one seal per rank."""
         place, step = self._place, progress.step
         final, temporary = self._path(step), self._temporary(step)
         pairs = (text.split() for text in encoded_seals)
@@ -268,8 +268,8 @@ class Checkpoints:
             if "critic" in problems[0] or "value_head" in problems[0]:
                 hint = " (the [algorithm] of the checkpoint or of this run has no such critic)"
             raise CheckpointMismatch(
-                f"checkpoint {path} does not belong to this run: {problems[0]}{hint}. Continue with the [model] and "
-                f"[algorithm] that wrote it, or move {self._folder} away to start from the model again"
+                f"checkpoint {path} does not belong to this run: {problems[0]}{hint}. Use the [model] and [algorithm] "
+                f"sections of the run that wrote it, or move {self._folder} away to start from the model again"
             )
 
     def _set_aside(self, damaged: list[int]) -> None:
@@ -305,7 +305,7 @@ class Checkpoints:
 
 
 class _Disk(FileSystem):
-    """File system that raises the original OSError; torch's archive writer raises a follow-up RuntimeError."""
+    """File system that raises the original OSError; torch's archive writer would raise a RuntimeError after it."""
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
@@ -334,7 +334,7 @@ def _first_mismatch(stored: Stored, own: Mapping[str, Tensor]) -> str:
 
 
 class TrainingState:
-    """Host copies of the tensors of one rank, as large as its weights and moments.
+    """Host copies of one rank's tensors; they take as much memory as its weights and moments.
 
     Training continues while they are written. A checkpoint is first loaded into them: a failed load changes no weights.
     """
@@ -344,7 +344,7 @@ class TrainingState:
         self._copies: dict[str, Tensor] = {}
 
     def prepare(self, networks: Networks) -> None:
-        """Touch the memory now: the first touch is slower than later copies, during which a step waits."""
+        """Allocate and touch the host memory now: a first touch is slow, and a step would otherwise wait for it."""
         self._allocate(networks)
         for copy in self._copies.values():
             copy.zero_()

@@ -30,14 +30,14 @@ logger = logging.getLogger(__name__)
 
 META_NAME = "meta.json"
 KEPT_CHECKPOINTS = 2
-"""Number of checkpoints kept, in case the newest is damaged. The buffer keeps draw records since the oldest."""
+"""Number of checkpoints kept, in case the newest is damaged. The buffer keeps draw records since the oldest one."""
 
 _COMPLETE = re.compile(r"step-(\d{8})")
 
 _READ_BYTES = 2**22
 
 SHARD_BYTES = 4 * 2**30
-"""Bytes per exported weights file, and peak memory of an export, unless a single tensor is larger."""
+"""Maximum bytes per exported weights file, and of memory during an export, unless a single tensor is larger."""
 RNG, RNG_CUDA = "rng", "rng_cuda"
 """Name prefixes of random generator states."""
 
@@ -50,9 +50,9 @@ class TrainingProgress(msgspec.Struct, frozen=True):
     """Training progress recorded in a checkpoint."""
 
     step: int
-    """Finished steps, including skipped ones; the number of the last batch."""
+    """Number of finished steps, including skipped steps; also the number of the last batch."""
     version: int
-    """Optimizer steps taken: up to learner.num_minibatches * learner.num_epochs per step."""
+    """Number of optimizer steps taken: up to learner.num_minibatches * learner.num_epochs per step."""
     incarnation: int
     non_finite_steps: tuple[int, ...] = msgspec.field(default=(), name="sick_steps")
     """Most recent consecutive steps without a finite loss or gradient; see `leeway.learner.report.BadBatches`."""
@@ -135,7 +135,7 @@ def steps_in(folder: Path) -> list[int]:
 
 
 def newest_progress(folder: Path) -> TrainingProgress | None:
-    """Return the progress of the newest checkpoint with intact metadata; None if there is none."""
+    """Return the progress of the newest checkpoint with intact metadata; None without such a checkpoint."""
     for step in reversed(steps_in(folder)):
         try:
             return CheckpointMeta.read(folder / f"step-{step:08d}").progress
@@ -158,7 +158,7 @@ def export_checkpoint(checkpoint: Path, model_path: Path, out: Path) -> tuple[Tr
     Return the checkpoint's progress and the size of the weights in bytes. `model_path` is the model that training
     started from; its config and tokenizer are copied. `out` must not exist.
 
-    Raises DamagedCheckpoint if a checkpoint file is damaged, and ValueError if it belongs to another model.
+    Raises DamagedCheckpoint if a file is damaged, and ValueError if the checkpoint belongs to another model.
     """
     meta = CheckpointMeta.read(checkpoint)
     meta.check(checkpoint, sorted(meta.files))
@@ -230,14 +230,14 @@ def _read(checkpoint: Path, entries: Mapping[str, TensorStorageMetadata]) -> dic
 
     tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in entries.items()}
     with _reading(checkpoint), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # intended: no_dist=True
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # expected, because of no_dist=True
         load(tensors, storage_reader=FileSystemReader(checkpoint), no_dist=True)
     return tensors
 
 
 @contextmanager
 def _reading(checkpoint: Path) -> Iterator[None]:
-    """Raise DamagedCheckpoint if a file verified before cannot be read: it was removed, or its disk fails."""
+    """Raise DamagedCheckpoint if a verified file can no longer be read, because it was removed or its disk fails."""
     from torch.distributed.checkpoint.api import CheckpointException
 
     from leeway.learner.mesh import first_line

@@ -16,12 +16,12 @@ ScheduleName = Literal["1f1b", "interleaved_1f1b", "zero_bubble", "fused"]
 
 
 def stage_of(network: int, rank: int, num_stages: int) -> int:
-    """Return the stage of a network on a rank; the second network (the critic of a fused schedule) is reversed."""
+    """Return the stage of a network on a rank; network 1, the critic of a fused schedule, has its stages reversed."""
     return rank if network == 0 else num_stages - 1 - rank
 
 
 def default_most_held(num_stages: int) -> int:
-    """Return the maximum number of micro-batches in flight for `fused`, 1.25 times that of 1F1B; more gains nothing."""
+    """Return the limit of micro-batches in flight for `fused`, 1.25 times that of 1F1B; a higher one gains nothing."""
     return num_stages + -(-num_stages // 4)
 
 
@@ -32,12 +32,12 @@ class LearnerConfig(BaseModel):
 
     num_stages: PositiveInt = Knob(2, "Pipeline stages, one process each.", basic=True)
     num_replicas: PositiveInt = Knob(
-        1, "Data-parallel replicas of the pipeline, num_stages processes each.", basic=True
+        1, "Number of data-parallel pipelines, each with num_stages processes.", basic=True
     )
     num_chunks: PositiveInt = Knob(
-        1, "Model chunks per stage, for interleaved_1f1b and zero_bubble: smaller bubbles, more traffic."
+        1, "Model chunks per stage (interleaved_1f1b, zero_bubble): more chunks shrink bubbles but add traffic."
     )
-    num_steps: PositiveInt = Knob(100, "Steps of the run; each trains one batch.", basic=True)
+    num_steps: PositiveInt = Knob(100, "Steps of the run, one batch each.", basic=True)
     groups_per_step: PositiveInt = Knob(32, "G, prompts per step, each with K samples.", basic=True, fixed=_STEP)
     num_minibatches: PositiveInt = Knob(
         1, "Minibatches of whole groups per batch, one update each.", basic=True, fixed=_STEP
@@ -53,10 +53,10 @@ class LearnerConfig(BaseModel):
     )
     precision: Literal["float32", "bfloat16", "float64"] = Knob(
         "float32",
-        "Compute dtype. bfloat16 keeps float32 master weights and optimizer state, plus 2 bytes per parameter; "
+        "Compute dtype. bfloat16 keeps float32 master weights and optimizer state, and adds 2 bytes per parameter; "
         "float64 is for comparing runs.",
         basic=True,
-        fixed="the stored reference log-probabilities have this precision, and so does the checkpoint of a float64 run",
+        fixed="the stored reference log-probabilities and the checkpoint of a float64 run have this precision",
     )
     activation_checkpointing: bool = Knob(
         False, "Store only the inputs of layers; recompute the rest in the backward pass.", basic=True

@@ -35,7 +35,7 @@ R = TypeVar("R")
 
 HEARTBEAT_S = 1.0
 BATCH_TIMEOUT_S = 7200.0
-"""Seconds without a batch before the learner raises `NoBatch`. Generating a sample may take half of it
+"""Seconds without a batch before the learner raises `NoBatch`. Generating a sample may take half of this time
 (`leeway.actors.sample.GENERATE_TIMEOUT_S`); dead actors are restarted much earlier."""
 
 
@@ -53,7 +53,7 @@ class CoordinatorFailed(RuntimeError):
 
 
 class Channel:
-    """One direction: `send` on the coordinator, `receive` on every other rank, in the same order.
+    """One-way channel: the coordinator sends, and every other rank receives the messages in the same order.
 
     It uses the default process group, whose timeout bounds every wait.
     """
@@ -120,7 +120,7 @@ class Coordinator:
         """Reason that the learner is waiting; empty while it computes."""
 
     def begin(self, version: int, step: int, deadline: float) -> None:
-        """Truncate the metrics to this step and begin a new incarnation; the other stages do not receive yet.
+        """Truncate the metrics to this step and begin an incarnation, without heartbeats: no other rank receives yet.
 
         Raises as `MetricsFile.truncate`, and TimeoutError if the service does not answer by the deadline (monotonic).
         """
@@ -140,9 +140,9 @@ class Coordinator:
     ) -> Batch | None:
         """Return the batch of step `step` (from 1), which begins at `version`; None if `stop` is set.
 
-        New groups are leased up to `allowed_lag` meanwhile. Calls `while_waiting` and sends a heartbeat about every
-        second. Raises NoBatch if no batch is ready within `BATCH_TIMEOUT_S`, and TimeoutError if the service does not
-        answer, for example because its disk is full.
+        Meanwhile, new groups are leased up to a lag of `allowed_lag`. Calls `while_waiting` and sends a heartbeat about
+        every second. Raises NoBatch if no batch is ready within `BATCH_TIMEOUT_S`, and TimeoutError if the service does
+        not answer, for example because its disk is full.
         """
         self.flush()
         config = self._config
@@ -167,7 +167,7 @@ class Coordinator:
         return None
 
     def check_age(self, batch: Batch, version: int) -> None:
-        """Raise StaleTokens if the last update of the step would train a token beyond the staleness bound."""
+        """Raise StaleTokens if the last update of the step would train on a token beyond the staleness bound."""
         last_update = version + self._config.updates_per_step - 1
         oldest = counted_versions(batch.rows, self.resumed_at).min()
         self._contract.check_trained(last_update, last_update - int(oldest))
@@ -201,7 +201,7 @@ class Coordinator:
 
     def _expect(self, what: str, future: Future[R]) -> None:
         with self._lock:
-            self._pending.append((what, future))  # type: ignore[arg-type]  # only read from
+            self._pending.append((what, future))  # type: ignore[arg-type]  # the futures are only read
 
     def _await(self, future: Future[R], what: str, *, heartbeats: bool = True, deadline: float = inf) -> R:
         """Return the reply; the client itself times out if the service is unreachable."""

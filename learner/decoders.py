@@ -42,11 +42,11 @@ FAMILY_OF: Mapping[str, Family] = {
 FAMILIES = tuple(FAMILY_OF)
 
 BATCH_WIDE_ROTATIONS = ("dynamic", "longrope")
-"""Rotary types whose angles depend on the longest sequence of a batch; packing would change the model."""
+"""Rotary types whose angles depend on the longest sequence of a batch; packing would change the angles."""
 
 
 def family_of(config: PreTrainedConfig) -> Family:
-    """Return the family of a config; raise ValueError if it cannot be split or differs between the two passes."""
+    """Return the family of a config; raise ValueError if it is unsupported or the two passes of a step would differ."""
     family = FAMILY_OF.get(config.model_type)
     if family is None:
         raise ValueError(
@@ -74,7 +74,7 @@ def family_of(config: PreTrainedConfig) -> Family:
         if parameters.get("rope_type") in BATCH_WIDE_ROTATIONS:
             raise ValueError(
                 f"config.json has rope_type = '{parameters['rope_type']}', whose angles depend on the longest sequence "
-                "of a batch, so that packed and single sequences would differ. Use a checkpoint with a static type "
+                "of a batch, so packed and single sequences would differ. Use a checkpoint with a static type "
                 "('default', 'linear', 'llama3', 'yarn')"
             )
     return family
@@ -93,7 +93,7 @@ SERVED_ALIKE: tuple[tuple[str, str, tuple[object, ...]], ...] = (
     ("compression_config dual_chunk_attention_config text_config", " ".join(FAMILIES), ({},)),
 )
 """Rows (keys, families, values): keys of config.json that only one of vLLM 0.32 and Transformers 5.19 reads, and
-values without effect."""
+the values that do not change the model."""
 _OF_ROTATIONS = ("partial_rotary_factor", "rope_dim", "mrope_section", "use_fope")
 """Keys of rope_parameters that only vLLM reads."""
 _HARMLESS = (
@@ -104,7 +104,7 @@ _HARMLESS = (
 
 
 def check_served(config: PreTrainedConfig) -> None:
-    """Raise ValueError naming the key if engines would serve a model differently from how the learner trains it."""
+    """Raise ValueError, which names the key, if engines would serve a different model than the learner trains."""
     family, name = config.model_type, type(config).__name__.removesuffix("Config").removesuffix("Text") + "ForCausalLM"
     rows = [(key, alike) for keys, names, alike in SERVED_ALIKE if family in names.split() for key in keys.split()]
     rows += [("architectures", ([name],))]
@@ -116,8 +116,8 @@ def check_served(config: PreTrainedConfig) -> None:
     for key, value, alike in found:
         if value is not None and value not in alike:
             raise ValueError(
-                f"config.json has {key} = {value}, which vLLM and the learner interpret differently, so that samples "
-                f"would come from a different model: set it to {alike[0]} if that fits the model, or use another model"
+                f"config.json has {key} = {value}, which vLLM and the learner interpret differently, so their "
+                f"outputs would differ: set it to {alike[0]} if the model was trained with that, or use another model"
             )
 
 
@@ -136,7 +136,7 @@ def unread_keys(config: PreTrainedConfig) -> tuple[str, ...]:
 
 
 def _rotations(config: PreTrainedConfig) -> list[Mapping[str, Any]]:
-    """Return the rotary parameters: one set, or one per attention type."""
+    """Return the rotary parameters: one set, or one set per attention type."""
     parameters = getattr(config, "rope_parameters", None) or {}
     nested = [value for value in parameters.values() if isinstance(value, Mapping)]
     return nested or [parameters]
@@ -167,15 +167,15 @@ def logit_softcap(config: PreTrainedConfig) -> float | None:
 
 
 TRAINING_PASSES = 3
-"""Forward and backward products of a layer, in units of the forward pass."""
+"""Cost of the forward and backward matrix products of a layer, in forward passes."""
 
 HEAD_PASSES = 4
-"""Head products, one chunk at a time: logits, their product with the head, recomputed logits, gradient. A GPU keeps
+"""Number of head products per chunk: logits, their product with the head, recomputed logits, gradient. A GPU keeps
 most probabilities and recomputes few logits."""
 
 EMBEDDING_SHARE = 1 / 64
 """Cost per token and embedding weight: each micro-batch writes and adds a gradient of the whole table, and each step
-updates it, which takes the time of tens of operations per weight."""
+updates the table, which takes as long as tens of operations per weight."""
 
 TYPICAL_LENGTH = 512
 """Sequence length in tokens that is assumed for the attention cost of a layer."""
@@ -202,7 +202,7 @@ class StageShare:
 def cost_of(config: PreTrainedConfig) -> tuple[float, float]:
     """Return the coefficients (a, b) of the cost of a sequence of n tokens, a * n + b * n^2 floating-point operations.
 
-    A layer with a sliding window costs the same as one without up to the window length, and less beyond. If the window
+    A layer with a sliding window costs the same as a full one up to the window length, and less beyond. If the window
     is shorter than `TYPICAL_LENGTH`, its attention cost is counted as linear in n.
     """
     per_token = TRAINING_PASSES * config.num_hidden_layers * _products(config) + _head(config) + _embedding(config)
@@ -286,7 +286,7 @@ def balance(
 
 
 class Widths(NamedTuple):
-    """Widths of a layer: numbers per token."""
+    """Widths of a layer, in values per token."""
 
     states: int
     queries: int

@@ -6,7 +6,7 @@ allocate_host_copies   host memory for copies of tensors
 Offload                keep the weights of a frozen stage in host memory while a step trains
 
 Estimates are computed, not measured, for the longest samples. The bytes that a layer keeps for its backward pass were
-counted by tracing a layer without data; all other figures follow from the shapes of the model.
+counted by tracing a layer without data; all other numbers follow from the shapes of the model.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ KEPT_BYTES: Mapping[str, tuple[int, int, int, int]] = {
     "bfloat16": (20, 6, 4, 8),
     "float64": (48, 24, 16, 32),
 }
-"""Bytes that a layer keeps per token for its backward pass, by precision, per unit of its four widths: states, query
-heads, key heads, feed-forward block. Counted on Llama and Qwen2 layers."""
+"""Precision -> bytes that a layer keeps per token for its backward pass, per unit of each of its four widths: states,
+query heads, key heads, feed-forward block. Counted on Llama and Qwen2 layers."""
 RUNTIME_BYTES = GIB
 """Estimated bytes of the CUDA context, library workspaces, NCCL buffers and allocator rounding."""
 LOGIT_COPIES = 3
@@ -51,13 +51,13 @@ _ALIGNED_BYTES = 64
 
 
 def device_of(config: LearnerConfig, rank: int) -> torch.device:
-    """Return the device of a rank; raise ValueError without a requested GPU, or if it lacks `learner.precision`."""
+    """Return the device of a rank; raise ValueError if a requested GPU is missing or lacks `learner.precision`."""
     if not config.gpus and not torch.cuda.is_available():
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ValueError(
-            f"learner.gpus = {config.gpus:g}, but torch {torch.__version__} (built for CUDA "
-            f"{torch.version.cuda or 'not at all'}) finds no GPU on this host: run leeway doctor there, or set "
+            f"learner.gpus = {config.gpus:g}, but torch {torch.__version__} (CUDA version: "
+            f"{torch.version.cuda or 'none'}) finds no GPU on this host: run leeway doctor there, or set "
             "learner.gpus = 0"
         )
     device = torch.device("cuda", rank % torch.cuda.device_count())
@@ -76,7 +76,7 @@ def configure(config: LearnerConfig, device: torch.device) -> None:
     """Configure this process for its device.
 
     On a GPU, limit its memory, so that an engine restarted on the same GPU finds its share free. On a CPU, set the
-    number of threads and retain freed memory: page faults took an eighth of a step.
+    number of threads and retain freed memory: otherwise, page faults take an eighth of a step.
     """
     if device.type == "cpu":
         torch.set_num_threads(threads_of(config.cpus))
@@ -112,8 +112,8 @@ def memory_need(
 ) -> MemoryNeed:
     """Return the estimate of the stage that needs most memory; `references` are the frozen models.
 
-    `update_tokens`: maximum tokens of the samples of one update, over all replicas. `scored_tokens`: the same for a
-    scoring pass over the whole batch; 0 if the loss needs none. `num_models`: 2 if the critic is a separate model.
+    `update_tokens`: maximum number of tokens in one update, over all replicas. `scored_tokens`: the same for a scoring
+    pass over the whole batch; 0 if the loss needs no such pass. `num_models`: 2 if the critic is a separate model.
     """
     needs = [
         _need_of(stage, model, config, (update_tokens, scored_tokens), references, num_models)
@@ -167,13 +167,13 @@ def _need_of(
         "activations": int(in_flight * kept),
         "current layer": per_layer,
     }
-    # scores the whole batch at once and keeps nothing for a backward pass
+    # a scoring pass covers the whole batch and keeps nothing for a backward pass
     scoring = {"between stages": between * num_scored, "current layer": per_layer}
     frozen_item = 2 if is_narrow else item
     frozen = [frozen_item * _num_weights(_shares(stage, each, config), each) for each in references]
     if config.reference_offload == "none":
         static["reference"] = sum(frozen)
-    else:  # only the reference that scores is on the device
+    else:  # only the reference model that is scoring is on the device
         scoring["reference"] = max(frozen, default=0)
     larger = training if sum(training.values()) >= sum(scoring.values()) else scoring
     return MemoryNeed(stage, {**static, **larger})
@@ -205,12 +205,12 @@ def kept_bytes(model: PreTrainedConfig, config: LearnerConfig) -> int:
 
 
 def most_kept_mib(config: LearnerConfig, device: str) -> float:
-    """Return the MiB of probabilities that a micro-batch may keep, so that all in flight stay within `KEPT_MIB`."""
+    """Return the MiB of probabilities that a micro-batch may keep, so that all those in flight fit `KEPT_MIB`."""
     return KEPT_MIB[device] / heads_in_flight(config)
 
 
 def heads_in_flight(config: LearnerConfig) -> int:
-    """Return the maximum number of micro-batches between the head and their backward pass."""
+    """Return the maximum number of micro-batches that have run the head but not their backward pass."""
     at_once = {"zero_bubble": config.num_stages, "fused": default_most_held(config.num_stages)}
     return at_once.get(config.schedule, 1) if config.num_stages > 1 else 1
 
@@ -251,7 +251,7 @@ def allocate_host_copies(tensors: Mapping[str, Tensor], *, pinned: bool) -> dict
     copies: dict[str, Tensor] = {}
     start = 0
     for (name, tensor), size in zip(tensors.items(), sizes, strict=True):
-        # a separate storage: the checkpoint writer would copy a tensor that is a view of a larger one
+        # separate storage per tensor: the checkpoint writer would first clone a view of a larger storage
         copies[name] = torch.from_numpy(flat[start : start + tensor.nbytes]).view(tensor.dtype).view(tensor.shape)
         start += size
     return copies
@@ -279,7 +279,7 @@ class Offload:
     def fetch(self) -> None:
         """Copy the weights to the device, unless they are there."""
         if next(self._stage.parameters()).is_meta:
-            # later work on the device waits for these copies, and the host copies never change
+            # no wait needed: later work on the device waits for these copies, and the host copies never change
             self._assign({name: weight.to(self.device, non_blocking=True) for name, weight in self._kept.items()})
 
     def release(self) -> None:

@@ -8,7 +8,7 @@
     rotation    rotary embedding of queries and keys; replaced in the model's module, where layers look it up
     softmax     softmax of a chunk of the head's logits, by `leeway.learner.row_kernels`
 
-The head remains two torch products around that softmax. The fused heads of liger-kernel round logits to 16 bits and
+The head still uses two torch products around that softmax. The fused heads of liger-kernel round logits to 16 bits and
 need four products instead of three for tokens whose probabilities are kept.
 """
 
@@ -64,7 +64,7 @@ def fuse(decoder: nn.Module, device: torch.device) -> bool:
                 module.forward = functools.partial(_gated, getattr(library, gate), module)
         elif kind.endswith("Attention"):
             _replace_rotation(library, sys.modules[type(module).__module__])
-    logger.info("using %s and %s for norms, gates, rotations and the softmax of logits", LIBRARY, _ROW_KERNELS)
+    logger.info("using %s and %s for norms, gates, rotary embeddings and softmax", LIBRARY, _ROW_KERNELS)
     return True
 
 
@@ -98,7 +98,7 @@ def _pre_normed(
 
 
 def _norm(library: ModuleType, module: nn.Module, *, is_gemma: bool) -> Callable[[Tensor], Tensor]:
-    """Return a norm in Llama's form (rounds before the weight) or Gemma's (adds 1 to the weight, rounds last)."""
+    """Return a norm of Llama (rounds, then multiplies by the weight) or Gemma (adds 1 to the weight, rounds last)."""
     norm: Any = module
     eps = norm.eps if is_gemma else norm.variance_epsilon
     rule = {"offset": 1.0, "casting_mode": "gemma"} if is_gemma else {"offset": 0.0, "casting_mode": "llama"}
@@ -144,27 +144,27 @@ def _rotated(
 
 
 def _usable(device: torch.device) -> tuple[ModuleType, ModuleType] | None:
-    """Return liger-kernel's functions and the row kernels; None if not installed, or, with a warning, if one fails."""
+    """Return liger-kernel's functions and the row kernels; None if not installed, or (logged) if a kernel fails."""
     if importlib.util.find_spec(LIBRARY) is None:
         return None
     try:
         library, row_kernels = importlib.import_module(_FUNCTIONS), importlib.import_module(_ROW_KERNELS)
         wrong = _first_wrong(library, row_kernels, device)
-    except Exception as error:  # Triton needs a compiler and a driver, which raise errors of many types
+    except Exception as error:  # the compiler and driver that Triton needs raise errors of many types
         wrong = f"{type(error).__name__}: {error}"
     else:
         if wrong is None:
             return library, row_kernels
     logger.warning(
         "%s is installed, but its kernels or those of the learner fail on %s (%s): using torch for norms, gates, "
-        "rotations and the softmax of logits, which is slower. Fix the installation, or uninstall it",
+        "rotary embeddings and the softmax of logits, which is slower. Fix the installation, or uninstall it",
         *(LIBRARY, device, wrong),
     )
     return None
 
 
 def _first_wrong(library: ModuleType, row_kernels: ModuleType, device: torch.device) -> str | None:
-    """Return the first kernel whose outputs or gradients on a small example differ from torch's; None if none does."""
+    """Return the first kernel whose outputs or gradients on a small example differ from torch's; None if all agree."""
     for trial in (*_trials(library, device), *_row_kernel_trials(row_kernels, device)):
         fused, plain = (_with_gradients(function, trial.inputs) for function in (trial.fused, trial.plain))
         close = [(one - other).norm() <= trial.within * other.norm() for one, other in zip(fused, plain, strict=True)]
@@ -189,7 +189,7 @@ class _Trial(NamedTuple):
 
 
 def _row_kernel_trials(row_kernels: Any, device: torch.device) -> Iterator[_Trial]:  # noqa: ANN401 -- a module
-    """Yield trials in each training dtype: a kernel that first compiles during training can no longer be replaced."""
+    """Yield trials in each training dtype: a kernel that fails to compile during training can no longer be replaced."""
     rows = torch.linspace(-3, 3, 64, device=device).view(4, 16)
     inputs = rows, rows.flip(0), rows[3]
 
@@ -230,11 +230,11 @@ def _trials(library: Any, device: torch.device) -> Iterator[_Trial]:  # noqa: AN
     yield _Trial("norm", fused_norm, lambda states, weight: F.rms_norm(states, (16,), weight, 1e-6), (rows, weight))
     for name, act in (("liger_swiglu", F.silu), ("liger_geglu", functools.partial(F.gelu, approximate="tanh"))):
         yield _Trial("gate", getattr(library, name), lambda gate, up, act=act: act(gate) * up, (rows, rows.flip(0)))
-    yield _Trial("rotation", fused_rotation, rotation, (heads, heads.flip(1)))
+    yield _Trial("rotary embedding", fused_rotation, rotation, (heads, heads.flip(1)))
 
 
 def _with_gradients(function: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> list[Tensor]:
     leaves = [each.clone().requires_grad_() for each in inputs]
     with torch.enable_grad():
-        found = function(*(leaf * 1 for leaf in leaves))  # kernels must not overwrite leaves
+        found = function(*(leaf * 1 for leaf in leaves))  # copies: some kernels overwrite their inputs
     return [found.detach(), *torch.autograd.grad(found.sin().sum(), leaves)]

@@ -4,11 +4,11 @@
     pace        drift per version of lag and unit of learning rate, averaged over recent updates
     allowance   lag at which the scheduled rate leads to `ALLOWED_DRIFT` at that pace; bounds the lag of new leases
     brake       rate that leads to `BRAKE_DRIFT` at the lag of the current data; bounds the rate of an update
-    mask        a token whose log-probability has moved by `MASK_AT` since sampling is pushed no further that way
+    mask        a token whose log-probability has moved by `MASK_AT` since sampling gets no gradient in that direction
 
 Drift is a mean over tokens, so it does not depend on the length of answers. It is roughly proportional to lag and to
-rate, so one pace serves both bounds: the allowance makes future data younger, and the brake acts until they arrive.
-`max_lag` remains the bound: an allowance only tightens admission (`StalenessContract.admitted_lag`).
+rate, so one pace serves both bounds: the allowance makes future data fresher, and the brake acts until they arrive.
+`max_lag` remains the upper bound: an allowance only tightens admission (`StalenessContract.admitted_lag`).
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ from leeway.common.staleness import StalenessContract
 logger = logging.getLogger(__name__)
 
 ALLOWED_DRIFT = 0.07
-"""Nats per token that the allowance leads to; far enough below the brake that a healthy run never reaches it."""
+"""Target drift of the allowance in nats per token; so far below `BRAKE_DRIFT` that a healthy run never brakes."""
 BRAKE_DRIFT = 0.1
-"""Nats per token that the brake leads to. Runs that learn have 0.04 to 0.12; runs that collapse have 0.3 or more."""
+"""Target drift of the brake in nats per token. Runs that learn have 0.04 to 0.12; runs that collapse, 0.3 or more."""
 LEAST_LR_SCALE = 0.1
 MASK_AT = 0.2
-"""Nats; masks 3 to 7 % of the tokens."""
+"""Threshold of the mask in nats; masks 3 to 7 % of the tokens."""
 OLDER_TOKENS = 0.95
 DECAY = 0.8
 """Weight of the previous pace in the average, per update."""
 
 
 class LagState(msgspec.Struct, frozen=True):
-    """State that a checkpoint stores."""
+    """State of lag control, stored in checkpoints."""
 
     allowed: int
     pace: float | None = None
-    """None until data with a lag of 1 or more were trained."""
+    """None until the first update on data with a lag of 1 or more."""
     rate: float | None = None
     """Mean learning rate of the updates between sampling and training."""
 
 
 class LagControl:
-    """Controls the lag of one run; runs on the coordinator and observes each update before it is applied."""
+    """Controller of the lag of one run, on the coordinator; it observes each update before the update is applied."""
 
     def __init__(self, contract: StalenessContract) -> None:
         """Start at the least allowance; `contract` has a `max_lag` above 0. To resume, set `state`."""
@@ -57,23 +57,23 @@ class LagControl:
         assert bound, "lag control needs a max_lag above 0"
         self._bound = bound
         self._least = min(bound, contract.least + contract.updates_per_step)
-        """One step above the least bound of the theorem; with less, generation and training cannot overlap."""
+        """One step above the least bound of the theorem; with a smaller lag, generation and training cannot overlap."""
         self.state = LagState(self._least)
         self._is_known = True
 
     @property
     def allowed(self) -> int:
-        """Lag up to which new groups may be leased, between the least bound plus one step and `max_lag`."""
+        """Maximum lag of newly leased groups, between the least bound plus one step and `max_lag`."""
         return min(self._bound, max(self._least, self.state.allowed))
 
     def observe(self, drift: float | None, lag: float, rate: float) -> float:
         """Update the allowance, and return the factor of the learning rate for this update, from 0 to 1.
 
         Args:
-            drift: of the tokens of the update, nats. If it is None or not finite, or 0 for stale data, it counts as
+            drift: `drift_of` the update, in nats. If it is None or not finite, or 0 for stale data, it counts as
                 unknown: the allowance falls to its least value and the factor is 1.
-            lag: of the older tokens (`older_lag`), versions.
-            rate: learning rate of the schedule.
+            lag: `older_lag` of the update's tokens, in versions.
+            rate: scheduled learning rate.
         """
         state = self.state
         is_known = drift is not None and math.isfinite(drift) and (drift > 0 or lag < 1)
@@ -115,7 +115,7 @@ def drift_of(inputs: LossInputs) -> float | None:
 
 
 def masked(gradient_T: Tensor, inputs: LossInputs) -> Tensor:
-    """Return the gradient of a loss, set to 0 where a step would push a token further from its sampler.
+    """Return the gradient of a loss, set to 0 where a step would move a token further from its value at sampling.
 
     A token is masked if log(pi / mu) exceeds `MASK_AT` in the direction of the step. A policy that has stopped moving
     has no such tokens, so the mask does not change the optimum of a loss.

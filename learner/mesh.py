@@ -4,9 +4,9 @@ With P stages and R replicas there are R * P ranks, one process each: rank = rep
 replica 0 is the coordinator: it evaluates the loss and is connected to the buffer.
 
     MeshPlace, Mesh   position of a rank among stages and replicas, and its process groups
-    join_group        rendezvous. torch's channels have no authentication, and by default listen on every interface
-                      (store), that of the host name (gloo) or any (NCCL). Here all use the interface of the rendezvous:
-                      loopback on one machine, the private network between machines
+    join_group        rendezvous. torch's channels have no authentication. By default the store listens on every
+                      interface, gloo on that of the host name, NCCL on any. Here all use the interface of the
+                      rendezvous: loopback on one machine, the private network between machines
     Agreement         runs an action on all ranks: it succeeds on all, or fails on all with the same error
     StageLost         another rank died or timed out; GpuFailed: the GPU of this rank failed
 """
@@ -34,7 +34,7 @@ class MeshPlace:
     rank: int
     num_stages: int = 1
     num_replicas: int = 1
-    """R, the number of pipelines that train the same weights on shares of each batch."""
+    """R, the number of pipelines that train the same weights on parts of each batch."""
 
     @property
     def num_ranks(self) -> int:
@@ -84,7 +84,7 @@ class Mesh:
 
     @classmethod
     def build(cls, place: MeshPlace, timeout: timedelta | None = None) -> Mesh:
-        """Create the groups; all ranks must call it. Collectives do not inherit the timeout of the default group."""
+        """Create the groups; all ranks must call it. New groups do not inherit the timeout of the default group."""
         num_stages, num_replicas = place.num_stages, place.num_replicas
 
         def group(replicas: Sequence[int], stages: Sequence[int]) -> dist.ProcessGroup:
@@ -110,8 +110,8 @@ _GPU_FAULT_PATTERNS = (
     "memory over nvlink or a hardware error",
     "unspecified launch failure",
 )
-"""Substrings of CUDA errors, also through NCCL, if a GPU or a link failed. The last may also be a bug: CUDA reports it
-for all unnamed faults."""
+"""Substrings of CUDA errors, also through NCCL, if a GPU or a link failed. The last may also indicate a bug: CUDA
+reports it for all unnamed faults."""
 _PERMANENT_PATTERNS = (
     *("Duplicate GPU detected", "invalid usage", "ncclInvalidUsage", "ncclInvalidArgument"),
     *("illegal memory access", "device-side assert"),
@@ -130,8 +130,8 @@ def join_group(
 ) -> None:
     """Join the process group at tcp://HOST:PORT, an address on the host of rank 0; all ranks must call it.
 
-    Tensors on `device` use NCCL, all others gloo. `timeout` bounds every collective, `rendezvous_timeout` (None: the
-    same) the rendezvous. Raises DistStoreError if the rendezvous times out, OSError if rank 0 cannot listen there.
+    Tensors on `device` use NCCL, all others gloo. `timeout` bounds every collective, `rendezvous_timeout` (None:
+    `timeout`) the rendezvous. Raises DistStoreError if the rendezvous times out, OSError if rank 0 cannot listen there.
     """
     place = urlsplit(rendezvous)
     assert place.hostname is not None, rendezvous
@@ -142,7 +142,7 @@ def join_group(
         # "=" requests an exact match; a bare name is a prefix
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
     listening = None
-    if rank == 0:  # listens on this address only; torch would listen on all. The store closes the socket
+    if rank == 0:  # listen on this address only: torch would listen on all addresses. The store closes the socket
         family = socket.AF_INET6 if ":" in place.hostname else socket.AF_INET
         listening = socket.create_server((place.hostname, place.port), family=family, backlog=1024).detach()
     store = dist.TCPStore(  # type: ignore[attr-defined]
@@ -156,7 +156,7 @@ def join_group(
         rank=rank,
         world_size=num_ranks,
         timeout=timeout,
-        # otherwise NCCL infers it from the thread of the first collective; for sends between stages see docs/learner.md
+        # otherwise NCCL infers the device from the first collective's thread; for sends, see docs/learner.md
         device_id=device if on_gpu else None,
     )
 
@@ -175,7 +175,7 @@ def _interface_to(host: str, port: int) -> str | None:
 
 COLLECTIVE_TIMEOUT_S = 600.0
 """Seconds before a collective times out; all ranks are then restarted. A rank waits for the micro-batches of others,
-which may be long. While loading and exporting, `leeway.common.run.STARTUP_S` applies instead."""
+which may take long. While loading and exporting, `leeway.common.run.STARTUP_S` applies instead."""
 
 R = TypeVar("R")
 
@@ -206,7 +206,7 @@ class Agreement:
     def run_on_all(self, action: Callable[[], R], what: str) -> R:
         """Run an action that may raise OSError or ValueError, or a collective of DCP, on every rank.
 
-        Raises RankFailed, on all ranks, if it failed on any: "rank 1 could not WHAT".
+        Raises RankFailed on all ranks if the action failed on any rank: "rank 1 could not WHAT".
         """
         problem, results = "", []
         try:
@@ -240,7 +240,7 @@ class GpuFailed(StageLost):
 
 
 def is_rank_loss(error: Exception) -> bool:
-    """Return whether an error means that another rank died or timed out, so that a restart may help."""
+    """Return whether an error means that another rank died or timed out, so a restart may help."""
     text = str(error)
     if any(pattern in text for pattern in _PERMANENT_PATTERNS):
         return False
@@ -256,6 +256,6 @@ def is_rank_death(error: BaseException) -> bool:
 
 
 def is_gpu_fault(error: Exception) -> bool:
-    """Return whether an error means that the GPU of this rank failed, so that a restart may help."""
+    """Return whether an error means that the GPU of this rank failed, so a restart may help."""
     text = str(error)
     return any(each in text for each in _GPU_FAULT_PATTERNS) and not any(each in text for each in _PERMANENT_PATTERNS)

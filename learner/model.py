@@ -4,8 +4,8 @@ The first stage owns the embedding, the last one the final norm and the head. Pa
 Face checkpoint. The last stage returns log-probabilities instead of logits: the schedule stores the output of every
 micro-batch, which is thus V times smaller.
 
-A critic is a value head, a linear map from the normed hidden state to a scalar. It sits on the policy next to the LM
-head, or on a separate model without LM head. It is initialized to zero, and neither published nor exported.
+A critic is a value head, a linear map from the normed hidden state to a scalar. It is a second head of the policy, or
+the only head of a separate model. It is initialized to zero, and neither published nor exported.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class StageModule(nn.Module):
         """Whether embedding and LM head are one tensor."""
         self.activation_checkpointing = activation_checkpointing
         self.masters: dict[str, nn.Parameter] = {}
-        """Trained float32 weights by name, for parameters that are roundings of them."""
+        """Float32 master weights by name, for parameters that are rounded copies of them."""
         self._is_rounded = False
         whole.config._attn_implementation = IMPLEMENTATION
         self._layer_types = layer_types(whole.config)
@@ -166,7 +166,7 @@ class StageModule(nn.Module):
 
     @property
     def batch(self) -> DeviceBatch | None:
-        """The batch that `forward` indexes; None between passes. Setting one fetches offloaded weights."""
+        """The batch that `forward` indexes; None between passes. Setting a batch fetches offloaded weights."""
         return self._batch
 
     @batch.setter
@@ -190,7 +190,7 @@ class StageModule(nn.Module):
 
     @property
     def num_heads(self) -> int:
-        """Outputs per token of the last stage."""
+        """Number of outputs per token of the last stage."""
         return 2 if self.heads == "token_and_value" else 1
 
     def output_shape(self, width: int) -> tuple[int, ...]:
@@ -203,7 +203,7 @@ class StageModule(nn.Module):
         m = int(micro_batch)
         width = states.shape[1]
         states = states[:, : self._batch.num_tokens[m]]
-        # autocast narrows operands that are still float32: their products would be slow, or fail on mixed dtypes
+        # autocast casts operands that are still float32: their products would be slow, or fail on mixed dtypes
         with torch.autocast(states.device.type, dtype=COMPUTED, enabled=self._is_rounded):
             hidden = self._run_layers(self._embed(states) if self.share.is_first else states, m)
             if self.share.is_last:
@@ -268,8 +268,8 @@ class StageModule(nn.Module):
     def published_tensors(self, *, rounded: bool = False) -> dict[str, Tensor]:
         """Return the weights of this stage by checkpoint name; the last stage always has `lm_head.weight`.
 
-        A tied head is included: an engine that serves an untied copy would otherwise keep the old one. A value head is
-        excluded. `rounded` returns the weights that modules compute with.
+        A tied head is included: an engine that serves an untied copy would otherwise keep the old head. A value head is
+        excluded. With `rounded`, return the weights that modules compute with.
         """
         weights = dict(self.named_parameters()) if rounded else self.weights()
         tensors = {name: weight.detach() for name, weight in weights.items() if not is_value_head(name)}
@@ -328,7 +328,7 @@ def load_stage(
 
 
 def check_checkpoint(model_path: Path) -> None:
-    """Raise what `load_stage` would raise on any rank, reading only config.json and file headers."""
+    """Raise any error that `load_stage` would raise on a rank, but read only config.json and file headers."""
     whole = _empty_model(model_path, torch.float32)
     # named_parameters() lists a tied head as the embedding
     _files_of(model_path, {name: tuple(parameter.shape) for name, parameter in whole.named_parameters()})
@@ -365,11 +365,11 @@ def _check_names(folder: Path, known: Iterable[str]) -> None:
 
 
 def _read_tensors(folder: Path, shapes: Mapping[str, Sequence[int]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the named tensors as stored, reading one at a time; drop each before the next to save memory."""
+    """Yield the named tensors as stored, one at a time; to save memory, drop each before reading the next."""
     for path, names in _files_of(folder, shapes).items():
         try:
             opened = safe_open(path, framework="pt")
-        except (SafetensorError, OSError) as error:  # stricter than the header check in `_check_tensors`
+        except (SafetensorError, OSError) as error:  # safe_open checks more than `_check_tensors`
             raise damaged(path, error) from error
         with opened as file:
             for name in names:
@@ -377,7 +377,7 @@ def _read_tensors(folder: Path, shapes: Mapping[str, Sequence[int]]) -> Iterator
 
 
 def _files_of(folder: Path, shapes: Mapping[str, Sequence[int]]) -> dict[Path, list[str]]:
-    """Return the names of the tensors to read from each file; raise ModelFolderError if they do not match."""
+    """Return the names of the tensors to read from each file; raise ModelFolderError if one is missing or unusable."""
     file_of = file_of_each_tensor(folder)
     missing = sorted(shapes.keys() - file_of.keys())
     if missing:

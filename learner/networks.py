@@ -45,7 +45,7 @@ class Network:
     modules: tuple[StageModule, ...]
     pipeline: Pipeline
     optimizers: tuple[StageOptimizer, ...]
-    """One for the model, and a second one for the value head of a policy."""
+    """One optimizer for the model, and a second one for the value head of a policy."""
 
     @classmethod
     def build(cls, modules: Sequence[StageModule], config: LearnerConfig, mesh: Mesh) -> Network:
@@ -124,7 +124,7 @@ class Networks:
         return [optimizer for network in self.all for optimizer in network.optimizers]
 
     def on_device(self, packed: PackedBatch) -> DeviceBatch:
-        """Return this replica's share of a batch, on the policy's device."""
+        """Return this replica's part of a batch, on the policy's device."""
         return share_of(packed, self.mesh, self.policy.device)
 
     def forward_only(self, batch: DeviceBatch) -> Leaves | None:
@@ -190,7 +190,7 @@ class Networks:
         return rows
 
     def train_in_one_pass(self, batch: DeviceBatch, gradient: Gradient | None) -> Tensor | None:
-        """Train as `train`, for a loss whose gradient for a sequence depends only on its unit (`Needs.separable`).
+        """Train like `train`, for a loss whose gradient for a sequence depends only on its unit (`Needs.separable`).
 
         `gradient` is called for the tokens of each micro-batch. Returns the log-probabilities of all T tokens. Both are
         None except on the last stages.
@@ -242,7 +242,7 @@ def _spread(rows: Tensor, batch: DeviceBatch) -> Coefficients:
 
 
 def _coefficients(gradient: Gradient, batch: DeviceBatch) -> Coefficients:
-    """Compute the coefficients of a micro-batch from its outputs, once they are available."""
+    """Return a function that computes the coefficients of a micro-batch from its outputs."""
 
     def coefficients(micro_batch: int, outputs: Tensor) -> Tensor:
         where, at = batch.predicted[micro_batch], batch.completions[micro_batch]
@@ -322,12 +322,12 @@ class Reference:
     dtype: torch.dtype
     """Dtype of the log-probabilities that a loss reads."""
     teachers: bytes = b""
-    """Model index of each prompt, by prompt id; empty if one model scores all."""
+    """Model index of each prompt, by prompt id; empty if one model scores all prompts."""
 
     def score(self, batch: StepBatch, on_device: DeviceBatch) -> tuple[Tensor | None, Scores]:
         """Return all reference log-probabilities [T], and the newly computed ones. All ranks must call it.
 
-        They are rounded to float32 in any precision, and NaN without a reference. Stages other than the last return
+        They are rounded to float32 in any precision, and are NaN without a reference. Stages other than the last return
         None and an empty dict. Offloaded models are released afterwards.
         """
         reference_T = self._stored(batch) if self.mesh.place.is_last else None

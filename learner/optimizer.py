@@ -37,7 +37,7 @@ def learning_rate(config: LearnerConfig, update: int, last: float) -> float:
 
     Warm-up bounds the growth of the rate: it exceeds `last`, the rate of the previous update, by at most 1 / warmup of
     the peak. A resumed run thus enters a longer schedule without a jump. Updates are 0-based over all steps, including
-    skipped ones; before the first the rate is 0.
+    skipped ones; before the first update the rate is 0.
     """
     warmup = config.warmup_steps * config.updates_per_step
     progress = min(1.0, max(0, update - warmup) / max(1, config.num_steps * config.updates_per_step - warmup))
@@ -59,7 +59,7 @@ class UpdateResult:
 
 
 class StageOptimizer:
-    """Optimizer of one rank's share of the weights of a policy or critic; driven by `update_together`."""
+    """Optimizer of one rank's shard of a policy or critic; driven by `update_together`."""
 
     def __init__(
         self,
@@ -74,9 +74,9 @@ class StageOptimizer:
     ) -> None:
         """Create AdamW without weight decay.
 
-        `parameters` are named as in the whole model; it is empty for a value head on another stage. `computed` maps the
-        same names to what modules compute with: a rounding, or the parameter itself. `tied`: embedding and LM head are
-        one tensor.
+        `parameters` has the names of the whole model; it is empty for a value head on another stage. `computed` maps
+        these names to the tensors that modules compute with: a rounded copy, or the parameter itself. `tied`: embedding
+        and LM head are one tensor.
         """
         self.parameters = dict(parameters)
         rounded = [(computed[name], master) for name, master in self.parameters.items() if computed[name] is not master]
@@ -100,7 +100,7 @@ class StageOptimizer:
             )
 
     def squared_norm(self) -> Tensor:
-        """Return this rank's share of the squared gradient norm, float64.
+        """Return this rank's contribution to the squared gradient norm, float64.
 
         Sums gradients over replicas, and gradients of a tied weight over its two copies; all ranks must call it.
         """
@@ -117,7 +117,7 @@ class StageOptimizer:
         return nn.utils.get_total_norm(gradients).double().square()
 
     def apply(self, norm: float, rate: float) -> None:
-        """Clip by the norm over all stages and step; the rate of a critic is scaled by the ratio of the peaks."""
+        """Clip by the norm over all stages and step; the rate of a critic is scaled by the ratio of the peak rates."""
         if self.adam is None:
             return
         coefficient = self._config.max_grad_norm / (norm + CLIP_EPS)
@@ -131,12 +131,12 @@ class StageOptimizer:
 
     @torch.no_grad()
     def round(self) -> None:
-        """Copy the masters into the roundings that modules compute with."""
+        """Copy the masters into the rounded copies that modules compute with."""
         if self._roundings:
             torch._foreach_copy_(self._roundings, self._masters)
 
     def _move_gradients(self) -> None:
-        """Move the gradients of the roundings to their masters."""
+        """Move the gradients of the rounded copies to their masters."""
         for rounding, master in zip(self._roundings, self._masters, strict=True):
             master.grad, rounding.grad = rounding.grad, None
 

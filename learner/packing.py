@@ -3,11 +3,11 @@
     best fit   place sequences, longest first, into the fullest micro-batch with room; determines their number
     spread     redistribute over that number of micro-batches, or more if the schedule requires it: each sequence goes
                into the cheapest micro-batch with room; if one does not fit, the best-fit result is used
-    deal       assign equal numbers of micro-batches to the replicas, keeping the most expensive replica cheap
+    deal       assign equal numbers of micro-batches to the replicas, balanced by cost
     order      sort the micro-batches of a replica: increasing cost up to the most expensive, then decreasing
-    whole      do the same with groups or prompts instead of sequences, if the loss only compares within them or if
-               samples share prompts
-    lay out    store a prompt that several sequences of a micro-batch share once
+    whole      do the same with groups or prompts instead of sequences, if the loss compares samples only within them
+               or if samples share prompts
+    lay out    store a prompt once if several sequences of a micro-batch share it
 
 Every micro-batch is [1, L] with L = token_budget: a single shape lets the pipeline keep its buffers. Attention gathers
 the keys of a prompt for each sequence, so shared prompts count in full towards the budget. The packing depends only on
@@ -25,16 +25,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-if TYPE_CHECKING:  # imports torch, which planning does not need
+if TYPE_CHECKING:  # at run time, this would import torch, which planning must not load
     from leeway.algorithms.base import Unit
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 
 MOST_EVALUATED = 2**27
-"""Maximum tokens times micro-batches for which one pass is cheaper than two: 1 to 2 s of loss evaluation."""
+"""Maximum product of tokens and micro-batches for which one pass is cheaper than two: 1 to 2 s of evaluation."""
 ONE_PASS = 3 / 4
-"""Relative cost of a one-pass update, if a forward pass costs a third of a forward and backward pass."""
+"""Cost of a one-pass update relative to two passes, assuming that a forward pass costs a third of a training pass."""
 
 PAD_TOKEN = 0
 """Token id of padding; any valid id works."""
@@ -69,8 +69,8 @@ class PackingRule:
     """The number of micro-batches per replica is a multiple of this."""
     cost: CostModel = field(default_factory=CostModel)
     unit: Unit = "sequence"
-    """Unit within which the loss compares. Keeping units whole in a micro-batch allows a one-pass update; done if every
-    unit fits the budget and it saves time."""
+    """Unit within which the loss compares samples. Units are kept whole in a micro-batch, which allows a one-pass
+    update, if every unit fits the budget and this saves time."""
     num_stages: int = 1
     """P, the number of pipeline stages per replica."""
 
@@ -83,7 +83,7 @@ class PackingRule:
         return cls(token_budget, num_replicas, least, multiple, cost, unit, num_stages)
 
     def num_micro_batches(self, needed: int) -> int:
-        """Return the number over all replicas, given that `needed` micro-batches hold the tokens."""
+        """Return the number of micro-batches over all replicas, given that `needed` of them hold the tokens."""
         per_replica = max(-(-needed // self.num_replicas), self.min_micro_batches, 1)
         return self.num_replicas * (-(-per_replica // self.multiple) * self.multiple)
 
@@ -91,7 +91,7 @@ class PackingRule:
 def micro_batches_required(schedule: str, num_stages: int) -> tuple[int, int]:
     """Return the minimum number of micro-batches per replica that a schedule requires, and the required multiple.
 
-    1F1B and fused passes need at least one per stage; interleaved schedules need whole rounds of one per stage.
+    1F1B and fused passes need at least one per stage; interleaved schedules need a multiple of `num_stages`.
     """
     if num_stages == 1:
         return 1, 1
@@ -112,7 +112,7 @@ class PackedBatch:
     members: tuple[IntArray, ...]
     """Per micro-batch: indices of its sequences, from left to right."""
     bounds: tuple[IntArray, ...]
-    """Per micro-batch: starts of its sequences, counting a prompt for each, and the end of the last. An empty
+    """Per micro-batch: starts of its sequences, each including its prompt, and the end of the last. An empty
     micro-batch has one sequence of one padding token, [0, 1]."""
     places: tuple[IntArray, ...]
     """Per micro-batch: packed position of each token of those sequences; positions of a shared prompt repeat."""
@@ -133,7 +133,7 @@ class PackedBatch:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens without padding, counting a prompt for each sequence."""
+        """Number of tokens without padding; a shared prompt counts once per sequence."""
         return sum(int(edges[-1]) for edges, members in zip(self.bounds, self.members, strict=True) if len(members))
 
     @property
@@ -147,7 +147,7 @@ class PackedBatch:
 
     @property
     def efficiency(self) -> float:
-        """Fraction of the micro-batches that is not padding, counting a prompt for each sequence."""
+        """Fraction of the micro-batches that is not padding; a shared prompt counts once per sequence."""
         return self.num_tokens / self.tokens_ML.size
 
     @property
@@ -231,7 +231,7 @@ def spread(lengths: Sequence[int], cost_B: FloatArray, token_budget: int, num_bi
 
 
 def deal(cost_N: FloatArray, num_replicas: int) -> list[list[int]]:
-    """Assign N bins to R replicas, N / R each, keeping the most expensive replica cheap.
+    """Assign N bins to R replicas, N / R each, balanced by cost.
 
     Bins are assigned in rounds of R, in decreasing order of cost; in each round, the cheapest replica so far gets the
     most expensive bin. No bin of a round is cheaper than a bin of the next, so two replicas differ by at most max - min
@@ -251,7 +251,7 @@ def order(cost_N: FloatArray, bins: Sequence[int]) -> list[int]:
     """Return the order in which a pipeline runs bins: cheap ones at both ends, the most expensive in the middle.
 
     Stages are idle while the first bins fill the pipeline and the last ones drain it, and 1F1B overlaps forward and
-    backward of adjacent bins. A forward-only pass (GPipe) takes sum + (P - 1) max in any order.
+    backward of adjacent bins. A forward-only pass (GPipe) takes sum + (P - 1) * max in any order.
     """
     rising = sorted(bins, key=lambda n: (cost_N[n], n))
     return rising[0::2] + rising[1::2][::-1]
@@ -384,7 +384,7 @@ def _lay_out(
     _, first, which_S = np.unique(
         bin_S * len(order_S) + samples.same_B[order_S], return_index=True, return_inverse=True
     )
-    holder_S = first[which_S.reshape(-1)]  # the sequence that stores the prompt of this one
+    holder_S = first[which_S.reshape(-1)]  # the sequence that stores the prompt of each sequence
     own_S = completion_B[order_S] + np.where(holder_S == np.arange(len(order_S)), prompt_B[order_S], 0)
     before_S, filled_M = np.cumsum(own_S) - own_S, np.bincount(bin_S, own_S, len(members)).astype(np.int64)
     start_S = before_S + (np.arange(len(members)) * width - np.cumsum(filled_M) + filled_M)[bin_S]

@@ -1,8 +1,8 @@
 """Custom matrix products of the learner: embeddings, linear maps and the head.
 
-In bfloat16, modules hold roundings of the float32 masters, refreshed once per update (docs/learner.md). The gradient of
-a rounding is the float32 gradient of its master. On a GPU, the product of each micro-batch is added to it unrounded. On
-a CPU, or if a schedule computes input and weight gradients separately, a bfloat16 product is widened and added.
+In bfloat16, modules hold rounded copies of the float32 masters, refreshed once per update (docs/learner.md). The
+gradient of a copy is the float32 gradient of its master. On a GPU, the product of each micro-batch is added unrounded.
+On a CPU, or if a schedule computes input and weight gradients separately, a bfloat16 product is widened and added.
 
 The head computes log-probabilities of given tokens without materializing all logits. With z = logits / temperature,
 log pi(y) = z_y - logsumexp(z). Logits exist for one chunk of tokens at a time, also in the backward pass. The gradient
@@ -45,7 +45,7 @@ KEPT_MIB: Mapping[str, float] = {"cpu": 64.0, "cuda": 2048.0}
 
 
 def round_parameters(module: nn.Module, *, exclude: Callable[[str], bool]) -> dict[str, nn.Parameter]:
-    """Replace parameters wider than bfloat16 by roundings, except excluded names; return the originals by name.
+    """Replace parameters wider than bfloat16 by rounded copies, except excluded names; return the originals by name.
 
     Only the first of several tied parameters is replaced: the caller must tie them again.
     """
@@ -65,7 +65,7 @@ def round_parameters(module: nn.Module, *, exclude: Callable[[str], bool]) -> di
 def narrow_norms(layers: nn.Module) -> None:
     """Make every norm of these layers return the dtype of products, so that each product need not cast its input."""
     for name, module in layers.named_modules():
-        if name.endswith("norm"):  # holds for every norm of a decoder layer
+        if name.endswith("norm"):  # every norm of a decoder layer has such a name
             module.register_forward_hook(lambda _module, _inputs, output: output.to(COMPUTED))
 
 
@@ -309,8 +309,8 @@ def _chunk(
 ) -> tuple[Tensor, Tensor, Tensor | None, tuple[Tensor, ...]]:
     """Compute one chunk in 1.5 times the memory of its logits: [c, hidden], [V, hidden] (`cast`), [c].
 
-    `own` holds the head rows of the tokens, [c, hidden], if slopes are needed; `keep` requests the shares. Returns
-    log pi [c], logsumexp(z) [c], d log pi / dh [c, hidden], and the result of `_shares_again` if kept.
+    `own` holds the head rows of the tokens, [c, hidden], if slopes are needed. Returns log pi [c],
+    logsumexp(z) [c], d log pi / dh [c, hidden], and, if `keep`, the result of `_shares`.
     """
     scaled = _scaled_logits(hidden, cast, rule)
     picked = scaled.gather(1, tokens[:, None]).squeeze(1)

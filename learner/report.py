@@ -1,4 +1,4 @@
-"""Results of a step: its row of metrics.jsonl, and its batch if the batch could not be trained."""
+"""Results of a step: its row of metrics.jsonl, and its batch if training could not use it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # imports Transformers, which the launcher does not need
 logger = logging.getLogger(__name__)
 
 NON_FINITE_STEPS_IN_A_ROW = 3
-"""Consecutive steps without a finite loss and gradient that end the run, because the failure persists.
+"""Number of consecutive steps without a finite loss and gradient that ends the run, because the failure persists.
 Steps are counted instead of updates, because the updates of one bad batch fail together."""
 
 Report = dict[str, float | int | bool | Lag0ByActor | LagByActor | None]
@@ -47,10 +47,10 @@ class StepTimes:
 def lag_metrics(
     updates: Sequence[StepBatch], start: StepBatch, newest_published: int | None, started_s: float
 ) -> Metrics:
-    """Return lag metrics over the trained tokens and trajectories.
+    """Return lag metrics over the tokens and trajectories that the step trained on.
 
-    `updates` are at their own versions; a sample counts once per update. `start` is the whole batch, at the version of
-    the start of the step. `newest_published` is the newest version available then; None if nothing was published yet.
+    `updates` holds the batch of each update, at its own version; a sample counts once per update. `start` is the whole
+    batch, at the initial version. `newest_published` is the newest version available then; None if none was published.
     """
     lag_T = np.concatenate([batch.lag_T for batch in updates])
     first_B, last_B = (np.concatenate(ends) for ends in zip(*map(_ends, updates), strict=True))
@@ -69,7 +69,7 @@ def lag_metrics(
 
 
 def replay_metrics(start: StepBatch, ledger: Mapping[str, int]) -> Metrics:
-    """Return how often samples are used, and their age at use; `ledger` holds the buffer counts at that time."""
+    """Return metrics of sample reuse and of the age at use; `ledger` holds the buffer counts at that time."""
     bounds_T = start.bounds_T()
     written_B = np.flatnonzero(bounds_T[1:] > bounds_T[:-1])
     age_G = np.zeros(start.num_groups, np.int64)
@@ -215,7 +215,7 @@ class TrainingDiverged(RuntimeError):
 
 
 def check_samples(batch: StepBatch, needs: Needs, record_ids: Sequence[int] | None) -> None:
-    """Validate external data as seen by a loss with these needs; the result is the same on all ranks.
+    """Validate the external data that a loss with these needs reads; the result is the same on all ranks.
 
     Raises BadSample, which names the trajectory, its buffer record if known, and the problem.
     """
@@ -233,7 +233,7 @@ def check_samples(batch: StepBatch, needs: Needs, record_ids: Sequence[int] | No
 
 
 class BadBatches:
-    """Folder of batches that could not be trained. Only the coordinator writes; all ranks count non-finite steps."""
+    """Folder of batches that training could not use. Only the coordinator writes; all ranks count non-finite steps."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

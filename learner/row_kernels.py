@@ -52,7 +52,7 @@ def add_norm(states: Tensor, added: Tensor | None, weight: Tensor, eps: float) -
 
 
 class _AddNorm(torch.autograd.Function):
-    """Rounding as in Transformers: sum and normed states to the dtype of the states, product to that of the weight."""
+    """`add_norm`, rounded as in Transformers: sum and normed states to the states' dtype, product to the weight's."""
 
     @staticmethod
     def forward(

@@ -69,7 +69,7 @@ DEADLINE_MARGIN_S = 5.0
 
 class Stage:
     def __init__(self, context: RunContext[LearnerSections], rank: int, rendezvous: str) -> None:
-        """Load nothing; `setup` does. `rendezvous` is tcp://HOST:PORT with a free port on the host of rank 0."""
+        """Create an unloaded stage. `rendezvous` is tcp://HOST:PORT with a free port on the host of rank 0."""
         self._context = context
         self._config = config = context.config.learner
         self._place = MeshPlace(rank, config.num_stages, config.num_replicas)
@@ -101,9 +101,9 @@ class Stage:
 
         A stage that raises cannot rejoin the pipeline: terminate its process. Only the coordinator raises NoBatch,
         PublishFailed and StaleTokens; the other stages then raise CoordinatorFailed, or StageLost if a step was in
-        progress. StageLost: another stage died or hung. GpuFailed: the GPU of this stage failed. All stages raise
-        BadSample for a sample that no loss can use, and TrainingDiverged after three consecutive steps without a finite
-        loss or gradient.
+        progress. Any stage raises StageLost if another died or hung, and GpuFailed if its own GPU failed. All stages
+        raise BadSample for a sample that no loss can use, and TrainingDiverged after three consecutive steps without a
+        finite loss or gradient.
         """
         self._guard(self._run, "train")
 
@@ -274,7 +274,7 @@ class Stage:
             check_samples(batch, self._context.config.algorithm.needs, None if own is None else own.record_ids)
         except BadSample as error:
             kept = self._bad_batches.keep(step, body)
-            dist.barrier()  # the first rank that raises ends the others: the batch must be on disk before
+            dist.barrier()  # wait until the batch is saved: the first rank that raises ends the others
             raise BadSample(f"step {step}: {error}; {kept}") from None
         result = self._train_step.run(batch, step - 1, self._publish_if_due)
         control = None if self._control is None else self._control.state
@@ -319,7 +319,7 @@ class Stage:
 
     def _may_publish(self) -> bool:
         """Return whether a version can be published, the same on all ranks: it needs a part from every stage."""
-        # the coordinator waits for the parts of the other stages: a version it finished is finished on all
+        # the coordinator waits for the parts of the other stages, so a version that it finished is finished on all
         is_full = torch.tensor([self._is_full()])
         if self._place.num_ranks > 1:
             dist.broadcast(is_full, src=self._place.coordinator)
@@ -332,7 +332,7 @@ class Stage:
         self._published_version = version
         if self._publisher is not None:
             on_committed = self._coordinator.published if self._coordinator is not None else None
-            # the weights that modules compute with are the same roundings, and half the bytes to copy
+            # modules compute with these rounded weights, which are half the bytes to copy
             rounded = set(self._context.serving_dtypes) == {"bfloat16"}
             tensors = self._networks.policy.published_tensors(rounded=rounded)
             self._publisher.publish(PolicyVersion(self._progress.incarnation, version), tensors, on_committed)
@@ -347,14 +347,14 @@ class Stage:
         self._saved_step = self._progress.step
 
     def _release_draws(self, *, heartbeats: bool = True) -> None:
-        """Release batches up to the oldest checkpoint in the buffer; a restart may request later ones again."""
+        """Release in the buffer the batches up to the oldest checkpoint; a restart may request later ones again."""
         released = self._checkpoints.released()
         if released is not None and self._coordinator is not None:
             self._coordinator.release_draws(released, heartbeats=heartbeats)
 
     def _finish(self) -> None:
         """Write the checkpoint, commit the weights and flush all reports."""
-        self._save()  # first: weights can be published again, but a lost step is lost
+        self._save()  # first: weights can be published again, but an unsaved step would be lost
         self._publish(self._progress.version)
         self._checkpoints.close()
         self._release_draws(heartbeats=False)

@@ -1,4 +1,4 @@
-"""TrainStep: trains one batch in one or more updates; the gradient is exact for any loss that depends on its leaves.
+"""TrainStep: trains on one batch in one or more updates; the gradient is exact for any loss of the leaves.
 
     scores   reference log-probabilities; if the loss reads them, a forward-only pass over the whole batch for the
              log-probabilities of the proximal policy and old values
@@ -10,7 +10,7 @@
 
 A group-level loss cannot be split into micro-batches, but a pipeline runs only micro-batches; the coefficients g
 decouple the two. Minibatches hold whole groups. The first update of an undivided batch needs no pass 1 of its own. A
-separable loss needs none at all: if a micro-batch holds whole units, its own log-probabilities determine its
+separable loss needs no pass 1: if a micro-batch holds whole units, its own log-probabilities determine its
 coefficients. All ranks call `run` with the same batch.
 """
 
@@ -173,7 +173,7 @@ class TrainStep:
         return evaluation
 
     def _gradient_by_micro_batch(self, part: _Part) -> Gradient | None:
-        """Return the map from log-probabilities of given tokens to their loss gradient; None before the last stage."""
+        """Return the map from log-probabilities of given tokens to their loss gradient; None on earlier stages."""
         if part.reference_T is None:
             return None
         # placeholder values for tokens of other micro-batches have no effect: they belong to other units of the loss
@@ -261,10 +261,10 @@ class _StepState:
     applied_T: Tensor
     """Importance weights applied by the loss; NaN if none."""
     first: _Part | None = None
-    """The first part whose pass ran; its policy was that of the start of the step."""
+    """The first part whose pass ran, with the policy of the start of the step."""
 
     def part(self, sequences: IntArray, version: int, update: int = 0) -> _Part:
-        """Return the part with these sequences, trained at `version`."""
+        """Return the part with these sequences, to train on at `version`."""
         where_T = torch.from_numpy(self.batch.tokens_of(sequences)).to(self.applied_T.device)
         old = None if self.old is None else self.old.of(where_T)
         reference_T = None if self.reference_T is None else self.reference_T[where_T]
@@ -278,7 +278,7 @@ class _StepState:
     def distances(self) -> tuple[Metrics, Lag0ByActor]:
         """Return, on the coordinator, off-policy metrics at the start of the step, and the lag-0 mismatch by actor.
 
-        Without a pass at the start, they cover only the part that the first update trained.
+        Without a pass at the start, they cover only the part that the first update trained on.
         """
         if not self.networks.mesh.place.is_coordinator:
             return {}, {}
@@ -348,7 +348,7 @@ def distance(batch: StepBatch, inputs: LossInputs, weights_T: Tensor | None) -> 
 @dataclass(frozen=True)
 class Update:
     batch: StepBatch
-    """The trained batch, at the version before the update."""
+    """The batch that the update trains on, at the version before the update."""
     result: UpdateResult
     metrics: Metrics
     """Metrics of the loss; empty except on the coordinator."""

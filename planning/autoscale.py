@@ -1,7 +1,7 @@
 """Autoscale: size actor pools by the lengths and costs of a run, or report which change would help.
 
 off      disabled
-advise   log an event that names a change which makes the run faster, or keeps its rate with fewer actors
+advise   log an event that names a change which makes the run faster, or keeps its throughput with fewer actors
 on       change the number of actors, as `leeway scale` does, within free hosts
 
 The decision compares two times:
@@ -9,8 +9,8 @@ The decision compares two times:
     T_gen(n)  seconds that n actors need to generate the samples that a step consumes, with all slots full
     T_train   seconds of a step whose batch is ready, including the gap between two steps
 
-A step consumes the samples that it trains for the first time, those set aside because all rewards of the group are
-equal, and those dropped as stale. This is more than it trains if groups are set aside or dropped, and less if samples
+A step consumes the samples that it uses for the first time, those set aside because all rewards of the group are
+equal, and those dropped as stale. This is more than its batch if groups are set aside or dropped, and less if samples
 are reused. Both times are exponential moving averages (over `MEMORY` steps). The mean length is extrapolated `AHEAD`
 steps by its trend, because lengths grow for hours and a plain mean lags behind. A pool grows, by the missing number of
 actors, after T_gen exceeds T_train for a few steps. It shrinks after one actor fewer would have sufficed for many steps
@@ -27,30 +27,30 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from leeway.planning.costs import LeastSquares, TokenTime
 
-if TYPE_CHECKING:  # a simulation does not load torch
+if TYPE_CHECKING:  # these modules load torch, which a simulation must not
     from leeway.launch.config import Config
     from leeway.launch.observe.status import PoolStatus
 
 MEMORY = 8
 AHEAD = 4
-"""Steps by which the mean length is extrapolated: about the steps that a decision takes."""
+"""Number of steps by which the mean length is extrapolated: about as many as a decision takes."""
 ABOVE, BELOW = 0.04, 0.12
-"""Fractions of T_train: pools grow if T_gen is ABOVE over it, shrink if T_gen of one actor fewer is BELOW under it."""
+"""Fractions of T_train: T_gen exceeds it by ABOVE to grow; with one actor fewer it is lower by BELOW to shrink."""
 PATIENCE_TO_GROW, PATIENCE_TO_SHRINK = 3, 20
 SETTLE_STEPS = 6
-"""Steps ignored after a change, counted from the moment that the actors are running."""
+"""Number of steps ignored after a change, counted from the moment that the actors are running."""
 MIN_SLOTS_USED = 0.85
 """Fraction of the slots in use below which additional slots would stay empty too."""
 MAX_WAIT_SHARE = 0.1
 """Maximum fraction of the time that the learner waits for batches; above it no pool shrinks."""
 MOST_ADVISED = 4
-"""Upper bound of advice, in multiples of the current number of actors."""
+"""Maximum number of actors that is advised, in multiples of the current number."""
 REPEAT_AFTER = 100
-"""Decisions without an advice after which it is reported again; advice that holds recurs every 3 to 26."""
+"""Decisions without the same advice, after which it is reported again; unchanged advice recurs every 3 to 26."""
 
 Row = Mapping[str, Any]
 Room = Callable[[str], int]
-"""Number of additional actors of a pool that fit now."""
+"""Name of a pool -> number of additional actors that fit now."""
 
 
 # --- the policy ------------------------------------------------------------------------------------
@@ -81,14 +81,14 @@ class StepFacts:
     train_s: float
     slots_used: float
     samples: float
-    """Samples consumed since the previous step."""
+    """Number of samples consumed since the previous step."""
     waited: float
     """Fraction of the time since the previous step that the learner waited for the batch of this step."""
 
 
 @dataclass(frozen=True)
 class Advice:
-    """A change that makes the run faster, or keeps its rate with fewer actors."""
+    """A change that makes the run faster, or keeps its throughput with fewer actors."""
 
     kind: Literal["grow", "shrink", "bound", "full"]
     """`bound`: the staleness bound leaves slots empty; `full`: every pool has reached its maximum."""
@@ -172,7 +172,7 @@ class ScalingPolicy:
             )
         growable = [pool for pool in pools if pool.count < pool.most]
         if not growable:
-            times = f"generating the samples of a step takes {gen_s:.1f} s, training it {self._train_s:.1f} s"
+            times = f"generating the samples of a step takes {gen_s:.1f} s, training on them {self._train_s:.1f} s"
             return Advice("full", f"{times}, and no pool can grow")
         pool = max(growable, key=lambda each: each.rate(self._tokens, prompt_tokens))
         count = pool.count + 1
@@ -185,7 +185,7 @@ class ScalingPolicy:
         return self._changed("grow", pool, count, f"{actors} in pool '{pool.name}' would raise the rate by {gain:.0%}")
 
     def _with_one_less(self, pools: Sequence[PoolState], prompt_tokens: float) -> tuple[float, PoolState] | None:
-        """Return T_gen with one actor fewer in the slowest pool of at least two, and that pool."""
+        """Return T_gen with one actor fewer in the slowest pool that has at least two, and that pool."""
         shrinkable = [pool for pool in pools if pool.count > 1]
         if not shrinkable:
             return None
@@ -255,7 +255,7 @@ class Autoscale:
 
 
 def _facts(row: Row, pools: Sequence[PoolStatus], before: Row) -> StepFacts | None:
-    """Return the figures of a step, None if no sample was generated or consumed since the previous one."""
+    """Return the facts of a step, None if no sample was generated or consumed since the previous one."""
     slots = sum(pool.engines.slots for pool in pools)
     used = sum((pool.engines.slots_used or 0.0) * pool.engines.slots for pool in pools)
     lengths = [(each, pool.tokens_per_s) for pool in pools if (each := pool.engines.tokens_per_sample) is not None]

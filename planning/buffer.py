@@ -90,7 +90,7 @@ class SimulatedBuffer:
         return [self._remove(group_id) for group_id in list(self._world.contract.evict(self._index.ready, version))]
 
     def draw(self, version: int) -> list[SimulatedGroup]:
-        """Return the groups of the next step, none if it has to wait."""
+        """Return the groups of the next step; an empty list if the step has to wait."""
         contract = self._world.contract
         num = contract.groups_per_step
         if len(self._index.ready) < num:

@@ -1,14 +1,14 @@
-"""Cost models: linear laws with non-negative coefficients, fitted to measured steps.
+"""Cost models: linear functions with non-negative coefficients, fitted to measured steps.
 
 TokenTime     seconds of an engine step, which generates one token of every running sample
 LearnerTime   seconds of a learner step, for any parallel shape, from the costs of its parts on one stage
-LeastSquares  sums over measurements, from which a law is fitted by least squares
+LeastSquares  sums over measurements, from which a cost model is fitted by least squares
 
     seconds of a step = step + sum over minibatches of  (M + b) * (micro_batch + work / (P * M))
 
 `work` is that of the most expensive replica, which splits it into M micro-batches on P stages; b is the bubble of the
 schedule. `leeway.learner.packing` computes the work of a batch from a cost per token and per squared token; shared
-prompts count once. The coefficients include further epochs, and a forward pass that updates take with any packing.
+prompts count once. The coefficients include further epochs, and a forward pass that updates take regardless of packing.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from leeway.learner.packing import (
 
 NUM_TERMS = 4
 MANY_SAMPLES = 4096
-"""Samples of a minibatch above which only every n-th group is packed, and its cost is extrapolated."""
+"""Number of samples in a minibatch above which only every n-th group is packed, and the total is extrapolated."""
 _ALIKE = 1e7
 """Condition number of the scaled products above which terms count as collinear."""
 _NO_GAIN = 1e-4
-"""Minimum relative decrease of the squared error for a law with more terms."""
+"""Minimum relative decrease of the squared error that justifies more terms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class TokenTime:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Coefficients of a law, in the order of its terms, and their goodness of fit."""
+    """Coefficients of a cost model, in the order of its terms, and their goodness of fit."""
 
     coefficients: tuple[float, ...]
     num_measured: int
@@ -74,10 +74,10 @@ class Fit:
 
 
 class LeastSquares:
-    """Sums over measurements, from which a law is fitted by least squares; they can be stored and added.
+    """Sums over measurements, from which a cost model is fitted by least squares; they can be stored and added.
 
-    The sums are: squares, number and total of the measurements, their products with the terms of the law, and the
-    products of the terms with each other.
+    The sums are: squares, number and total of the measurements, their products with the terms of the model,
+    and the products of the terms with each other.
     """
 
     def __init__(self, num_terms: int) -> None:
@@ -103,12 +103,12 @@ class LeastSquares:
 
     @classmethod
     def from_list(cls, sums: Sequence[float]) -> LeastSquares:
-        """Restore the sums of `as_list`; ValueError if their number fits no law."""
+        """Restore the sums of `as_list`; raise ValueError if their number matches no cost model."""
         num_terms = int(len(sums) ** 0.5)
         while num_terms and 3 + num_terms + num_terms**2 > len(sums):
             num_terms -= 1
         if not num_terms or 3 + num_terms + num_terms**2 != len(sums):
-            raise ValueError(f"{len(sums)} numbers cannot be the sums of a law")
+            raise ValueError(f"{len(sums)} numbers cannot be the sums of a cost model")
         found, values = cls(num_terms), np.array(sums, np.float64)
         found._squares, found.num_measured, found.total = float(values[0]), int(values[1]), float(values[2])
         found._targets = values[3 : 3 + num_terms]
@@ -119,11 +119,11 @@ class LeastSquares:
         return LeastSquares.from_list([one + two for one, two in zip(self.as_list(), other.as_list(), strict=True)])
 
     def fit(self) -> Fit | None:
-        """Return the law with the least squared error and no negative coefficient, None before two measurements.
+        """Return the fit with the least squared error and no negative coefficient, None before two measurements.
 
         There are few terms, so every subset of them is solved, and the best admissible solution is the optimum (Lawson
-        and Hanson, Solving Least Squares Problems, 1974, chapter 23: it is the unconstrained one over its own support).
-        If the measurements cannot separate two terms, the law with fewer terms is returned.
+        and Hanson, Solving Least Squares Problems, 1974, chapter 23: the unconstrained optimum over its own support).
+        If the measurements cannot separate two terms, the fit with fewer terms is returned.
         """
         if self.num_measured < 2 or self.total <= 0.0:
             return None
@@ -174,9 +174,9 @@ class LearnerShape:
     token_budget: int = 1024
     unit: str = "sequence"
     num_minibatches: int = 1
-    """Minibatches per step; each is packed and run through the pipeline separately."""
+    """Number of minibatches per step; each is packed and run through the pipeline separately."""
     saves_pass: bool = False
-    """An update saves a forward pass if no unit is split over micro-batches; False if the whole batch takes one."""
+    """Whether updates save a forward pass if no unit is split over micro-batches; False if a step takes it anyway."""
 
     def rule(self, cost: CostModel) -> PackingRule:
         return PackingRule.of_schedule(
@@ -195,7 +195,7 @@ class LearnerShape:
 
 
 def bubble_in_micro_batches(schedule: str, num_stages: int, num_chunks: int) -> float:
-    """Return the idle time of a stage in a step, in units of one micro-batch on it, a third of which is forward.
+    """Return the idle time of a stage in a step, in micro-batch times; a third of such a time is the forward pass.
 
     GPipe and 1F1B: P - 1 (arXiv 1811.06965). Interleaved: (P - 1) / V (2104.04473, section 2.2). Zero bubble:
     (P - 1) / (3 V), as F + B - W remains of each of P - 1 (2401.10241, table 1).
@@ -258,7 +258,7 @@ def terms(
     Args:
         tokens: computed tokens of all replicas.
         squares: sum of the squared lengths of all sequences, without those of prompts shared with another sample.
-        num_micro_batches: those of all replicas, if the step were one minibatch.
+        num_micro_batches: total number over all replicas, as if the step were one minibatch.
         shape: shape of the learner that took the step.
         takes_two: whether the updates took a separate forward pass.
     """

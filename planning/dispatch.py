@@ -3,7 +3,7 @@
 A lane is a pool of actors; lanes differ in their time per token. Prompts of dropped groups are leased ahead of the
 window, to a lane that is predicted to meet the deadline this time. Every lease request gets a prompt.
 
-    in_order       the first prompt of the window; lengths are predicted only for actors that request them
+    in_order       the first prompt of the window; lengths are predicted only for actors that request predictions
     longest_first  the prompt with the longest predicted completion
     by_deadline    a prompt misses the deadline of a lane if the lane cannot generate its longest sample within the lag
                    budget. A faster lane takes prompts that slower lanes would miss, longest first; all other prompts
@@ -46,7 +46,7 @@ class InOrder:
         return False
 
     def is_in_order(self, speeds: Speeds) -> bool:
-        """Return whether the policy takes the first prompt of any window, so that no window is needed."""
+        """Return whether the policy takes the first prompt of any window, so no window is needed."""
         return True
 
     def takes(self, longest: float, speeds: Speeds) -> bool:
@@ -86,7 +86,7 @@ class ByDeadline(InOrder):
         return speeds.token_s <= 0.0 or speeds.budget_s == inf or max(speeds.lanes) <= _ALIKE * min(speeds.lanes)
 
     def takes(self, longest: float, speeds: Speeds) -> bool:
-        """Return whether this lane meets the deadline, so that a returned prompt is not dropped as stale again."""
+        """Return whether this lane meets the deadline; otherwise a returned prompt would be dropped as stale again."""
         return self.is_in_order(speeds) or longest <= self._deadline_tokens(speeds)
 
     def choose(self, window: Iterable[Waiting], speeds: Speeds) -> Waiting:
@@ -108,7 +108,7 @@ class ByDeadline(InOrder):
         return longest if misses_deadline else on_time[0]
 
     def requeue_at(self, speeds: Speeds) -> float:
-        """Return the tokens from which a sample, expected to become twice as long, misses the deadline here."""
+        """Return the number of tokens at which a sample, expected to become twice as long, would miss the deadline."""
         return inf if self.is_in_order(speeds) else REQUEUE_SHARE * self._deadline_tokens(speeds)
 
     def _deadline_tokens(self, speeds: Speeds) -> float:

@@ -2,16 +2,16 @@
 
 Each rank executes its part of a schedule, with sends and receives in between. The forward states and the backward
 gradients of each network have separate process groups between each pair of neighbours. Within a group, both sides
-process micro-batches in the same order, so messages match for any interleaving of the networks and none blocks another:
+process micro-batches in the same order, so messages match for any interleaving of the networks and do not block:
 NCCL executes the operations of a rank on one group in the order of the calls. NCCL connects two ranks at their first
-message, which blocks each call until the peer makes its own, so every group is connected when it is created.
+message, which blocks each call until the peer's, so every group is connected when it is created.
 
-The critic's pipeline runs in reverse: the rank with the policy's first stage has the critic's last. A rank computes
-one network while it waits for the other, which fills the bubbles at both ends of a pass. RLHFuse (arXiv 2409.13221,
-section 5) searches such schedules by annealing. This module runs a list scheduler repeatedly, each time with other
-limits on held micro-batches and other noise in the priorities, and keeps the best schedule. The search takes about a
-second and is deterministic across machines. For up to eight stages the result is within 2 % of the lower bound if both
-networks cost the same, and within 7 % if the critic costs three quarters of the policy.
+The critic's pipeline runs in reverse: the rank with the policy's first stage has the critic's last stage. A rank
+computes one network while it waits for the other, which fills the bubbles at both ends of a pass. RLHFuse (arXiv
+2409.13221, section 5) searches such schedules by annealing. This module runs a list scheduler repeatedly, each time
+with different limits on held micro-batches and noise in the priorities, and keeps the best schedule. The search takes
+about a second and is deterministic across machines. For up to eight stages the result is within 2 % of the lower bound
+if both networks cost the same, and within 7 % if the critic costs three quarters of the policy.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _Groups = Mapping[int, dist.ProcessGroup]
 NUM_NETWORKS = 2
 _MOST_TRIES = 300
 _SEARCHED = 20_000
-"""Micro-batches times stages, over all tries: less than a second, because every rank waits for the search."""
+"""Maximum of micro-batches times stages over all tries; limits the search, for which every rank waits, to a second."""
 _NEAR = 1.01
 """Ratio of makespan to lower bound at which the search stops."""
 _SEED = 0
@@ -59,7 +59,7 @@ class Action(NamedTuple):
     """One micro-batch through one stage, forward or backward."""
 
     network: int
-    """0 is the policy, 1 the critic, which runs backwards."""
+    """0 for the policy, 1 for the critic, whose pipeline runs in reverse."""
     is_backward: bool
     micro_batch: int
 
@@ -70,7 +70,7 @@ class PassSchedule:
 
     ranks: tuple[tuple[Action, ...], ...]
     makespan: float
-    """Time from the first action to the end of the last, in the unit of the stage costs."""
+    """Time from the first action to the end of the last action, in the unit of the stage costs."""
     most_held: int
     """Maximum number of micro-batches of both networks whose activations a rank holds; 0 if forward only."""
 
@@ -79,7 +79,7 @@ class PassSchedule:
 def find_schedule(
     num_stages: int, num_micro_batches: int, work: tuple[StageCost, StageCost], most_held: int
 ) -> PassSchedule:
-    """Return the shortest schedule found; ties go to the one that holds the fewest micro-batches, then to the first.
+    """Return the shortest schedule found; ties go to the one with the fewest held micro-batches, then to the first.
 
     `most_held`, at least 2, bounds PassSchedule.most_held. Forward-only passes hold no activations.
     """
@@ -92,7 +92,7 @@ def find_schedule(
         # the first try has the limits of 1F1B for each network
         more = rng.randint(0, num_stages) if number else 0
         limits = [[num_stages - stage + rng.randint(0, more) for stage in range(num_stages)] for _ in work]
-        if number % 2:  # otherwise one network can fill a rank and block the other
+        if number % 2:  # undivided, one network can fill a rank and block the other
             _divide(limits, most_held, rng)
         heuristic = _Heuristic.drawn(rng) if number else _Heuristic()
         found = _ListScheduler(num_stages, num_micro_batches, work, most_held, limits, heuristic).run()
@@ -137,7 +137,7 @@ class _Heuristic:
     """Priorities of a list scheduler for ranks with several ready actions."""
 
     backward_first: float = 100.0
-    """Added to the urgency of backward actions."""
+    """Urgency that is added to backward actions."""
     noise: float = 0.0
     seed: float = 0.0
 
@@ -270,12 +270,12 @@ class FusedPasses:
         timeout: timedelta | None = None,
         device: torch.device | None = None,
     ) -> None:
-        """Create the process groups; collective over all ranks of the mesh, before they load: that takes longer.
+        """Create the process groups before ranks load models, which takes longer; collective over the mesh's ranks.
 
-        `work` is the cost of a training pass; a rank holds activations of up to `most_held` micro-batches of both.
+        `work` is the cost of a training pass; a rank holds activations of at most `most_held` micro-batches in total.
         """
         self.modules: tuple[StageModule, ...] = ()
-        """This rank's stage of the policy and of the critic, counted from the other end. Set before the first pass."""
+        """This rank's stages of the policy and (counted from the other end) the critic. Set before the first pass."""
         self._mesh = mesh
         self._work = work
         self._most_held = most_held
@@ -414,7 +414,7 @@ class _NetworkPass:
 
 
 class _Inbox:
-    """Tensors received from another rank, in order; one receive is posted ahead."""
+    """Tensors received from another rank, in order; the next receive is always posted ahead."""
 
     def __init__(self, group: dist.ProcessGroup, source: int, like: Tensor, count: int) -> None:
         self._group = group
@@ -440,7 +440,7 @@ class _Inbox:
 
 
 class _Outbox:
-    """Tensors sent to another rank; each is kept until all sends complete."""
+    """Tensors sent to another rank; each tensor is kept until all sends complete."""
 
     def __init__(self, group: dist.ProcessGroup, target: int) -> None:
         self._group = group

@@ -11,8 +11,8 @@ The gate admits a sample if all running samples and this one are likely to fit t
 
 b_i(t) is the number of blocks of the context of sample i at t, and p_i(t) = P(L >= n_i + t | L > n_i) the probability
 that it still runs, given its n_i tokens so far. L follows the last completions of this engine, each relative to the
-prediction for its prompt (`leeway.planning.lengths`). Deviations from the prediction correlate among samples of a
-prompt, as estimated from past groups, so that these end together. They also share the whole blocks of their prompt.
+prediction for its prompt (`leeway.planning.lengths`). Samples of a prompt deviate from the prediction
+together, with a correlation estimated from past groups. They also share the whole blocks of their prompt.
 (Past-Future, arXiv 2507.10150, admits by such a length history.)
 """
 
@@ -37,17 +37,17 @@ MARGIN = 2.5
 """Safety margin in standard deviations; if demand exceeds it, which is rare, the engine preempts samples."""
 REMEMBERED = 512
 _NUM_PRIOR = 32
-"""Completions of maximum length that the history starts with."""
+"""Number of completions of maximum length with which the history starts."""
 _NUM_TIMES = 21
 _PRIOR_GROUPS = 4.0
-"""Weight, in groups, of the prior for the correlation among samples of a prompt, which is 0.5."""
+"""Weight, in groups, of the prior correlation of 0.5 among samples of a prompt."""
 _DECAY = 0.99
 """Factor by which each new group decays the weight of earlier groups in this correlation."""
 
 
 @dataclass(slots=True)
 class _Siblings:
-    """Finished completions of a group of which some samples still run."""
+    """Statistics of the finished completions of a group that has running samples."""
 
     num_running: int = 0
     num_ended: int = 0
@@ -90,7 +90,7 @@ class LengthHistory:
         siblings.squares += centered * centered
 
     def update_correlation(self, siblings: _Siblings) -> None:
-        """Update the correlation by a group without running samples."""
+        """Update the correlation with a group that has no running samples left."""
         if siblings.num_ended > 1:
             pairs = (siblings.total**2 - siblings.squares) / (siblings.num_ended - 1)
             self._product = _DECAY * self._product + pairs
@@ -143,7 +143,7 @@ class KvGate(Generic[K]):
         return self._cache is not None
 
     def has_room(self, sample: KvSample, now: float) -> bool:
-        """Return whether a sample may start; always True if none runs, as the cache holds one of maximum length."""
+        """Return whether a sample may start; always True if no sample runs, as the cache holds at least one."""
         if len(self._running) >= self._slots:
             return False
         if self._cache is None or not self._running:
@@ -203,7 +203,7 @@ class KvGate(Generic[K]):
         return ceil((sample.prompt_tokens + sample.limit + 1) / self._cache.block_tokens)
 
     def _new_sample(self, times_T: Floats, prompt_tokens: int) -> tuple[Floats, Floats]:
-        """Return mean and variance of the blocks of a sample of a new group, with its share of the shared prompt."""
+        """Return mean and variance of the blocks of a sample of a new group, with its part of the shared prompt."""
         assert self._cache is not None, "without a cache only slots limit admission"
         size, (_, block, shares) = self._group_size, self._cache
         blocks_T = np.ceil((prompt_tokens + times_T + 1) / block)
@@ -280,12 +280,12 @@ class CacheAdmission:
         admitted = asyncio.get_running_loop().create_future()
         entry = admitted, key, sample
         self._waiting.append(entry)
-        if len(self._waiting) == 1:  # otherwise the head still does not fit
+        if len(self._waiting) == 1:  # behind other samples, it has to wait for the head
             self._admit_next()
         try:
             await admitted
         except asyncio.CancelledError:
-            if not admitted.cancelled():  # it was admitted in the meantime
+            if not admitted.cancelled():  # the gate has started the sample: free its slot
                 self.end(key)
             elif entry in self._waiting:
                 self._waiting.remove(entry)

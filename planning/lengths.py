@@ -1,18 +1,18 @@
 """Completion lengths: distributions for simulations, and a model that predicts them by prompt in runs.
 
-LengthDistribution (sampled by PromptStream) has quantiles of lengths, and the share of variance that a prompt explains:
+LengthDistribution (sampled by PromptStream) has quantiles of lengths, and the fraction of variance due to the prompt:
 
     z = sqrt(explained) * u(prompt) + sqrt(1 - explained) * e(sample),   length = quantile(Phi(z)),   u, e ~ N(0, 1)
 
-Any measured distribution can be combined with any explained share, and the best ranking of prompts is known: by u.
+Any measured distribution can be combined with any explained fraction, and the best ranking of prompts is known: by u.
 
 LengthModel predicts the completion lengths of each prompt from all completions so far:
 
     y = log tokens of a completion = level + own(prompt) + noise(sample)
 
     level   run-wide exponential moving average: training changes all lengths, but not their ranks
-    own     offset of a prompt: N(0, spread) a priori, updated by each group of the prompt (a Kalman filter); it fades
-            back to N(0, spread) with the versions since, at a rate estimated from repeated groups
+    own     offset of a prompt: N(0, spread) a priori, updated by each group of the prompt (a Kalman filter); it
+            decays to N(0, spread) over the versions since then, at a rate estimated from repeated groups
     noise   N(0, noise) of each sample
 
 Level, spread, noise and fading are estimated as groups complete (empirical Bayes). A completion cut at the maximum
@@ -40,13 +40,13 @@ REACH = 4.0
 SHARE = 0.9
 """Predicted quantile of the longest of K completions."""
 LEVEL_MEMORY, SHAPE_MEMORY = 256, 2048
-"""Groups after which the weight of a group in the level, and in spread and noise, has decayed to 1 / e."""
+"""Number of groups after which the weight of a group in the level, or in spread and noise, has decayed to 1 / e."""
 MAX_POSTERIORS = 50_000
 _TURNS = 4
-"""Alternating estimations of the lengths of cut samples and the offset of the prompt."""
+"""Number of alternating estimations of the lengths of cut samples and the offset of the prompt."""
 _NEVER = -1
 _REACH = 5.0
-"""Standard deviations above the mean beyond which the expected excess is at most a fifth of one."""
+"""Standard deviations above the mean beyond which the expected excess is at most a fifth of a deviation."""
 _NORMAL = NormalDist()
 
 
@@ -66,7 +66,7 @@ class LengthDistribution:
 
     @classmethod
     def measured(cls, lengths: npt.ArrayLike, explained: float = 0.0) -> LengthDistribution:
-        """Return the distribution of measured completions; ValueError if there are none."""
+        """Return the distribution of measured completions; raise ValueError if there are none."""
         values = np.asarray(lengths, np.float64)
         if not len(values):
             raise ValueError("a length distribution needs at least one completion")
@@ -240,10 +240,10 @@ class LengthModel:
     def update(
         self, prompt: int, lengths: Sequence[int], cut: Sequence[bool], version: int, *, is_late: bool = False
     ) -> PromptPosterior:
-        """Update the model by a complete group; return the new posterior of the prompt.
+        """Update the model with a complete group; return the new posterior of the prompt.
 
         `lengths` are the completion tokens of its samples, at least one; `cut` marks those cut at the maximum length;
-        `version` is the learner's; `is_late`: the slowest lane was predicted to miss the deadline of the group.
+        `version` is the learner's version; `is_late`: the slowest lane was predicted to miss the deadline of the group.
         """
         shape, (own, variance), size = self.shape, self._own_at(prompt, version), len(lengths)
         weight, after = variance / (variance + self.noise / size), own
@@ -264,7 +264,7 @@ class LengthModel:
         return posterior
 
     def predict(self, prompts: npt.NDArray[np.int64], version: int) -> tuple[Floats, Floats]:
-        """Return the mean log tokens of a sample of each prompt at a version, and the variance its samples share."""
+        """Return the mean log tokens of a sample of each prompt at a version, and the variance that samples share."""
         shape = self.shape
         passed = np.maximum(0, version - self._versions[prompts])
         left = np.where(self._versions[prompts] == _NEVER, 0.0, np.exp(-self.fading * passed))
@@ -281,9 +281,9 @@ class LengthModel:
     def longest_of(
         self, prompts: npt.NDArray[np.int64], group_size: int | npt.NDArray[np.int64], version: int
     ) -> Floats:
-        """Return the tokens of the longest of K samples of each prompt: its quantile `SHARE`, if none is cut.
+        """Return the tokens of the longest of K samples of each prompt: its quantile `SHARE`, assuming none is cut.
 
-        K is one number, or one per prompt; the first call for each K takes a few milliseconds.
+        K is a single number, or one number per prompt; the first call for each K takes a few milliseconds.
         """
         means, shared = self.predict(prompts, version)
         total, sizes = shared + self.noise, np.broadcast_to(group_size, prompts.shape)
@@ -338,10 +338,10 @@ class LengthModel:
         shape.error_square = keep * shape.error_square + (observed - own) ** 2
 
     def _update_variances(self, prompt: int, values: Sequence[float], beyond: float, version: int) -> None:
-        """Update the estimates of spread, noise and fading by a group."""
+        """Update the estimates of spread, noise and fading with a group."""
         shape, size = self.shape, len(values)
         mean, keep = sum(values) / size, 1.0 - 1.0 / SHAPE_MEMORY
-        if size > 1:  # one sample shows no noise; the mean absorbs 1 / size of the variance of each cut length
+        if size > 1:  # one sample has no variance; the mean absorbs 1 / size of the variance of each cut length
             within = sum((value - mean) ** 2 for value in values) + beyond * (size - 1) / size
             shape.noise_sum = keep * shape.noise_sum + within
             shape.noise_weight = keep * shape.noise_weight + (size - 1)
@@ -367,15 +367,15 @@ _BELOW: Floats = np.array([_NORMAL.cdf(score) for score in _GRID.tolist()])
 
 @cache
 def _scores_of_longest(group_size: int) -> Floats:
-    """Return the standard score of the quantile `SHARE` of the longest of K, for each share of common variance.
+    """Return the standard score of the quantile `SHARE` of the longest of K, for each fraction of common variance.
 
-    P(longest <= x) is the mean, over the common part, of P(one sample <= x)^K: by Gauss-Hermite quadrature.
+    P(longest <= x) is the mean, over the common part, of P(one sample <= x)^K, by Gauss-Hermite quadrature.
     """
     shared = _SHARES[:-1, None]
     low, high = np.full(len(shared), -8.0), np.full(len(shared), 8.0)
     for _ in range(24):
         at = (low + high) / 2
-        # the service needs every group size that occurs, so the distribution is tabulated, not computed
+        # tabulated for speed: the service calls this function for every group size that occurs
         below = np.interp((at[:, None] - np.sqrt(shared) * _NODES) / np.sqrt(1.0 - shared), _GRID, _BELOW)
         is_low = below**group_size @ (_WEIGHTS / _WEIGHTS.sum()) < SHARE
         low, high = np.where(is_low, at, low), np.where(is_low, high, at)

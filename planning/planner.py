@@ -40,22 +40,22 @@ from leeway.planning.world import EnginePool
 
 NUM_SIMULATED = 20
 NUM_CLOSER = 5
-"""Best plans of the first round that are simulated again, with more samples."""
+"""Number of best plans of the first round that are simulated again, with more samples."""
 FEW_SAMPLES = 8_000
 TIE_TOLERANCE = 0.01
-"""Relative difference of rates up to which plans tie; the plan with the smallest lag wins."""
+"""Relative difference in throughput up to which plans tie; the plan with the smallest lag wins."""
 MAX_EXTRAPOLATION = 2
-"""Maximum slots, in multiples of the measured number of running samples: beyond it the law is unreliable."""
+"""Maximum slots, in multiples of the measured number of running samples: beyond it the cost model is unreliable."""
 MOST_ACTORS = 64
 """Maximum number of actors per pool in the search."""
 CHANGE_PENALTY = 1e-6
-"""Fraction of its rate that a plan must gain for each key that it changes."""
+"""Minimum relative gain in throughput of a plan for each key that it changes."""
 MOST_RANKS = 64
 SCHEDULES = ("1f1b", "interleaved_1f1b", "zero_bubble")
 TOTAL = "actors.num_actors"
 """Key that is optional in a config with pools; if set, it equals the sum of their counts."""
 Progress = Callable[[str, float | None], None]
-"""Receives a text and the completed fraction, None if unknown."""
+"""Callback with a text and the completed fraction, which is None if unknown."""
 
 
 class Planner:
@@ -66,7 +66,7 @@ class Planner:
     ) -> None:
         """Load a config; no plan changes the keys of `overrides`, which come from the command line.
 
-        ConfigError if the config is invalid, or the profile or the prices do not match it.
+        Raise ConfigError if the config is invalid, or if the profile or the prices do not match it.
         """
         self._path, self._overrides = path, list(overrides)
         self.config = load_config(path, overrides)
@@ -93,7 +93,7 @@ class Planner:
         num_ranks = sum(pool.count for pool in self._stages)
         load = self._load(counts, num_ranks) if self._can_place(counts, num_ranks) else 1.0
         self._max_load = max(1.0, load) if load < math.inf else 1.0
-        """Maximum load per core for CPU processes: that of the config, which is the load of the profile."""
+        """Maximum load per core for CPU processes: 1, or the load of the config if larger; the profile includes it."""
 
     @cached_property
     def space(self) -> Space:
@@ -147,11 +147,11 @@ class Planner:
         return {key: value for key, value in keys.items() if key not in self._fixed}
 
     def find(self, progress: Progress) -> list[Candidate]:
-        """Return the best plans, best first; ConfigError if none fits."""
+        """Return the best plans, best first; raise ConfigError if no plan fits."""
         progress("computing bounds of plans", None)
         found = [plan for plan, _ in search(self.space, self.score, NUM_SIMULATED)]
         own = tuple(0 if key == "learner" else each.index(self.own[key]) for key, each in self.space.dimensions.items())
-        found += [own] if own not in found and self.score(own) > -math.inf else []  # the result is never worse
+        found += [own] if own not in found and self.score(own) > -math.inf else []  # never worse than the config
         if not found:
             memory = "" if self._memory is None else f" with {self._memory / 2**30:.1f} GiB of memory"
             raise ConfigError(
@@ -215,7 +215,7 @@ class Planner:
         first = min(close, key=lambda each: (_lag_of(each.keys), -worth(each)))
         return [first, *(each for each in candidates if each is not first)]
 
-    @lru_cache(maxsize=4096)  # noqa: B019 -- a planner lives as long as its command
+    @lru_cache(maxsize=4096)  # noqa: B019 -- a planner exists until its command exits
     def _engine_pool(self, name: str, count: int, slots: int) -> EnginePool:
         before = next(pool for pool in self._current.pools if pool.name == name)
         return replace(before, count=count, config=before.config.model_copy(update={"max_running_samples": slots}))
@@ -262,7 +262,7 @@ class Planner:
         return [own] if key in self._fixed else sorted({own, *choices}, key=_as_number)
 
     def _most_actors(self, name: str) -> int:
-        """Return the maximum number of actors that fit without other workers."""
+        """Return the maximum number of actors of a pool that fit on hosts without other workers."""
         count = 1
         while count < MOST_ACTORS and self._fits(((name, count + 1),), 0):
             count += 1
@@ -316,9 +316,9 @@ class Planner:
         return layers if layers and isinstance(layers, int) else own.num_stages * own.num_chunks
 
     def _with(self, keys: Keys) -> Config:
-        """Return the config with these keys; ConfigError if it is invalid."""
+        """Return the config with these keys; raise ConfigError if it is invalid."""
         total = {}
-        if self._sets_total:  # keeps it consistent; `score` checks a total from the command line
+        if self._sets_total:  # num_actors must equal the sum; `score` checks a total set on the command line
             counts = {name: pool.count for name, pool in self._actors.items()}
             total[TOTAL] = sum(keys.get(self._key(name, "count"), count) for name, count in counts.items())
         return load_config(self._path, [*as_overrides(keys), *self._overrides, *as_overrides(total)])
@@ -347,7 +347,7 @@ class Planner:
     def _can_place(self, counts: Iterable[tuple[str, int]], num_ranks: int) -> bool:
         """Return whether each worker fits on a host with all the resources that it reserves.
 
-        Greedy assignment, workers with the fewest possible hosts first, then the largest; may miss a feasible one.
+        Assign greedily: workers with the fewest possible hosts first, then the largest. May miss a feasible assignment.
         """
         workers = [(pool, pool.bundle.get("GPU", 0.0), num) for pool, num in self._workers(counts, num_ranks)]
         workers.sort(key=lambda each: (len(self._may_use[each[0].name]), -each[1], -each[0].bundle.get("CPU", 0.0)))
@@ -414,7 +414,7 @@ class Planner:
         ones = dict.fromkeys(self._actors, 1)
 
         def needed(counts: Mapping[str, int], num_stages: int = 1, num_replicas: int = 1) -> int:
-            # without keys: the command line overrides these, and stage pools have fixed counts
+            # not `_with`: command-line options would override these values, and stage pools have fixed counts
             shape = {"num_stages": num_stages, "num_replicas": num_replicas, "gpus": self._gpus_of_stage}
             update = {
                 "learner": self.config.learner.model_copy(update=shape),

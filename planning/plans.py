@@ -32,7 +32,7 @@ from leeway.planning.world import EnginePool, World
 
 NUM_SHOWN = 4
 SAMPLES = 30_000
-"""Total samples of the simulations of a prediction: less than a second."""
+"""Total number of samples in the simulations of one prediction, which take less than a second."""
 LEAST_STEPS = 12
 NUM_SEEDS = 3
 _T = 4.30
@@ -76,7 +76,7 @@ def local_host() -> Host:
 
 
 def read_hosts(path: Path, cpus: float, gpus: float) -> list[Host]:
-    """Return the hosts of a `launch/cluster.sh` host file; ConfigError if it is unreadable or has no host."""
+    """Return the hosts of a `launch/cluster.sh` host file; raise ConfigError if it is unreadable or has no host."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
@@ -98,7 +98,7 @@ def read_hosts(path: Path, cpus: float, gpus: float) -> list[Host]:
 
 
 def world_of(config: Config, profile: Profile, prices: Mapping[str, float] | None = None) -> World:
-    """Return the simulation input of a config with the costs of a profile; ConfigError if they do not match."""
+    """Return the simulation input of a config with the costs of a profile; raise ConfigError if they do not match."""
     learner, here = profile.learner, settings_of(config)
     for key, value in profile.settings.items():
         if here.get(key) != value:
@@ -131,7 +131,7 @@ def world_of(config: Config, profile: Profile, prices: Mapping[str, float] | Non
 
 
 def engines_like(profile: Profile, pool: ActorPool) -> EngineCosts:
-    """Return the engine costs of a profile for a pool, or for an equal engine; ConfigError if there are none."""
+    """Return a profile's engine costs for a pool, or for equal engines; raise ConfigError if there are none."""
     here, named, why = settings_of_engine(pool.config), profile.engines.get(pool.name), ""
     for costs in (*([named] if named else []), *profile.engines.values()):
         there = costs.settings
@@ -148,7 +148,7 @@ def engines_like(profile: Profile, pool: ActorPool) -> EngineCosts:
 
 
 class Prediction(msgspec.Struct, frozen=True, kw_only=True):
-    """Figures that `leeway plan` predicts for a run; means over the simulated seeds."""
+    """Metrics that `leeway plan` predicts for a run; means over the simulated seeds."""
 
     samples_per_s: float
     low: float
@@ -159,11 +159,11 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     slots_used: float
     drop_share: float
     lag_mean: float
-    """Mean lag of the oldest token of trained groups, in versions."""
+    """Mean lag of the oldest token of the groups used for training, in versions."""
     binds: str
     """Bottleneck of the run."""
     price_per_1000: float | None = None
-    """Price of a thousand trained samples; None without prices."""
+    """Price per thousand samples used for training; None without prices."""
 
     def describe(self) -> str:
         price = "" if self.price_per_1000 is None else f", {self.price_per_1000:.3g} per 1,000 samples"
@@ -203,7 +203,7 @@ def as_overrides(keys: Keys) -> list[str]:
 
 
 def write_plan(path: Path, candidate: Candidate, profile: Path) -> None:
-    """Write a plan as a TOML patch with its prediction; ConfigError if the file cannot be written."""
+    """Write a plan as a TOML patch with its prediction; raise ConfigError if the file cannot be written."""
     sections: dict[str, dict[str, Any]] = {}
     for key, value in candidate.keys.items():
         section, _, name = key.rpartition(".")
@@ -224,7 +224,7 @@ def write_plan(path: Path, candidate: Candidate, profile: Path) -> None:
 
 
 def read_plan(path: Path) -> list[str]:
-    """Return the keys of a plan as overrides; ConfigError if the file is missing or not a plan."""
+    """Return the keys of a plan as overrides; raise ConfigError if the file is missing or not a plan."""
     try:
         tree = tomllib.loads(path.read_text(encoding="utf-8"))
         prediction = tree.pop("plan", None)
@@ -249,7 +249,7 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[Key, Any]
 
 
 def prices_of(words: Sequence[str]) -> dict[str, float]:
-    """Parse prices of the form POOL=PER_HOUR; ConfigError if one is malformed or not above 0."""
+    """Parse prices of the form POOL=PER_HOUR; raise ConfigError if a price is malformed or not above 0."""
     prices = {}
     for word in words:
         pool, equals, text = word.partition("=")

@@ -30,7 +30,7 @@ class MachineFacts(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.processor}, {self.cores} cores{gpus}"
 
     def is_like(self, other: MachineFacts) -> bool:
-        """Return whether these facts are equal, so that work should cost the same on both machines."""
+        """Return whether processor, cores and GPUs are equal, so costs should be the same on both machines."""
         return (self.processor, self.cores, self.gpus) == (other.processor, other.cores, other.gpus)
 
 
@@ -42,7 +42,7 @@ class EngineCosts(msgspec.Struct, frozen=True, kw_only=True):
     relative_error: float
     """Root mean square of the residuals, divided by the mean time of a step."""
     most_running: int
-    """Maximum number of running samples in the measurement; beyond it the law extrapolates."""
+    """Maximum number of running samples in the measurement; beyond it the cost model extrapolates."""
     kv_tokens: int
     settings: dict[str, Any]
     """Values of the `[actors]` keys that determine these costs."""
@@ -59,7 +59,7 @@ class LearnerCosts(msgspec.Struct, frozen=True, kw_only=True):
     relative_error: float
     shape: LearnerShape
     between_steps_s: float
-    """Seconds from the end of a step to the start of the next if its batch is ready."""
+    """Seconds from the end of a step to the start of the next step, assuming that its batch is ready."""
     score_token_s: float = 0.0
     """Seconds to score a token with the reference model on a single stage; 0 without a reference."""
 
@@ -73,12 +73,12 @@ class LearnerCosts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WeightCosts(msgspec.Struct, frozen=True, kw_only=True):
-    """Delays of a version from the learner to the engines."""
+    """Delays until a version of the learner is in use by the engines."""
 
     behind_s: float
     """Median seconds from the end of a step until an engine starts to apply its weights."""
     pause_s: float
-    """Mean seconds of an update during which an engine generates no token."""
+    """Mean seconds per update during which an engine generates no token."""
 
     def as_costs(self, settled_s: float, between_steps_s: float) -> Costs:
         """Return simulation costs; assumes that a version can be pulled after half of `behind_s`."""
@@ -128,7 +128,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def read(cls, path: Path) -> Profile:
-        """Read a profile written by `write`; ConfigError if the file is missing, invalid or of another format."""
+        """Read a profile written by `write`; raise ConfigError if the file is missing, invalid or of another format."""
         try:
             found = msgspec.json.decode(path.read_bytes(), type=Profile)
         except OSError as error:

@@ -2,8 +2,8 @@
 
 A run folder has all measurements: engine steps in status.json, learner steps in metrics.jsonl, weight updates in
 timeline.json, lengths in the buffer. So a profile can be read from any run. `take` starts two short runs: one with the
-config, one with a quarter of the slots and twice the token budget of a micro-batch, which makes the terms of the laws
-identifiable.
+config, one with a quarter of the slots and twice the token budget of a micro-batch, which makes the terms of the
+cost models identifiable.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ from leeway.planning.profile import EngineCosts, LearnerCosts, MachineFacts, Pro
 from leeway.planning.world import Costs
 
 WARM_UP = 3
-"""First steps of a run that are ignored: caches are cold, and all processes wait for the first samples."""
+"""Number of first steps of a run that are ignored: caches are cold, and all processes wait for the first samples."""
 LEAST_STEPS = 8
 """Minimum number of steps of a run after the warm-up."""
 ENOUGH_S, AT_MOST_S = 25.0, 1200.0
-"""Minimum seconds of training for a profile, and maximum, even with too few steps. A step may take 90 s."""
+"""Minimum and maximum seconds of training per run. The maximum leaves time for enough steps of 90 s each."""
 END_S = 120.0
 """Seconds that a run may take to exit after SIGINT."""
 POLL_S = 0.5
@@ -62,7 +62,7 @@ Progress = Callable[[str], None]
 
 
 class _Trained(NamedTuple):
-    """Statistics of the samples in the buffer of a run."""
+    """Statistics of the samples that a run has stored."""
 
     squares: dict[int, float]
     """Step -> sum of the squared lengths of its sequences."""
@@ -79,7 +79,7 @@ class _Trained(NamedTuple):
 
 
 def profile_of(folders: Sequence[RunFolder]) -> Profile:
-    """Return the profile of runs of one model on this machine; ConfigError if a run is too short or unreadable."""
+    """Return the profile of local runs of one model; raise ConfigError if a run is too short or unreadable."""
     return _profile_of([_Run(folder) for folder in folders])
 
 
@@ -124,7 +124,7 @@ def _profile_of(runs: Sequence[_Run]) -> Profile:
 
 
 def costs_of(folders: Sequence[RunFolder]) -> Costs:
-    """Return the costs besides tokens and steps; the runs need no measurements of their engines."""
+    """Return the costs other than those of tokens and steps; the runs need no measurements of their engines."""
     runs = [_Run(folder) for folder in folders]
     weights = _weights(runs)
     return weights.as_costs(_settled_s(runs), _between_steps_s(runs))
@@ -272,14 +272,14 @@ class _Run:
             )
 
     def gaps_s(self, settled_s: float) -> Iterator[float]:
-        """Yield the seconds between steps without waits for samples, which commit `settled_s` after their end."""
+        """Yield the seconds between steps without waits for samples; these are committed `settled_s` after they end."""
         for before, row in pairwise(self.steps):
             if row["step"] == before["step"] + 1 and row["step"] in self.trained.finished_s:
                 ready_s = self.trained.finished_s[row["step"]] + settled_s
                 yield max(0.0, row["started_s"] - max(before["finished_s"], ready_s))
 
     def weights_s(self) -> tuple[list[float], list[float]]:
-        """Return the delays of versions from their step to each engine, and the pauses of the engines."""
+        """Return the delays from a step until each engine starts to apply its version, and the engines' pauses."""
         ended_s = {int(row["version"]): row["finished_s"] for row in self.steps}
         delays, pauses = [], []
         for span in read(self.folder.timeline):
@@ -314,7 +314,7 @@ def _trained(folder: RunFolder) -> _Trained:
                 if ended_s is not None:
                     finished_s[use.step] = max(ended_s, finished_s.get(use.step, 0.0))
     if not completions:
-        raise ConfigError(f"the buffer of {folder.root} has no samples")
+        raise ConfigError(f"the buffer of {folder.root} has no samples: use a run that has generated samples")
     return _Trained(dict(squares), repeated, finished_s, float(np.mean(prompt_tokens)), completions, prompts)
 
 
@@ -324,7 +324,7 @@ def _trained(folder: RunFolder) -> _Trained:
 def take(config_path: Path, overrides: Sequence[str], progress: Progress) -> Profile:
     """Run a config twice, each time until it has enough steps, and return the profile of both runs.
 
-    ConfigError if the config is invalid or a run failed, with the end of its log. KeyboardInterrupt stops the runs.
+    Raise ConfigError if the config is invalid, or with the end of its log if a run fails. KeyboardInterrupt stops both.
     """
     config = load_config(config_path, overrides)
     check_generates(config)
@@ -346,11 +346,11 @@ def check_generates(config: Config) -> None:
     """Raise ConfigError if a config generates no samples, whose cost is part of profiles and plans."""
     if config.buffer.source is not None or not config.actors.num_actors:
         key = f"buffer.source = '{config.buffer.source}'" if config.buffer.source else "actors.num_actors = 0"
-        raise ConfigError(f"{key} generates no samples, whose cost profiles and plans need: remove this setting")
+        raise ConfigError(f"{key} generates no samples, but profiles and plans need their cost: remove this setting")
 
 
 def _check(config: Config, root: Path) -> None:
-    """Raise ConfigError before a run starts; ignores the run and weight folders, which profile runs replace."""
+    """Raise ConfigError if a run could not start; ignore the run and weight folders, which profile runs replace."""
     sync = config.weight_sync.model_copy(update={"folder": None})
     plan = check(config.model_copy(update={"weight_sync": sync}), root)
     if plan.lacking:
@@ -378,7 +378,7 @@ _BASELINE = (
     *("--tracking.wandb", "disabled", "--learner.learning_rate", "1e-12", "--actors.eval_every", "0"),
     *("--learner.num_steps", "1000000", "--learner.checkpoint_every", "1000000"),
 )
-"""Tiny learning rate, so that lengths stay those of the model; no checkpoints, no W&B, and no last step."""
+"""Overrides of both runs: a learning rate too small to change lengths; no checkpoints, no W&B, and no last step."""
 
 
 def _contrast(config: Config) -> list[str]:
@@ -429,7 +429,7 @@ def _follow(process: subprocess.Popen[bytes], folder: RunFolder, progress: Progr
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Send SIGINT, and stronger signals if the run does not exit."""
+    """Send SIGINT, then SIGTERM and SIGKILL if the run does not exit."""
     for number, timeout_s in ((signal.SIGINT, END_S), (signal.SIGTERM, 10.0), (signal.SIGKILL, 10.0)):
         if process.poll() is None:
             process.send_signal(number)

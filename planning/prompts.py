@@ -19,7 +19,7 @@ is the mean weight over draws of p from its posterior, without the noise of a dr
 
 The next prompts wait in a window if the sampler is random or if a policy of `leeway.planning.dispatch` chooses among
 them. A new window opens when the old one is empty. Every prompt leaves the window, so dispatch decides which actor
-generates a prompt, and not what is trained. Window, lengths and successes are rows of the store, cached in memory.
+gets a prompt, and not which prompts are used. Window, lengths and successes are rows of the store, cached in memory.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ Ids = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
 WINDOW_STEPS = 4
-"""Steps whose prompts fill a window. A larger one gives fast lanes more prompts that slow lanes would miss, but its
-steps are less alike."""
+"""Number of steps whose prompts fill a window. A larger window gives fast lanes more prompts that slow lanes would
+miss, but its steps are less alike."""
 LEAST_TAU = 256.0
-"""Policy versions after which a sample counts 1/e of a new one, or the versions of an epoch, whichever is more."""
+"""Minimum number of versions after which a sample counts 1/e of a new one; the versions of an epoch, if more."""
 FLOOR = 0.1
 """Fraction of the prompts drawn uniformly, so that each prompt is sampled from time to time."""
 MOST_LANES = 64
@@ -65,14 +65,14 @@ FORGOTTEN_S = 60.0
 _FURTHEST = 20.0
 """Maximum accepted distance of a prediction from the level, in logarithms."""
 _AT_ONCE = 4
-"""At most one prompt in 4 is drawn at once: a draw of all prompts would prefer none."""
+"""At most one prompt in 4 is drawn at once: a draw of all prompts would ignore their weights."""
 _RANDOM_STREAM = 3
-"""Separates the random stream of prompts from that of most draws under one seed. NumPy pads seeds with zeros: draws of
-step 3 share the stream, and the order of epoch n shares that of step n by incarnation 0 there."""
+"""Separates the random stream of prompts, [seed, 3, first], from draws, [seed, step, incarnation], except step 3.
+NumPy pads seeds with zeros, so the order of epoch n, [seed, n], shares its stream with step n of incarnation 0."""
 
 
 def likely_tokens(there: float) -> float:
-    """Return the expected final length of a sample with `there` tokens: twice as long."""
+    """Return the expected final length of a sample that has `there` tokens so far: twice as many."""
     return 2.0 * there
 
 
@@ -150,7 +150,7 @@ class EpochOrder:
         self._num_prompts, self._seed = num_prompts, seed
 
     def ahead(self, first: int, many: int, version: int) -> Ids:
-        """Return the next `many` prompts after the first `first`, across epochs if necessary."""
+        """Return the next `many` prompts after skipping `first`, across epochs if necessary."""
         size, parts = self._num_prompts, []
         while many:
             epoch, place = divmod(first, size)
@@ -163,19 +163,19 @@ class ByChance:
     """Random sampler of prompts, without replacement within one call."""
 
     def __init__(self, num_prompts: int, seed: int, successes: SuccessModel | None = None) -> None:
-        """Draw uniformly; with `successes` by success rate, except for the fraction `FLOOR`."""
+        """Draw uniformly or, if `successes` is given, by success rate except for the fraction `FLOOR`."""
         self._num_prompts, self._seed = num_prompts, seed
         self._successes = successes
 
     def ahead(self, first: int, many: int, version: int) -> Ids:
-        """Return the next prompts, 1 to `many`, after the first `first`; deterministic."""
+        """Return the next prompts, 1 to `many`, after skipping `first`; deterministic."""
         random = np.random.default_rng([self._seed & 0xFFFFFFFF, _RANDOM_STREAM, first])
         many = min(many, max(1, self._num_prompts // _AT_ONCE))
         drawn: Ids = random.choice(self._num_prompts, many, replace=False, p=self.probabilities(version))
         return drawn
 
     def probabilities(self, version: int) -> Floats | None:
-        """Return the probability of each prompt to be the next; None: uniform."""
+        """Return the probability that each prompt is drawn next; None: uniform."""
         if self._successes is None:
             return None
         weights = self._successes.weights(version)
@@ -209,7 +209,7 @@ class ChosenPrompts(Prompts):
         self._is_loaded = False
 
     def load(self, tx: Transaction) -> None:
-        """Load the stored state and delete damaged statistics; CorruptRecord if the window is damaged."""
+        """Load the stored state and delete damaged statistics; raise CorruptRecord if the window is damaged."""
         if self._is_loaded:
             return
         _delete_damaged(tx.lengths)
@@ -260,7 +260,7 @@ class ChosenPrompts(Prompts):
             self._lanes[lane] = self._lanes[lane][0], self.clock()
 
     def observe(self, tx: Transaction, group: Group) -> None:
-        """Update successes by a group, and lengths if the policy or an actor needs them."""
+        """Update success counts with a group, and lengths if the policy or an actor needs them."""
         self._observe_rewards(tx, group)
         there, lanes = [index for index, length in enumerate(group.completion_lengths) if length], self._active_lanes()
         if not there or not (self._predicts or self._policy.needs_lengths(len(lanes))):
@@ -278,7 +278,7 @@ class ChosenPrompts(Prompts):
         return PosteriorsReply(self.lengths.num_seen, self.lengths.has_prior), batch
 
     def set_prior(self, message: Expect, batch: pa.RecordBatch) -> None:
-        """Accept predictions of new prompts; BufferRefused if a prompt is unknown or a value is not finite.
+        """Accept predictions of new prompts; raise BufferRefused if a prompt is unknown or a value is not finite.
 
         Predictions are not stored: the ranker sends them again.
         """
@@ -316,7 +316,7 @@ class ChosenPrompts(Prompts):
             tx.window.put(waiting, order)
 
     def _take_next(self, tx: Transaction, many: int) -> Ids:
-        """Take up to `many` next prompts of the sampler."""
+        """Take up to `many` of the sampler's next prompts."""
         prompts = self._sampler.ahead(tx.state.cursor, many, tx.state.version)
         tx.state.cursor += len(prompts)
         return prompts
@@ -342,7 +342,7 @@ class ChosenPrompts(Prompts):
     def _speeds(self, request: LeaseRequest) -> Speeds:
         self._lanes[request.lane] = request.token_s, self.clock()
         self._lane_of[request.actor] = request.lane
-        if len(self._lanes) > MOST_LANES:  # above the pools of any config
+        if len(self._lanes) > MOST_LANES:  # bounds memory: no config has as many pools
             del self._lanes[min(self._lanes, key=lambda lane: self._lanes[lane][1])]
         known = [token_s for token_s in self._active_lanes() if token_s]
         return Speeds(request.token_s, known, lag_budget_s(self.pace, self._contract))

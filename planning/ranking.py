@@ -46,13 +46,13 @@ FEWEST = 64
 LEAST_COMMON = 5
 """Minimum number of known prompts with an n-gram; rarer n-grams do not generalize."""
 _AT_ONCE = 20_000
-"""Prompts whose features are in memory at the same time."""
+"""Maximum number of prompts whose features are in memory at the same time."""
 _LARGEST = 1e100
 """A column with a larger value or NaN is ignored, as its variance is not finite; JSON lines may have both."""
 _MIX = np.uint64(0x9E3779B97F4A7C15)
 _POLL_S = 10.0
 _MORE = 1.25
-"""Growth of the number of known prompts that triggers a refit."""
+"""Growth factor of the number of known prompts that triggers a refit."""
 _NICE = 10
 """Niceness of the ranker, so that it only uses idle CPU time."""
 
@@ -115,7 +115,7 @@ class Ranker:
     """Sender of length predictions to the buffer of a run. It stores nothing, and no process waits for it."""
 
     def __init__(self, context: RunContext[ActorSections]) -> None:
-        """Load the prompts and connect to the buffer; errors as `load_encoded` and `BufferClient.connect`."""
+        """Load the prompts and connect to the buffer; raise the errors of `load_encoded` and `BufferClient.connect`."""
         config = context.config
         task, _ = load_encoded(config.task, context.model_path, config.actors.max_prompt_tokens, all_columns=True)
         self._features = Features(task.train)
@@ -128,7 +128,7 @@ class Ranker:
         self._has_sent = False
 
     def run(self) -> None:
-        """Call `refit` every `_POLL_S` seconds, forever; BufferUnavailable if the buffer does not answer."""
+        """Call `refit` every `_POLL_S` seconds, forever; raise BufferUnavailable if the buffer does not answer."""
         try:
             while True:
                 self.refit()
@@ -160,7 +160,7 @@ def fit_prior(features: Features, known: npt.NDArray[np.int64], means: Floats, v
 
     `known` are the ids of prompts with a group, `means` and `variances` those of their log-token offsets.
     """
-    from sklearn.linear_model import Ridge  # slow import, about a second; the launcher does not fit
+    from sklearn.linear_model import Ridge  # slow import (about a second), which the launcher does not need
 
     if len(known) < FEWEST:
         return None

@@ -1,8 +1,8 @@
-"""Search for the best plan by closed-form bounds on the rate of a run, which take microseconds each.
+"""Search for the best plan by closed-form bounds on throughput, each computed in microseconds.
 
 A plan has a choice for each of a few dimensions: actors of a pool, their slots, the shape of the learner, its
 publication interval. Small spaces are enumerated; large ones are searched by Metropolis chains with different starts
-and decreasing temperature. No dimension changes learning (groups, samples, the algorithm). The rate is bounded by:
+and decreasing temperature. No dimension changes learning (groups, samples, the algorithm). Throughput is bounded by:
 
     generation   sum over engines of  1 / (E[L] * PTL(b, c) / b + prefill)         all slots full
     training     samples of a step / (step with the scores of all its samples + time between two steps)
@@ -15,9 +15,9 @@ the delivery of the weights that it waits for. O is how long a group counts as o
 that would become stale, or with capacity for one step only, O is the longest W of a step. If stale groups are dropped,
 at a deadline D of max_lag + 1 steps, prompts with long samples are issued repeatedly, and with q = P(W <= D | prompt)
 
-    E[O] = E[ E[W | W <= D, prompt] + D (1 / q - 1) ]       over prompts; the rate sets D: the smallest feasible one
+    E[O] = E[ E[W | W <= D, prompt] + D (1 / q - 1) ]       over prompts; D is the smallest feasible deadline
 
-This is the steady state; a run is faster at first, because no prompt has failed yet. Contexts c are averages over
+This is the steady state; a run is faster at first, because no prompt has missed D yet. Contexts c are averages over
 time, in which long samples weigh more: E[L^2] / (2 E[L]) tokens of each completion.
 """
 
@@ -54,7 +54,7 @@ NUM_GROUPS = 4096
 NUM_LENGTHS, NUM_PROMPTS = 513, 65
 """Grid points at which a length distribution is evaluated."""
 NUM_LOADS = 3
-"""Fixed-point iterations for the load of the engines; it changes little after the first."""
+"""Fixed-point iterations for the load of the engines; the load changes little after the first."""
 _DEVIATION = 0.5
 """Relative standard deviation of the cache use of a running sample; an estimate, refined by simulation."""
 _PROMPT_SCORES = np.array([NormalDist().inv_cdf((place + 0.5) / NUM_PROMPTS) for place in range(NUM_PROMPTS)])
@@ -62,7 +62,7 @@ _PROMPT_SCORES = np.array([NormalDist().inv_cdf((place + 0.5) / NUM_PROMPTS) for
 
 @dataclass(frozen=True)
 class Bounds:
-    """Upper bounds of the samples trained per second."""
+    """Upper bounds on the number of samples used for training per second."""
 
     generation: float
     training: float
@@ -84,7 +84,7 @@ class Bounds:
 
 @dataclass(frozen=True)
 class LengthFigures:
-    """Figures of a length distribution for groups of K."""
+    """Statistics of a length distribution for groups of K."""
 
     mean: float
     at_a_moment: float
@@ -94,7 +94,7 @@ class LengthFigures:
     within: Floats
     """Fraction of the groups whose longest sample has at most that length."""
     kept: Floats
-    """Mean of the longest sample of these groups."""
+    """Mean length of the longest sample of these groups."""
     failed: Floats
     """Number of longer groups of a prompt before the first that is not longer, mean over prompts."""
 
@@ -105,7 +105,7 @@ class LengthFigures:
 
 @lru_cache(maxsize=256)
 def figures_of(distribution: LengthDistribution, group_size: int) -> LengthFigures:
-    """Return the figures of a length distribution; deterministic."""
+    """Return the statistics of a length distribution; deterministic."""
     random = np.random.default_rng(0)
     prompts = random.standard_normal((NUM_GROUPS, 1))
     lengths = distribution.lengths(prompts, random.standard_normal((NUM_GROUPS, group_size)))
@@ -166,7 +166,7 @@ def bounds_of(world: World, mean_step_s: float) -> Bounds:
     staleness, load = 0.0, 1.0
     for _ in range(NUM_LOADS):  # engines limited by admission run fewer samples, and so are faster
         steps_s = [step_s(pool, lengths, world.prompt_tokens, longest, load) for pool in world.pools]
-        # the share of an engine in the groups is its share in the samples
+        # a pool generates the same fraction of the groups as of the samples
         token_s = sum(rate * seconds for rate, seconds in zip(rates, steps_s, strict=True)) / generation
         staleness = group_size * staleness_rate(contract, lengths, token_s, rest_s)
         load = min(1.0, staleness / generation)
@@ -174,16 +174,16 @@ def bounds_of(world: World, mean_step_s: float) -> Bounds:
 
 
 def staleness_rate(contract: StalenessContract, lengths: LengthFigures, token_s: float, rest_s: float) -> float:
-    """Return trained groups per second, if the engines have slots for every admitted group.
+    """Return the groups used for training per second, assuming that the engines have slots for every admitted group.
 
-    `token_s` is the time of an engine step, `rest_s` the time of a group besides its tokens.
+    `token_s` is the time of an engine step, `rest_s` the time of a group apart from its tokens.
     """
     capacity, per_step, bound = contract.capacity(), contract.groups_per_step, contract.bound()
     if bound is None or contract.config.on_stale == "wait" or capacity <= per_step:
         return capacity / (lengths.longest_of(1 if bound is None else per_step) * token_s + rest_s)
     deadline_groups = (bound // contract.updates_per_step + 1) * per_step
     group_N = lengths.longest * token_s + rest_s
-    # a deadline between two lengths drops as many groups as one at the first, so the smallest feasible D is there
+    # a deadline between two lengths drops as many groups as the shorter length, so the smallest feasible D is there
     deadline_N = (lengths.kept * token_s + rest_s + group_N * lengths.failed) * deadline_groups / capacity
     first = int(np.argmax(deadline_N <= np.append(group_N[1:], inf)))
     return deadline_groups / float(max(group_N[first], deadline_N[first]))

@@ -57,9 +57,9 @@ class _Engine:
     requeue_at: float = inf
     """Tokens at which a sample is requeued for another engine."""
     closed_since_s: float | None = None
-    """Time since which it has free slots while admission is closed."""
+    """Time since which the engine has had free slots while admission is closed."""
     behind_since_s: float | None = None
-    """Time since which it has free slots and waiting samples, but too old weights."""
+    """Time since which the engine has had free slots and waiting samples, but weights that are too old."""
 
 
 class Simulation:

@@ -1,4 +1,4 @@
-"""The verbs `leeway profile` and `leeway plan`, loaded by `leeway.launch.cli` on use."""
+"""Commands `leeway profile` and `leeway plan`; `leeway.launch.cli` imports this module on first use."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def profile(
     ] = None,
     out: Annotated[Path, typer.Option(metavar="FILE", help="Output file.")] = Path("profile.json"),
 ) -> int:
-    """Measure what a run costs on this machine.
+    """Measure the costs of a run on this machine.
 
     Starts two short runs, which take about three minutes in total.
     """
@@ -60,21 +60,21 @@ def plan(
         "profile.json"
     ),
     hosts: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Host file of launch/cluster.sh; default: this machine.")
+        Path | None, typer.Option(metavar="FILE", help="Host file for launch/cluster.sh; default: this machine.")
     ] = None,
-    host_cpus: Annotated[float | None, typer.Option(metavar="N", help="CPUs per host; default: as here.")] = None,
-    host_gpus: Annotated[float | None, typer.Option(metavar="N", help="GPUs per host; default: as here.")] = None,
+    host_cpus: Annotated[float | None, typer.Option(metavar="N", help="CPUs per host; default: this machine.")] = None,
+    host_gpus: Annotated[float | None, typer.Option(metavar="N", help="GPUs per host; default: this machine.")] = None,
     price: Annotated[
         list[str] | None,
-        typer.Option(metavar="POOL=PER_HOUR", help="Price of one worker; repeatable. Maximizes samples per price."),
+        typer.Option(metavar="POOL=PER_HOUR", help="Worker price; repeatable. Plans then maximize samples per price."),
     ] = None,
     out: Annotated[Path, typer.Option(metavar="FILE", help="Output file of the plan.")] = Path("plan.toml"),
 ) -> int:
-    """Find the fastest configuration by a profile.
+    """Find the fastest configuration, using a profile.
 
-    The plan maximizes trained samples per second, or per price. It sets the number of actors and their slots, the shape
-    of the learner, publish_every, and max_lag up to that of the config. Keys of the command line, for example
-    --learner.num_stages 2, stay fixed. Apply the plan with: leeway train CONFIG.toml --plan plan.toml
+    The plan maximizes the samples used for training per second, or per price. It sets the number of actors and their
+    slots, the shape of the learner, publish_every, and max_lag up to that of the config. Keys set on the command line,
+    for example --learner.num_stages 2, stay fixed. Apply the plan with: leeway train CONFIG.toml --plan plan.toml
     """
     with gc_disabled():
         from leeway.launch.text import progress_line

@@ -1,4 +1,4 @@
-"""World: parts and costs of a simulated run; TokenClock: a simulated engine; Outcome: figures of a simulated run."""
+"""World: parts and costs of a simulated run; TokenClock: a simulated engine; Outcome: metrics of a simulated run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from leeway.planning.lengths import LengthDistribution, PromptStream
 K = TypeVar("K")
 Bound = Literal["training", "generation", "staleness", "weights"]
 StepSeconds = Callable[[Sequence[int]], float]
-"""Tokens of each trained sample, prompt and completion -> seconds of the step, without reference scores."""
+"""Tokens of each sample of a step, prompt and completion -> seconds of the step, without reference scores."""
 
 
 _BLOCK_TOKENS = 16
@@ -47,7 +47,7 @@ class EnginePool:
 
 
 class TokenClock(Generic[K]):
-    """Engine that runs samples, identified by keys, at the speed of a `TokenTime` law.
+    """Engine that runs samples, identified by keys, at the speed of a `TokenTime` cost model.
 
     Every running sample gets one token per step. Between two events their number b is constant and their contexts grow
     together, so the tokens v that each has generated follow dv/dt = 1 / (g + h v) with h = per_kv_token * b. The
@@ -103,7 +103,7 @@ class TokenClock(Generic[K]):
         self._stall_s += self._f * num_prompt_tokens
 
     def next_end_s(self) -> float:
-        """Return the time at which the next sample ends, if no event comes first; infinite without samples."""
+        """Return the time at which the next sample ends, assuming no event before; infinite without samples."""
         if not self._ends:
             return inf
         left = max(0.0, self._ends[0][0] - self.made)
@@ -146,11 +146,11 @@ class Costs:
     publish_s: float = 0.0
     """Time from the end of an update until its version can be pulled."""
     fetch_s: float = 0.0
-    """Time from then until an engine starts to apply it."""
+    """Time from the moment that a version can be pulled until an engine starts to apply it."""
     pause_s: float = 0.0
     """Time during which the engine generates no token while it applies a version."""
     between_steps_s: float = 0.0
-    """Time from the end of a step to the draw of the next, if its batch is ready."""
+    """Time from the end of a step to the draw of the next step, assuming that its batch is ready."""
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ class World:
 
 @dataclass
 class Outcome:
-    """Figures of a simulated run after the warm-up steps."""
+    """Metrics of a simulated run after the warm-up steps."""
 
     seconds: float = 0.0
     num_steps: int = 0
@@ -189,16 +189,16 @@ class Outcome:
     """Samples dropped as stale before any step used them."""
     busy_s: float = 0.0
     between_s: float = 0.0
-    """Seconds between steps during which none can start."""
+    """Seconds between steps during which no step can start."""
     slots_used: float = 0.0
     closed: float = 0.0
     """Fraction of time in which an engine had free slots while admission was closed, mean over engines."""
     behind: float = 0.0
     """Fraction of time in which an engine started no sample because its weights were too old, mean over engines."""
     lags: Counter[int] = field(default_factory=Counter)
-    """Lag of the oldest token of a trained group -> number of groups."""
+    """Lag of the oldest token of a group used for training -> number of groups."""
     residence_s: float = 0.0
-    """Seconds from the lease of a group to the end of its step, summed over trained groups."""
+    """Seconds from the lease of a group to the end of its step, summed over the groups of all steps."""
     price: float = 0.0
 
     @property
@@ -215,12 +215,12 @@ class Outcome:
 
     @property
     def lag_mean(self) -> float:
-        """Return the mean lag of the oldest token of trained groups, in versions."""
+        """Return the mean lag of the oldest token of the groups used for training, in versions."""
         return sum(lag * count for lag, count in self.lags.items()) / max(1, self.lags.total())
 
     @property
     def price_per_1000(self) -> float:
-        """Return the price of a thousand trained samples; infinite if there are none."""
+        """Return the price per thousand samples used for training; infinite if there are none."""
         return self.price / 3.6 / self.samples_per_s if self.samples_per_s else inf
 
     @property

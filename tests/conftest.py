@@ -18,7 +18,7 @@ os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 
-# Every session and its processes use caches of their own, except these two, which take long to fill.
+# Every session and its processes use caches of their own, except for these two, which take long to fill.
 _CACHE = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
 os.environ.setdefault("HF_HOME", str(_CACHE / "huggingface"))
 os.environ.setdefault("VLLM_CACHE_ROOT", str(_CACHE / "vllm"))
@@ -45,7 +45,7 @@ def session_cache(tmp_path_factory):
 
 @pytest.fixture
 def constants(monkeypatch):
-    """`constants({"package.module.NAME": value})`: set constants of the product in processes that this test starts."""
+    """Return `constants({"package.module.NAME": value})`, which sets constants in processes of the test."""
 
     def set_constants(values):
         for name, value in environment(values).items():

@@ -3,9 +3,9 @@ python -m tests.docs_check [FILE ...].
 
 Checks fenced shell blocks, and the project's own commands in backticks. A `leeway` command is parsed by its own parser;
 its overrides are validated against its config if that file exists, and against the demo config otherwise. Commands that
-start no processes are run: `check-reward`, and `train` as a dry run. Files, make targets, flags and verbs of other
-commands must exist. An own command in a block that is not marked as shell is a fault, because it would go unchecked.
-Only links to files are checked.
+start no processes are run: `check-reward`, and `train` as a dry run. Files, make targets, flags and subcommands of
+other commands must exist. A command of the project in a block that is not marked as shell is a fault: it would go
+unchecked. Only links to files are checked.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Command:
     location: str
     text: str
     is_inline: bool = False
-    """True in a sentence, where a bare verb names a command."""
+    """True in a sentence, where a subcommand without arguments only names a command."""
     is_marked: bool = True
     """False in a block that is not marked as shell."""
 
@@ -186,7 +186,7 @@ def _is_verb(words: list[str]) -> bool:
 
 
 def _filled_in(word: str) -> str:
-    """Replace a placeholder for a number or a verb, such as N in `--count N`, with a valid value."""
+    """Replace a placeholder for a number or a subcommand, such as N in `--count N`, with a valid value."""
     return "3" if re.fullmatch(r"N|GROUP|RECORD|STEP", word) else "train" if word == "VERB" else word
 
 
@@ -215,14 +215,14 @@ def _fault_of_python(arguments: list[str]) -> str:
 
 
 def _fault_of_script(path: Path, name: str, arguments: list[str]) -> str:
-    """Check that a script of the project exists and that its source contains the flags and verbs."""
+    """Check that a script of the project exists and that its source contains the flags and the subcommand."""
     if not path.exists():
         return "" if name.startswith(("/", ".venv")) else f"{name} does not exist"
     beside = [path, *path.parent.glob(f"{path.stem}_*{path.suffix}")]
     source = "\n".join(each.read_text(encoding="utf-8") for each in beside)
     if path.suffix == ".sh" and arguments and re.fullmatch(r"[a-z]+", arguments[0]):
         if arguments[0] not in _verbs_of(path):
-            return f"{name} has no verb {arguments[0]}"
+            return f"{name} has no subcommand {arguments[0]}"
         overrides = [word for word in arguments if re.match(r"--\w+\.\w+", word)]
         if overrides:
             return _fault_of_leeway(["train", *[word for word in arguments[1:] if word != "\\"]])

@@ -1,4 +1,4 @@
-"""Whether this test session runs with full counts.
+"""Choose between the short and the full test session.
 
 `make test` skips tests marked `full`: runs of about a minute whose parts other tests cover, and the positive controls
 of the fault matrix. `make full` and `make faults` run these as well, with the full count of every fault test and

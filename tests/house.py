@@ -1,4 +1,4 @@
-"""Measure the size and the import graph of the product: `python -m tests.house`. A test bounds the figures.
+"""Measure the size and the import graph of the product: `python -m tests.house`. A test bounds the metrics.
 
 Counts the modules of the packages, without tests and benchmarks. Shell scripts, the report page and the examples have
 separate bounds, so that code cannot move there unnoticed. The lines of a package's `__init__` count; it counts as a
@@ -21,7 +21,7 @@ PACKAGES = ("actors", "algorithms", "buffer", "common", "launch", "learner", "pl
 ENTRY_POINTS = frozenset({"leeway.launch.bootstrap", "leeway.launch.cli", "leeway.launch.cluster_nodes"})
 """Modules that a user, the Makefile or a script starts. A module without importers is an entry point too."""
 DEEP_LINES = 120
-"""Lines from which a module with a single importer counts as deep and may stay separate."""
+"""Minimum number of lines of a module that may stay separate although only one other module imports it."""
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ def package_lines(package: str) -> int:
 
 
 def figures() -> dict[str, int]:
-    """Return the bounded figures."""
+    """Return the bounded metrics by name."""
     known, arrows = modules(), graph()
     files = [module for module in known.values() if module.is_file]
     lines = sum(module.num_lines for module in known.values())
@@ -190,7 +190,7 @@ def figures() -> dict[str, int]:
 
 
 def main() -> None:
-    """Print the figures; with -v also the modules and classes behind them."""
+    """Print the metrics; with -v also the modules and classes that they count."""
     known, arrows = modules(), graph()
     for name, value in figures().items():
         print(f"{value:7,}  {name}")

@@ -1,8 +1,8 @@
 """Check the prose of the repository: `python -m tests.prose`, as `make lint` does.
 
-Prints and bounds the words of docs and the lines of README and CHANGELOG, finds words that plain English does without
-in comments, docstrings, messages and pages, and checks the subjects of commits made since this file was added. Code
-between backticks and text between double quotes are exempt in pages and comments.
+Prints and bounds the words of docs and the lines of README and CHANGELOG, finds banned words in comments, docstrings,
+messages and pages, and checks the subjects of commits made since this file was added. Code between backticks and text
+between double quotes are exempt in pages and comments.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 MOST_DOCS_WORDS = 35_000
-"""Words of docs/ without results and decision records."""
+"""Maximum number of words in docs/, without results and decision records."""
 MOST_README_LINES = 150
 MOST_RELEASE_LINES = 60
-"""Lines of a release in CHANGELOG.md, from 0.2.0 on."""
+"""Maximum number of lines of a release in CHANGELOG.md, from 0.2.0 on."""
 MOST_SUBJECT = 72
-"""Characters of a commit's subject."""
+"""Maximum number of characters of a commit's subject."""
 BANNED = re.compile(
     r"\b(whoever|nobody|in vain|for ever|so many|says so|say so|goes on with|go on with|lest|wherefore|howsoever"
     r"|as was told|is no more|may it|but for (?!the|a|an|each)|so long as|no longer lives|lives on)\b",

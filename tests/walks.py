@@ -2,7 +2,7 @@
 
 A walk is the set of product files in which a function runs between its start and its end, in any process. Files that
 also run while the system is idle are counted separately. The traced run is small, and its reward function sleeps, so
-that one event happens at a time: each call of the reward takes the next of `WAITS_S`, and the longest is the idle time.
+events do not overlap: the i-th call of the reward sleeps for `WAITS_S[i]`, and the longest sleep is the idle time.
 The walk of the key is the files on the call stacks of its reads. The result replaces the lists of docs/architecture.md.
 """
 
@@ -32,7 +32,7 @@ KEY = "common/staleness.py:StalenessConfig.max_lag"
 METRIC_S = 1.5
 """Seconds after its measurement until a row has reached every consumer."""
 UPDATE_S = 3.0
-"""Seconds until a version is served; the next step starts later."""
+"""Seconds from the publication of a version until engines serve it; the next step starts later."""
 
 CONFIG = """
 [model]

@@ -161,7 +161,7 @@ class Machine:
         self._stack.enter_context(
             mock.patch("leeway.weight_sync.client.CHUNK_BYTES", 2**14)
         )  # several chunks per transfer
-        # a busy machine causes no resends, so that every request is counted once
+        # a long timeout: on a busy machine, resends would count requests twice
         self._stack.enter_context(mock.patch.dict(WeightClient.__init__.__kwdefaults__, resend_s=20.0))
         self._stop = threading.Event()
         self.start()

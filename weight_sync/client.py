@@ -22,7 +22,7 @@ from leeway.weight_sync.store import Buffers, WeightStore, read_manifest, store_
 log = logging.getLogger(__name__)
 
 CHUNK_BYTES = 2**20
-"""Size of a message of weights: takes milliseconds on a slow network, and is cheap to resend."""
+"""Size of a chunk of weights: it takes milliseconds on a slow network, and is cheap to resend."""
 UPDATE_TIMEOUT_S = 600.0
 """Timeout for an actor to read a version, and for its engine to apply it; the error names the actor. A model of 140 GB
 takes 6 minutes at 400 MB/s."""
@@ -30,7 +30,7 @@ PUBLISH_TIMEOUT_S = 1800.0
 """Seconds for which a failed write of weights, for example on a full disk, is retried before the learner fails.
 Meanwhile training continues as far as the staleness bound allows."""
 _WINDOW = 4
-"""Chunks in flight: enough to hide the latency, few enough to waste little after a failure."""
+"""Maximum number of chunks in flight: enough to hide the latency, few enough to resend little after a failure."""
 _RESEND_S = 2.0
 _HEARTBEAT_S = 20.0
 """Heartbeat timeout of a connection; long, because a heartbeat queues behind chunks."""
@@ -39,7 +39,7 @@ Kind = TypeVar("Kind", bound=Message)
 
 
 class WeightClient:
-    """Client of a run's weight service. Thread-safe. Stages write to it as to a `WeightStore`."""
+    """Client of a run's weight service. Thread-safe. Stages use it like a `WeightStore` to write."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class WeightClient:
 
         Raises:
             WeightsGone: the version was removed meanwhile.
-            WeightsCorrupt: the service's file is not that of the manifest, or a chunk was damaged repeatedly.
+            WeightsCorrupt: the service's file differs from the manifest, or a chunk was damaged repeatedly.
             TransferFailed: timeout.
         """
         asks = (
@@ -115,12 +115,12 @@ class WeightClient:
             if chunk.total_bytes != total_bytes or len(answer.body) != getattr(asked, "size", None):
                 raise WeightsCorrupt(
                     f"{self.address}: the reply to {asked} has {len(answer.body)} bytes of a file of "
-                    f"{chunk.total_bytes}; the manifest says {total_bytes}"
+                    f"{chunk.total_bytes}, but the manifest says {total_bytes}"
                 )
             write(answer.body)
 
     def write(self, version: PolicyVersion, file: str, buffers: Buffers) -> None:
-        """Upload a file, resuming an earlier upload; raises as `write_part`."""
+        """Upload a file, resuming an earlier upload; raise the errors of `write_part`."""
         views = [memoryview(buffer).cast("B") for buffer in buffers]
         total = sum(len(view) for view in views)
         status = self._ask(p.WriteRequest(version.key, file, 0, total), p.WriteStatus)[0]
@@ -134,11 +134,11 @@ class WeightClient:
             for (asked, body), answer in self._rpc.stream(pieces, window=window):
                 have = _expect(asked, answer, p.WriteStatus).num_bytes
                 if have < getattr(asked, "offset", 0) + len(body):
-                    break  # the service rejects bytes behind a gap: chunks were reordered, or it has lost some
+                    break  # the service rejects bytes behind a gap: chunks were reordered, or the service lost some
             if have <= began_at and window == 1:
                 raise TransferFailed(
-                    f"the weight service at {self.address} stored {have} of {total} bytes of {file} of version "
-                    f"{version} and accepts no more"
+                    f"the weight service at {self.address} stored only {have} of {total} bytes of {file} "
+                    f"(version {version}) and accepts no more"
                 )
             window = 1
 
@@ -181,11 +181,11 @@ class WeightClient:
                 self._upload(version, files, files.keys())
                 self.part_done(document)
         except (WeightsCorrupt, p.WholeFilesNeeded) as error:
-            # the service has removed the changed file
+            # a retry can succeed: the service has removed the changed file, so it is uploaded again
             raise TransferFailed(f"part {part.rank} of version {version} must be uploaded again: {error}") from error
 
     def commit(self, manifest: Manifest, keep_versions: int) -> None:
-        """Commit a version whose parts are all written; raises as `WeightStore.commit` and `write_part`."""
+        """Commit a version whose parts are all written; raise the errors of `WeightStore.commit` and `write_part`."""
         try:
             self._ask(p.CommitRequest(keep_versions), Done, encode(manifest))
         except WeightsCorrupt as error:
@@ -232,14 +232,14 @@ def loopback_hint(address: str) -> str:
     if not is_loopback(host):
         return ""
     return (
-        f". {host} is only reachable on this machine: if the service runs on another one, set launch.host to an "
-        "interface of that machine which this one can reach, for example 0.0.0.0 or its private address"
+        f". {host} is only reachable on this machine: if the service runs on another machine, set launch.host to "
+        "0.0.0.0 or to an address of that machine that is reachable from here, such as its private address"
     )
 
 
 @dataclass(frozen=True)
 class StoreAccess:
-    """Access of a process to the weight store of its run: the folder or the service."""
+    """Access of a process to the weight store of its run, through the folder or the service."""
 
     config: WeightSyncConfig
     folder: Path
@@ -261,7 +261,7 @@ class StoreAccess:
         `transport` decides; 'auto' uses the folder if it holds the store of the service.
 
         Raises:
-            TransferFailed: no service runs, the request timed out, or the service is of another run.
+            TransferFailed: no service runs, the request timed out, or the service belongs to another run.
         """
         if self.config.transport == "network" and not self.address:
             raise TransferFailed(f"{name}: [weight_sync] transport = 'network', but no weight service runs")

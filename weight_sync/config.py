@@ -15,7 +15,7 @@ class WeightSyncConfig(StalenessConfig):
 
     lag_control: Literal["on", "off"] | None = Knob(
         None,
-        "Adapt the lag of new samples to how far the policy moves, and limit updates that move it too far. "
+        "Adapt the lag of new samples to the policy's rate of change, and limit updates that change it too much. "
         "Unset: on if max_lag is a number above 0.",
         basic=True,
     )

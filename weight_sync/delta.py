@@ -38,9 +38,9 @@ _ZERO, _PACKED, _PLACES = 0, 2, 3
 _PLACES_BELOW = 0.25
 """Share of nonzero bytes above which positions take more bytes than compression."""
 _FAR = 255
-"""Longest distance that fits a byte; longer ones are split by positions of value zero."""
+"""Longest distance that fits in one byte; longer distances are split by extra positions whose value is zero."""
 _ZSTD_LEVEL = 1
-"""Compression level; higher ones are slower and save less than 1 %."""
+"""Compression level; higher levels are slower and save less than 1 %."""
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -66,7 +66,7 @@ def encode_delta(new: memoryview, old: memoryview, item_bytes: int) -> tuple[Enc
 def decode_delta(encoding: Encoding, blob: memoryview, old: memoryview, item_bytes: int) -> bytes | memoryview:
     """Return the bytes of a tensor from those of its parent and the result of `encode_delta`.
 
-    Memory is bounded by the parent and one block, whatever the blob claims. The caller must verify the checksum of the
+    Even an invalid blob takes no more memory than the parent and one block. The caller must verify the checksum of the
     tensor: a wrong parent is not detected here.
 
     Raises:
@@ -76,7 +76,7 @@ def decode_delta(encoding: Encoding, blob: memoryview, old: memoryview, item_byt
         _require(len(blob) == 0, f"an unchanged tensor has a delta of {len(blob)} bytes")
         return old
     if encoding == "raw":
-        _require(len(blob) == len(old), f"{len(blob)} bytes for a tensor of {len(old)}")
+        _require(len(blob) == len(old), f"the delta has {len(blob)} bytes, the tensor {len(old)}")
         return blob
     _require(len(old) % item_bytes == 0, f"{len(old)} bytes are not a multiple of the item size {item_bytes}")
     new, old_bytes = np.empty(len(old), np.uint8), np.frombuffer(old, np.uint8)
@@ -102,7 +102,7 @@ def rebuild_file(
     Verifies every tensor before `out` appears. Calls `next_tensor` before each tensor.
 
     Raises:
-        WeightsCorrupt: the delta file was cut or changed, or the parent is another one; names tensor and delta file.
+        WeightsCorrupt: the delta file was truncated or changed, or the parent is wrong; names tensor and delta file.
         OSError: the disk is full or not writable.
     """
     ordered = sorted(entries, key=lambda entry: entry.name)
@@ -128,14 +128,14 @@ def _rebuilt(entry: TensorEntry, blobs: memoryview, parent: TensorFile, delta: P
         _require(place is not None, "the manifest has no delta for it")
         assert place is not None
         blob = blobs[place.offset : place.offset + place.size_bytes]
-        _require(len(blob) == place.size_bytes, f"it extends beyond the {len(blobs)} bytes of the file")
+        _require(len(blob) == place.size_bytes, f"its delta extends beyond the {len(blobs)} bytes of the file")
         if place.encoding == "raw":
-            # the parent may lack the tensor or have it in another size
-            _require(len(blob) == entry.size_bytes, f"{len(blob)} bytes for a tensor of {entry.size_bytes}")
+            # do not read the parent: it may lack the tensor or have it in another size
+            _require(len(blob) == entry.size_bytes, f"the delta has {len(blob)} bytes, the tensor {entry.size_bytes}")
             data: bytes | memoryview = blob
         else:
             old = parent.view(entry.name)
-            _require(len(old) == entry.size_bytes, f"it has {len(old)} bytes in the parent, not {entry.size_bytes}")
+            _require(len(old) == entry.size_bytes, f"the parent has {len(old)} bytes of it, not {entry.size_bytes}")
             data = decode_delta(place.encoding, blob, old, ITEM_BYTES[entry.dtype])
         _require(checksum_of(data) == entry.checksum, "wrong checksum: the delta or the parent was changed")
     except WeightsCorrupt as error:
@@ -172,11 +172,11 @@ def _places_of(plane: Bytes, places: npt.NDArray[np.intp]) -> tuple[Bytes, int]:
 
 def _decode_plane(blob: memoryview, offset: int, out: Bytes) -> int:
     """Decode the plane at `offset` into `out`, which holds zeros; return the offset of the next plane."""
-    _require(offset + _HEADER.size <= len(blob), "it is truncated")
+    _require(offset + _HEADER.size <= len(blob), "its delta is truncated")
     kind, count, size = _HEADER.unpack_from(blob, offset)
     start = offset + _HEADER.size
     content = blob[start : start + size]
-    _require(len(content) == size, "it is truncated")
+    _require(len(content) == size, "its delta is truncated")
     if kind == _ZERO:
         _require(size == 0, "a plane of zeros has content")
     elif kind == _PACKED:

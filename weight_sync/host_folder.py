@@ -96,7 +96,7 @@ def _join(path: Path) -> BinaryIO | None:
             return None
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
             raise TransferFailed(
-                f"{path} must be a folder writable by this user alone; weights are not read from it. Remove it"
+                f"{path} must be a folder writable by this user alone, so weights are not read from it: remove it"
             ) from None
     with contextlib.suppress(FileNotFoundError):
         return locked(path / _USERS_NAME, shared=True)
@@ -149,7 +149,7 @@ def lock_within(
     holder works, stays the same for `timeout_s`.
 
     Raises:
-        TransferFailed: timeout; names the holder, and `what` the lock is for.
+        TransferFailed: timeout; the message names the holder, and `what` the lock protects.
     """
     last, changed_at = progress(), clock()
     while True:

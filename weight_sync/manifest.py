@@ -42,7 +42,7 @@ class WeightsError(LeewayError):
 
 
 class WeightsCorrupt(WeightsError):
-    """The data read differ from what was published: they were cut or changed, or belong to another version."""
+    """The data differ from the published data: they were truncated or changed, or belong to another version."""
 
 
 class WeightsGone(WeightsError):
@@ -91,7 +91,7 @@ class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _AnyFormat(msgspec.Struct, frozen=True):
-    """The field that documents of every format have."""
+    """The field that documents of all formats share."""
 
     format_version: int = FORMAT_VERSION
 
@@ -120,7 +120,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     parent_chain: str
     """Chain of the parent; empty without a parent."""
     fingerprint: str
-    """Hash of names, dtypes and shapes; equal for all versions of one architecture."""
+    """Hash of names, dtypes and shapes; the same in all versions of one architecture."""
     chain: str
     """Hash of the parent's chain and the content of this version."""
     created_s: float
@@ -145,7 +145,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if not found:
             raise WeightsCorrupt(
                 f"version {self.policy} was published in {', '.join(self.dtypes) or 'no dtype'}, not in {dtype}; "
-                "the learner publishes in the dtypes of its actors: check that it belongs to the same run"
+                "the learner publishes in the dtypes of its actors: check that both belong to the same run"
             )
         return found
 
@@ -171,10 +171,10 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 Sealed = TypeVar("Sealed", Part, Manifest)
 
-# created at import, because msgspec is not thread-safe at the first use of a type
 FILE_NAME = re.compile(r"part-[0-9]{1,6}\.[a-z0-9]{1,16}\.(safetensors|delta)")
 """Names of the weight files of a version; excludes folders and documents."""
 
+# created at import, because msgspec is not thread-safe at the first use of a type
 _ANY_FORMAT = msgspec.json.Decoder(_AnyFormat)
 _DECODERS: dict[type, msgspec.json.Decoder[Any]] = {kind: msgspec.json.Decoder(kind) for kind in (Part, Manifest)}
 
@@ -215,7 +215,7 @@ def copy_and_hash(data: memoryview, into: memoryview) -> str:
 def build_manifest(
     version: PolicyVersion, parts: Sequence[Part], parent: Manifest | None, created_s: float
 ) -> Manifest:
-    """Assemble the manifest of a version from all its parts; PublishFailed if two hold a tensor of the same name.
+    """Assemble the manifest of a version from all its parts; PublishFailed if two parts hold a tensor of one name.
 
     Deltas whose base version is not the parent are dropped.
     """
@@ -321,7 +321,7 @@ def _check_entries(document: Part | Manifest, source: Path | str) -> None:
         if entry.dtype not in ITEM_BYTES:
             raise WeightsCorrupt(f"{source}: tensor '{entry.name}' has the unknown dtype '{entry.dtype}'")
         if entry.file not in sizes:
-            raise WeightsCorrupt(f"{source}: tensor '{entry.name}' is in {entry.file}, which it does not list")
+            raise WeightsCorrupt(f"{source}: tensor '{entry.name}' is in the unlisted file {entry.file}")
         if any(extent < 0 for extent in entry.shape) or entry.size_bytes > sizes[entry.file]:
             raise WeightsCorrupt(f"{source}: tensor '{entry.name}' of shape {list(entry.shape)} does not fit its file")
         delta = entry.delta

@@ -53,7 +53,7 @@ class ManifestRequest(Message, frozen=True):
     """Request the manifest of a version, as written."""
 
     version: VersionText
-    """Empty: the newest, for a publisher; it is not protected from removal."""
+    """Empty: the newest version, for a publisher; that version is not protected from removal."""
 
 
 class ReadRequest(Message, frozen=True):

@@ -1,12 +1,12 @@
-"""The learner's side: one publisher per pipeline stage, all writing to one sink.
+"""The learner's side of weight transfer: one publisher per pipeline stage, all writing to one sink.
 
     stage 0      part-0.DTYPE.safetensors, part-0.json
     stage 1      part-1.DTYPE.safetensors, part-1.json
     last stage   writes its own part, waits for all part-*.json, then commits
 
 `publish` blocks only for the copy to host memory; a background thread does the rest. One version is written while the
-next is copied; a third waits for the disk. If the disk is full or the weight service unavailable, the thread retries
-for `timeout_s`.
+next is copied; for a third, `publish` blocks until the first is written. If the disk is full or the weight service is
+unavailable, the thread retries for `timeout_s`.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ from leeway.weight_sync.store import Buffers, WeightStore
 from leeway.weight_sync.tensors import DTYPES, HostCopy, TensorSlot
 
 DELTA_BELOW = 0.8
-"""Largest delta to keep, as a share of the size of the tensors."""
+"""Maximum size of the deltas of a file, as a fraction of the size of its tensors; larger deltas are not written."""
 _TRY_AGAIN_EVERY = 10
-"""Versions after which a tensor whose delta was not smaller is encoded again, because updates may become smaller."""
+"""Number of versions after which tensors without a smaller delta are encoded again, as updates may become smaller."""
 NUM_COPIES = 2
-"""Host copies of a stage's weights: one is written while the other is filled. The parent of deltas is a third."""
+"""Number of host copies of a stage's weights: one is written while the other is filled. Deltas need a third copy."""
 _RETRIED = FULL | {errno.EIO, errno.EROFS, errno.EACCES}
 FULL_EVERY = 50
 """Every n-th version has no deltas, which bounds how long an error that no checksum detected persists. A full version
@@ -65,7 +65,7 @@ _LONGEST_POLL_S = 0.05
 _FIRST_PAUSE_S = 0.02
 _LONGEST_PAUSE_S = 1.0
 _REPORT_AFTER_S = 1.0
-"""Seconds after which the last stage reports that it waits for the part of another."""
+"""Seconds after which the last stage reports that it waits for the part of another stage."""
 _WARN_EVERY_S = 60.0
 
 _log = logging.getLogger(__name__)
@@ -240,7 +240,7 @@ class Publisher:
                 on_committed(version)
         free = self._maker.keep(version, copy, part, as_parent=as_parent)
         if as_parent and self._num_copies == NUM_COPIES:
-            with contextlib.suppress(OSError):  # without this copy, a version waits until the previous one is written
+            with contextlib.suppress(OSError):  # optional: without this copy, a version waits for the previous write
                 free.append(copy.another())
             self._num_copies += 1
         with self._changed:
@@ -267,7 +267,7 @@ class Publisher:
             return self._sink.newest_manifest()
         except (WeightsCorrupt, WeightsGone) as error:
             _log.warning(
-                "cannot read the newest version in %s; the next one has no parent: %s", self._sink.place, error
+                "cannot read the newest version in %s, so the next one has no parent: %s", self._sink.place, error
             )
             return None
 
@@ -298,7 +298,7 @@ class Publisher:
         try:
             return self._sink.part(version, rank)
         except WeightsCorrupt as error:
-            # damage in transit is possible, so retry within the timeout of a missing part
+            # it may be damaged only in transit: retry, as for a missing part
             _log.warning("cannot read the part of stage %d for version %s: %s", rank, version, error)
             return None
 

@@ -1,7 +1,7 @@
-"""The actor's side: fetches a version from the store and protects it from removal.
+"""The actor's side of weight transfer: fetches a version from the store and protects it from removal.
 
-Files of a folder are mapped in place, and the engine verifies their checksums before it pauses. Versions from the
-weight service are verified as they arrive, once for all actors of a machine.
+Files in the store's folder are memory-mapped there, and the engine verifies their checksums before it pauses. Versions
+from the weight service are verified as they arrive, once for all actors of a machine.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from leeway.weight_sync.store import StagedVersion, WeightStore
 log = logging.getLogger(__name__)
 
 _STAGED_AT_ONCE = 4
-"""Versions whose files a machine may hold at once: two kept, one being read and one being fetched."""
+"""Maximum number of versions with files on a machine: two kept, one being read and one being fetched."""
 
 _STALL_SHARE = 0.25
-"""Share of the update timeout after which a stalled actor that fetches for its machine is replaced."""
+"""Fraction of the update timeout after which another actor replaces a stalled one that fetches for the machine."""
 
 
 class Puller:
@@ -68,8 +68,8 @@ class Puller:
 
         Raises:
             WeightsGone: the version does not exist or was removed; call `newest` again.
-            WeightsCorrupt: it is not as published, older than the last one, or of another architecture; keep serving
-                the current version.
+            WeightsCorrupt: it differs from the published version, is older than the last one fetched, or has another
+                architecture; keep serving the current version.
             TransferFailed: timeout; a retry resumes the download.
         """
         last = self._fetched
@@ -97,7 +97,7 @@ class Puller:
 
 
 def open_puller(access: StoreAccess, name: str, dtype: str) -> Puller:
-    """Return a puller of versions in `dtype`, from the folder or the service; decides and raises as `uses_folder`."""
+    """Return a puller of versions in `dtype`, from the folder or the service; raise the errors of `uses_folder`."""
     if access.uses_folder(name, "actor"):
         return Puller.of_folder(access.folder, dtype, name=name)
     return Puller(_NetworkSource(access, name), dtype)

@@ -1,12 +1,12 @@
 """WeightService: the process that serves and receives published weights over ZeroMQ.
 
 One thread handles one message per turn, round-robin over all clients. Requests have a bounded size, so no client waits
-for another's whole version. The same thread writes uploaded chunks, so a slow disk delays readers; a worker thread
-verifies uploads and rebuilds whole files from deltas. All state is in the folder: the service may be killed at any
-time and restarts on the same port.
+while another fetches a whole version. The same thread writes uploaded chunks, so a slow disk delays readers; a worker
+thread verifies uploads and rebuilds whole files from deltas. All state is in the folder: the service may be killed at
+any time and restarts on the same port.
 
 ServedVersions   versions being read: memory-mapped, and protected from removal until `expires_s` after the last
-                 request; at most the `MAX_SERVED` requested last
+                 request; at most the `MAX_SERVED` most recently requested
 UploadReceiver   uploads of the stages. A file gets its final name once it is complete and verified
 
     0.17/.part-0.bfloat16.safetensors.26300416.upload     partial; its size is the progress, also after a restart
@@ -97,7 +97,7 @@ class WeightService:
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="weight-uploads")
         self._jobs: dict[tuple[str, int], _Job] = {}
         self._warn_at = 0.0
-        # outgoing messages alias memory maps, hence the longer queue
+        # outgoing messages are views of memory maps and take no memory, so their queue may be longer
         self._rpc = RpcServer(
             p.PROTOCOL, run_id, keys=keys, max_message_bytes=p.MAX_DOCUMENT_BYTES, incoming=16, outgoing=64
         )
@@ -157,7 +157,7 @@ class WeightService:
             log.warning("%s, from %s", what, peer)
 
     def _answer(self, request: Request) -> Answer | None:
-        """Return the reply; None if the worker sends it later."""
+        """Return the reply; None if `turn` sends it once the worker has finished."""
         try:
             match request.message:
                 case p.PartDone():
@@ -240,7 +240,7 @@ class ServedVersions:
         self._note_at = self._expire_at = clock()
 
     def document(self, version: PolicyVersion) -> bytes:
-        """Return the manifest of a version, as written, and protect the version from removal; raises as `read`."""
+        """Return the manifest of a version, as written, and protect it from removal; raise the errors of `read`."""
         return self._of(version).document
 
     def read(self, version: PolicyVersion, file: str, offset: int, size: int) -> tuple[memoryview, int]:
@@ -268,11 +268,11 @@ class ServedVersions:
             self._note_at = now + _NOTE_EVERY_S
             try:
                 self._store.note_remote_reader()
-            except OSError as error:  # deltas only save bytes
+            except OSError as error:  # harmless: without the record, the learner only sends more bytes
                 log.warning("%s: cannot record that versions are read remotely: %s", self._store.folder, error)
 
     def expire(self) -> None:
-        """Release versions that are no longer read, for retention to remove. Cheap enough to call at every message."""
+        """Release versions that are no longer read, for removal by retention. Cheap enough to call at every message."""
         now = self._clock()
         if now < self._expire_at:
             return
@@ -309,7 +309,7 @@ class ServedVersions:
         except OSError as error:
             raise WeightsCorrupt(f"cannot read {path}: {error}") from error
         if len(data) != total:
-            raise WeightsCorrupt(f"{path} has {len(data)} bytes, the manifest says {total}: it was cut or replaced")
+            raise WeightsCorrupt(f"{path} has {len(data)} bytes, but the manifest says {total}: it was changed")
         return data
 
     def _release(self, version: PolicyVersion) -> None:
@@ -332,7 +332,7 @@ class UploadReceiver:
         return total_bytes if _size(whole) == total_bytes else 0
 
     def write(self, version: PolicyVersion, file: str, offset: int, total_bytes: int, data: memoryview) -> int:
-        """Append bytes that continue the stored ones and ignore others; return the new `status`."""
+        """Append data that continue the stored bytes, ignore other data, and return the new `status`."""
         if offset + len(data) > total_bytes:
             raise ValueError(f"{file}: bytes up to {offset + len(data)} exceed its size of {total_bytes}")
         have = self.status(version, file, total_bytes)
@@ -412,12 +412,12 @@ class UploadReceiver:
         return chain_of("", existing.tensors) == chain_of("", manifest.tensors)
 
     def _name(self, version: PolicyVersion, name: str, size: int, entries: list[TensorEntry] | None = None) -> bool:
-        """Verify a complete upload and give it its final name; False if there is none."""
+        """Verify a complete upload and give it its final name; return False if it is not complete."""
         whole, partial = self._paths(version, name, size)
         found = partial if _size(partial) == size else whole
         if _size(found) != size:
             if size == 0 and entries is None:
-                write_whole(whole, [])  # an empty file has no chunks
+                write_whole(whole, [])  # an empty file has no chunks, so it was never uploaded
                 return True
             return False
         if entries is not None:

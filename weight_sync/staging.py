@@ -12,7 +12,7 @@
 A file gets its final name once all its tensors have passed their checksums. The name of a partial file ends in the
 inode of the lock. A killed process leaves both, and the next holder of the lock resumes the file. If the holder shows
 no heartbeat for `stall_timeout_s`, its lock and partial files are removed, and a waiting process creates its own and
-fetches again. The stalled process may resume safely: it writes to its own files, and verifies them before naming them.
+fetches again. A stalled process that resumes does no harm: it writes to its own files and verifies them.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ from leeway.weight_sync.store import READERS_LOCK, WeightStore, check_file, remo
 log = logging.getLogger(__name__)
 
 _KEEP_VERSIONS = 2
-"""Versions kept: the newest, and the one before it as the parent of deltas."""
+"""Number of versions kept: the newest, and the previous one as the parent of deltas."""
 _MAX_DELTAS = 8
-"""Longest chain of deltas to apply; a longer one is replaced by fetching whole files."""
+"""Maximum length of a chain of deltas; instead of a longer chain, whole files are fetched."""
 
 
 Heartbeat = Callable[[], None]
@@ -57,7 +57,7 @@ class HostStaging(HostFolder):
     """The staging folder of a machine. Safe for any number of processes and threads."""
 
     def __init__(self, folder: Path, *, owner: str, stall_timeout_s: float = 30.0) -> None:
-        """Join the users of a folder of `host_folder.folder_for`; locks name this process `owner`.
+        """Join the users of a folder returned by `folder_for`; locks name this process `owner`.
 
         A fetching process without progress for `stall_timeout_s` is replaced.
 
@@ -77,7 +77,7 @@ class HostStaging(HostFolder):
         `document` is the manifest as received from the service.
 
         Raises:
-            WeightsCorrupt: the version is not as published, or another version of this name is staged.
+            WeightsCorrupt: the version differs from the published one, or from a staged version of the same name.
             WeightsGone: the service no longer has it.
             TransferFailed: the service, or another fetching process, makes no progress; or the disk is full. A retry
                 resumes the download.
@@ -151,7 +151,7 @@ class HostStaging(HostFolder):
         raise AssertionError("unreachable")
 
     def _delta_chain(self, client: WeightClient, manifest: Manifest, dtype: str) -> list[tuple[Manifest, bytes]]:
-        """Return the versions between a staged one and this one, if all deltas together are smaller than this one."""
+        """Return the versions between a staged one and this one; [] if deltas are not smaller than the whole files."""
         if self._is_staged(manifest, dtype):
             return []
         chain: list[tuple[Manifest, bytes]] = []
@@ -193,12 +193,12 @@ class HostStaging(HostFolder):
         if staged.checksum != manifest.checksum:
             raise WeightsCorrupt(
                 f"version {manifest.policy} of the weight service (chain {manifest.chain}) differs from that in "
-                f"{self.store.folder} (chain {staged.chain}): two learners publish under the same version number"
+                f"{self.store.folder} (chain {staged.chain}): two learners publish the same version; stop one"
             )
         return _marker(self.store, manifest.policy, dtype).exists()
 
     def _rebuild(self, client: WeightClient, manifest: Manifest, document: bytes, dtype: str, lock: BinaryIO) -> bool:
-        """Rebuild the files from the parent's, unless staged; False if whole files are needed. Requires the lock."""
+        """Rebuild the files, unless staged, from the parent's; False if whole files are needed. `lock` must be held."""
         if self._is_staged(manifest, dtype):
             return True
         folder = self.store.version_folder(manifest.policy)
@@ -218,7 +218,7 @@ class HostStaging(HostFolder):
     def _mark_staged(self, manifest: Manifest, document: bytes, dtype: str, lock: BinaryIO) -> None:
         """Mark a version as staged in a dtype, once all files of the dtype are complete and verified."""
         folder = self.store.version_folder(manifest.policy)
-        if is_at(lock, self._locks / manifest.policy.key):  # if the lock was stolen, its new holder writes such files
+        if is_at(lock, self._locks / manifest.policy.key):  # otherwise such files belong to its new holder
             for leftover in folder.glob(".part-*"):
                 leftover.unlink(missing_ok=True)
         if not (folder / READERS_LOCK).exists():

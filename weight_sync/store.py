@@ -7,7 +7,7 @@
       PORT                                port of the service, reused by the next one
       0.17/                               version 17 of learner incarnation 0
         part-0.bfloat16.safetensors       one file per pipeline stage and dtype
-        part-0.bfloat16.delta             the same as changes since the parent version, if smaller
+        part-0.bfloat16.delta             the same tensors as changes since the parent version, if smaller
         part-0.json                       contents of the files, with checksums
         readers.lock                      held shared by readers of the version
         manifest.json                     written last: without it the version does not exist
@@ -49,7 +49,7 @@ _NEWEST_NAME = "NEWEST"
 _STORE_NAME = "STORE"
 PORT = "PORT"
 KEPT_VERSIONS = 3
-"""Versions kept besides those being read; an actor finishes reading a version before three newer ones exist."""
+"""Number of versions kept besides those being read; an actor finishes reading before three newer versions exist."""
 READERS_LOCK = "readers.lock"
 _REMOTE_READER = "REMOTE_READER"
 _REMOTE_READER_AGE_S = 300.0
@@ -78,7 +78,7 @@ class StagedVersion(contextlib.AbstractContextManager["StagedVersion"]):
 
 
 class WeightStore:
-    """Reads and commits versions. Any number of readers, on any machine that mounts the folder; one committer."""
+    """Reads and commits versions. It may have one committer, and any number of readers that mount the folder."""
 
     def __init__(self, folder: Path) -> None:
         """Open the store in a folder, which is created if missing."""
@@ -108,7 +108,7 @@ class WeightStore:
         except FileNotFoundError:
             return None
         except ValueError:
-            # the file only saves a search, and may hold anything after a power cut
+            # after a power cut the file may hold anything, so search for the version instead
             return next(reversed(self.committed()), None)
 
     def newest_manifest(self) -> Manifest | None:
@@ -143,7 +143,7 @@ class WeightStore:
     ) -> Iterator[tuple[TensorEntry, memoryview]]:
         """Yield the bytes of every tensor of a variant, memory-mapped and `checked`.
 
-        With `into`, which must fit all of them, they are copied there back to back.
+        If `into` is given, which must have room for all tensors, they are copied there back to back.
         """
         folder = self.version_folder(manifest.policy)
         for name, entries in manifest.files_of(dtype).items():
@@ -158,7 +158,7 @@ class WeightStore:
     def lock_for_reading(self, version: PolicyVersion) -> BinaryIO:
         """Protect a version from removal until the returned file is closed or the process exits.
 
-        WeightsGone if the version does not exist or is being removed.
+        Raise WeightsGone if the version does not exist or is being removed.
         """
         folder = self.version_folder(version)
         try:
@@ -284,13 +284,13 @@ def checked(file: TensorFile, entry: TensorEntry, into: memoryview | None = None
     if (stored.code, stored.shape) != (CODES[entry.dtype], entry.shape):
         raise WeightsCorrupt(
             f"{file.path}: tensor '{entry.name}' is {stored.code}{list(stored.shape)}, "
-            f"the manifest says {CODES[entry.dtype]}{list(entry.shape)}"
+            f"but the manifest says {CODES[entry.dtype]}{list(entry.shape)}"
         )
     found = checksum_of(view) if into is None else copy_and_hash(view, into)
     if found != entry.checksum:
         raise WeightsCorrupt(
-            f"{file.path}: tensor '{entry.name}' has checksum {found}, the manifest says {entry.checksum}; "
-            "the file was changed after it was published"
+            f"{file.path}: tensor '{entry.name}' has checksum {found}, but the manifest says "
+            f"{entry.checksum}; the file was changed after it was published"
         )
     return view if into is None else into
 

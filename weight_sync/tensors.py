@@ -60,7 +60,7 @@ def read_tensors(
 def pinned_memory(size_bytes: int, gpu: torch.device) -> Tensor:
     """Return pinned host memory as bytes, for DMA by a GPU; it is freed with its last view.
 
-    Registered with CUDA directly, because torch's allocator rounds up to a power of two. OSError if pinning fails.
+    CUDA pins it directly, because torch's allocator rounds sizes up to powers of two. Raise OSError if pinning fails.
     """
     array = np.frombuffer(mmap.mmap(-1, max(size_bytes, 1)), np.uint8)
     # a new thread defaults to GPU 0, where a CUDA context would waste memory
@@ -90,7 +90,7 @@ def pin(memory: npt.NDArray[np.uint8]) -> int:
 class PinnedBuffer:
     """Pinned host memory for one version at a time, reused for all later versions.
 
-    One per engine rank. Its size is at most 32 GiB, and at most a quarter of the memory free at the first version.
+    Each engine rank has one. Its size is at most 32 GiB, and at most a quarter of the memory free at its first use.
     """
 
     def __init__(self, gpu: torch.device) -> None:
@@ -99,11 +99,11 @@ class PinnedBuffer:
         self._has_failed = False
         self._filling = threading.Lock()
         self.expected: PolicyVersion | None = None
-        """The version to fill in next; fences off a late thread of an abandoned verification."""
+        """The only version that may fill the buffer now; fences off a late thread of an abandoned verification."""
 
     @contextlib.contextmanager
     def filled(self, version: PolicyVersion, size_bytes: int) -> Iterator[memoryview | None]:
-        """Yield `size_bytes` to fill; None if they do not fit, or another thread or version uses the buffer."""
+        """Yield `size_bytes` to fill; None if they do not fit, or if another thread or version uses the buffer."""
         if not self._filling.acquire(blocking=False):
             yield None
             return
@@ -127,7 +127,7 @@ class PinnedBuffer:
         limit_bytes = min(psutil.virtual_memory().available // _FREE_PER_PINNED, _MOST_PINNED_BYTES)
         if size_bytes > limit_bytes:
             raise OSError(
-                f"a version takes {size_bytes / 2**30:.1f} GiB, the limit for pinned memory is "
+                f"a version takes {size_bytes / 2**30:.1f} GiB, but the limit for pinned memory is "
                 f"{limit_bytes / 2**30:.1f} GiB (a quarter of free memory, at most {_MOST_PINNED_BYTES // 2**30} GiB)"
             )
         return pinned_memory(size_bytes, self._gpu)
@@ -151,10 +151,10 @@ class HostCopy:
     def __init__(
         self, places: Sequence[TensorSlot], dtypes: Sequence[str], gpu: torch.device | None, *, is_needed: bool = True
     ) -> None:
-        """Allocate the buffers and touch their pages. `places` have no gaps.
+        """Allocate the buffers and touch their pages. `places` must be contiguous.
 
-        With a GPU the buffers are pinned, which asynchronous copies require. If pinning fails, a copy that `is_needed`
-        uses unpinned memory; any other raises OSError.
+        With a GPU the buffers are pinned, which asynchronous copies require. If pinning fails, unpinned memory is used
+        if `is_needed`; otherwise OSError is raised.
         """
         self.places = tuple(places)
         self.dtypes = tuple(dtypes)
@@ -164,7 +164,7 @@ class HostCopy:
 
     @classmethod
     def like(cls, tensors: Mapping[str, Tensor], dtypes: Sequence[str]) -> HostCopy:
-        """Allocate a copy with the layout of these tensors; ValueError if one does not hold floating-point values."""
+        """Allocate a copy with the layout of these tensors; ValueError if a tensor is not floating-point."""
         places: list[TensorSlot] = []
         start = 0
         for name in sorted(tensors):

@@ -1,8 +1,8 @@
 """The plugin that every vLLM process loads (entry point group `vllm.general_plugins`), and its side of an update.
 
 `register` registers the weight transfer that `WeightTransferConfig(backend=BACKEND)` selects. It ties the process to
-its owner: an engine exits with the process that `OWNER_ENV` names, even if that was killed. It re-enables what the
-actor's process disables: the garbage collector and SIGTERM. It also requests AMX from the kernel.
+its owner: an engine exits with the process that `OWNER_ENV` names, even if that process is killed. It re-enables the
+garbage collector and SIGTERM, which the actor's process disables. It also requests AMX from the kernel.
 
 An update first verifies a version in the store, then loads all of it:
 
@@ -10,7 +10,7 @@ An update first verifies a version in the store, then loads all of it:
     update_weights       while the engine is paused: loads the verified tensors from the memory map
 
 On a GPU the thread copies each tensor to pinned memory while reading, and this copy is verified and loaded, because
-loading from a memory map is several times slower. The pause thus lasts one engine step and the reload.
+loading from a memory map is several times slower. So the pause lasts only for one engine step and the reload.
 
 Importing this module needs neither vLLM nor torch.
 """
@@ -209,5 +209,5 @@ def _check_shapes(version: PolicyVersion, shapes: Mapping[str, tuple[int, ...]],
         if shapes[name] != shape:
             raise ValueError(
                 f"version {version}: tensor '{name}' has shape {list(shapes[name])}, "
-                f"the served model {model} has {list(shape)}"
+                f"but the served model {model} has {list(shape)}"
             )

@@ -54,9 +54,9 @@ def check_task(
     """Check a `[task]` section as far as possible before a process starts; raise TaskError with the fix.
 
     Reads the data, renders every prompt, and parses reward files. With `import_limit_s` it also imports reward files in
-    a separate process, queries judges for their models, and checks what rules and network isolation need of this
-    machine. Without a model folder, prompt lengths and classifiers are not checked, and nothing heavy is imported. With
-    `teachers`, a list of names, each prompt must have one.
+    a separate process, queries judges for their models, and checks that this machine supports rules and network
+    isolation. Without a model folder, prompt lengths and classifiers are not checked, and nothing heavy is imported.
+    With `teachers`, a list of names, each prompt must have one.
     """
     reads = None if teachers else _read_columns(config)
     task = load_task(config, None if reads is None else {*reads, PROMPTS})

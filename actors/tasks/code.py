@@ -27,7 +27,7 @@ from leeway.actors.tasks.task import Call, NoScore, Problem, TaskError
 MAX_CONCURRENT = 4
 """Maximum completions of a call that are tested concurrently."""
 _GRACE_S = 5.0
-"""Seconds beyond the rule's own timeout, for the sandbox to start and to exit."""
+"""Seconds added to the rule's timeout, for the start and exit of the sandbox."""
 _PROBE_S = 20.0
 _FENCE = "```"
 _OPENS = re.compile(r"(`{3,}+)[\s{.]*+([\w+#-]*+)[^`]*+")
@@ -52,7 +52,7 @@ def check_code(name: str, rule: CodeRule) -> str:
 
 
 def load_code(name: str, rule: CodeRule, look_up: Callable[[Problem], Any]) -> Call:
-    """Return the rule as a reward function; raise TaskError as `check_code`. Log once what the kernel refuses."""
+    """Return the rule as a reward function; raise TaskError as `check_code`. Log a refusal of the kernel once."""
     isolation, refusal = _best_isolation(name, rule)
     if refusal:
         _log.warning("reward %s: %s. To isolate them, %s", name, refusal, sandbox.HINT)
@@ -75,7 +75,7 @@ def load_code(name: str, rule: CodeRule, look_up: Callable[[Problem], Any]) -> C
 
 
 def source_of(completion: str) -> str:
-    """Return the last fenced block of Python, else the last of no language; without a fence, the whole completion."""
+    """Return the last fenced block of Python, else the last without a language; without a fence, the whole text."""
     found, block = dict[str, str](), list[str]()
     language, depth, width = None, 0, 0  # of the block that is open
     for line in completion.split("\n"):
@@ -83,7 +83,7 @@ def source_of(completion: str) -> str:
         ticks, named = opening.groups() if (opening := _OPENS.fullmatch(fence)) else ("", "")
         named = "python" if named.lower() in _PYTHON else named.lower()
         is_level = indent <= depth and len(ticks) >= width  # else it is text of the block, as in a docstring
-        begins = named == "python" and (is_level or language != "python")  # the one before was never closed
+        begins = named == "python" and (is_level or language != "python")  # the last was never closed
         if ticks and (language is None or begins):
             language, block, depth, width = named, [], indent, len(ticks)
         elif language is not None and is_level and fence == ticks:
@@ -231,7 +231,7 @@ def _recorded(text: str) -> _Test | NoScore:
     except _PARSE_ERRORS as error:
         return NoScore(_UNKNOWN, f"{error}: {text[:200]!r}")
     if missing:
-        return NoScore("the row's tests import what is not installed here", missing[0])
+        return NoScore("the row's tests import a module that is not installed here", missing[0])
     if not recorder.can_assert:
         return NoScore("the row's tests execute no assertion", repr(text[:200]))
     return {"test": recorded, "imports": sorted(recorder.imports), "names": sorted(recorder.names)}

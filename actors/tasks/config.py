@@ -11,8 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, f
 from leeway.common.user_input import Knob
 
 MAX_HELDOUT = 1024
-"""Maximum held-out problems of a file if num_heldout is unset: the evaluation of an eighth of a large file would take
-longer than the training."""
+"""Maximum held-out problems of a file if num_heldout is unset: evaluating an eighth of a large file would take longer
+than the training."""
 
 
 class _NamedReward(BaseModel):
@@ -34,7 +34,7 @@ class Judge(_NamedReward):
     system_prompt: str | None = Knob(None, "System turn.")
     worst: float = Knob(0.0, "Rating of the worst answer.")
     best: float = Knob(10.0, "Rating of the best answer; a number out of range is no rating.")
-    max_tokens: PositiveInt = Knob(512, "Maximum tokens of an answer; a truncated one is no rating.")
+    max_tokens: PositiveInt = Knob(512, "Maximum tokens of an answer; a truncated answer is no rating.")
     timeout_s: PositiveFloat = Knob(120.0, "Timeout of a rating, with retries if the endpoint is busy (429) or down.")
     api_key_env: str | None = Knob(None, "Environment variable with the API key, on every host of actors.")
     request: dict[str, Any] = Knob({}, "Further request fields, such as reasoning_effort; temperature is 0.")
@@ -52,7 +52,7 @@ class Classifier(_NamedReward):
     type: Literal["classifier"]
     path: str = Knob(..., "Folder of model and tokenizer.")
     chat: bool = Knob(False, "Use its chat template; else join prompt and completion.")
-    device: str = Knob("cpu", "cpu, or cuda for a GPU of its actor.")
+    device: str = Knob("cpu", "cpu, or cuda for a GPU of the actor.")
     dtype: Literal["float32", "bfloat16", "float16"] = Knob("float32", "Precision.")
 
 
@@ -68,14 +68,14 @@ class _AnswerRule(_NamedReward):
 
 
 class MathRule(_AnswerRule):
-    """1 if the completion's last answer equals the row's, numbers by value, others by math-verify; else 0."""
+    """Reward 1 if the completion's last answer equals the row's (numbers by value, others by math-verify), else 0."""
 
     type: Literal["math"] = "math"
     answer_tag: str | None = Knob(None, "Read only the text inside <TAG>; unset: the whole completion.")
 
 
 class ExactRule(_AnswerRule):
-    """1 if the completion equals the row's answer, ignoring white space around both; else 0."""
+    """Reward 1 if the completion equals the row's answer, ignoring white space around both; else 0."""
 
     type: Literal["exact"] = "exact"
     answer_tag: str | None = Knob(None, "Read only the text inside <TAG>; unset: the whole completion.")
@@ -83,17 +83,17 @@ class ExactRule(_AnswerRule):
 
 
 class ContainsRule(_AnswerRule):
-    """1 if the completion contains the row's answer; else 0."""
+    """Reward 1 if the completion contains the row's answer; else 0."""
 
     type: Literal["contains"] = "contains"
     ignore_case: bool = Knob(False, "Ignore case.")
 
 
 class RegexRule(_NamedReward):
-    """1 if Python's `re` finds the pattern in the completion; else 0."""
+    """Reward 1 if Python's `re` finds the pattern in the completion; else 0."""
 
     type: Literal["regex"] = "regex"
-    pattern: str = Knob(..., "Pattern of re.search.")
+    pattern: str = Knob(..., "Pattern for re.search.")
     column: str | None = Knob(
         None,
         "Column that the first group of the last match must equal, as in '#### (.+)'; unset: any match scores.",
@@ -116,7 +116,7 @@ class RegexRule(_NamedReward):
 
 
 class CodeRule(_NamedReward):
-    """1 if the last Python block of the completion passes the tests of its row; else 0."""
+    """Reward 1 if the last Python block of the completion passes the tests of its row; else 0."""
 
     type: Literal["code"] = "code"
     column: str | None = Knob(
@@ -187,7 +187,7 @@ class _TaskConfig(BaseModel):
 
     @property
     def named_rewards(self) -> dict[str, RewardModel | RewardRule]:
-        """Return what `rewards` may refer to by name: tables, and rules that need none."""
+        """Return the rewards that `rewards` may name: tables, and rules that need none."""
         return {**RULES, **self.reward_rules, **self.reward_models}
 
 
@@ -199,8 +199,8 @@ class ReasoningGymTask(_TaskConfig):
     params: dict[str, Any] = Knob(
         {}, "Arguments of the dataset; seed (default 0) selects its items, but not the split.", basic=True
     )
-    num_train: PositiveInt = Knob(4096, "Distinct training prompts.", basic=True)
-    num_heldout: PositiveInt = Knob(1024, "Distinct held-out problems, split by question hash.", basic=True)
+    num_train: PositiveInt = Knob(4096, "Number of distinct training prompts.", basic=True)
+    num_heldout: PositiveInt = Knob(1024, "Number of distinct held-out problems, chosen by question hash.", basic=True)
     answer_tag: str | None = Knob(None, "Read only the text inside <TAG>; unset: the whole completion.", basic=True)
 
 
@@ -212,10 +212,10 @@ class FileTask(_TaskConfig):
     heldout_path: str | None = Knob(
         None, "File of held-out rows; unset: split `path` by a hash of the template's columns."
     )
-    num_train: PositiveInt | None = Knob(None, "Distinct training prompts; unset: all.", basic=True)
+    num_train: PositiveInt | None = Knob(None, "Number of distinct training prompts; unset: all.", basic=True)
     num_heldout: PositiveInt | None = Knob(
         None,
-        f"Distinct held-out problems; unset: all, up to {MAX_HELDOUT}.",
+        f"Number of distinct held-out problems; unset: all, up to {MAX_HELDOUT}.",
         basic=True,
     )
 

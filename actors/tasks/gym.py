@@ -63,7 +63,7 @@ def gym_problems(
 
 def _most_items(config: ReasoningGymTask) -> int:
     # The stream yields a held-out question with probability HELDOUT_SHARE, so even an endless
-    # dataset needs this number of items on average; repetitions may take ten times as many.
+    # dataset needs this number of items on average. The limit is ten times as many, to allow for repetitions.
     need = max(config.num_train / (1 - HELDOUT_SHARE), config.num_heldout / HELDOUT_SHARE)
     return _PATIENCE_ITEMS + 10 * math.ceil(need)
 
@@ -71,7 +71,7 @@ def _most_items(config: ReasoningGymTask) -> int:
 def gym_scorer(config: ReasoningGymTask) -> Callable[[Sequence[Problem], Sequence[str]], list[float]]:
     """Return the dataset's own `score_answer`, applied to the completion or to the text between the answer tags.
 
-    Items are regenerated from their index: their values may have any type. Some datasets evaluate the answer as code.
+    Items are regenerated from their index: not all values can be stored. Some datasets evaluate the answer as code.
     """
     dataset = _dataset(config)
 
@@ -96,7 +96,7 @@ def gym_scorer(config: ReasoningGymTask) -> Callable[[Sequence[Problem], Sequenc
 
 
 def _score(dataset: ProceduralDataset, answer: str | None, item: dict[str, Any]) -> float:
-    """Return the dataset's score; 0 for an answer that it cannot parse, provided that it can parse its own."""
+    """Return the dataset's score; 0 for an answer that it cannot parse, provided that it can parse its own answer."""
     if "nan" in str(answer).replace(" ", "").lower() and item["metadata"].get("source_dataset") == "complex_arithmetic":
         return 0.0  # the dataset returns min(1.0, nan), which is 1.0
     try:
@@ -124,7 +124,7 @@ def _dataset(config: ReasoningGymTask) -> ProceduralDataset:
     try:
         if config.name == "composite":
             params["datasets"] = [DatasetSpec(**each) for each in params.get("datasets", ())]
-        # Items are requested by index, which must be below the size. No larger: some datasets draw all items at once.
+        # Items are requested by index, below the size. The size is minimal: some datasets draw all items at once.
         size = 1 + _most_items(config)
         try:
             return reasoning_gym.create_dataset(config.name, size=size, **params)

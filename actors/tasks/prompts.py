@@ -5,8 +5,8 @@ language over an item's columns, without attribute access.
 
 The split is decided by a hash of the columns that the template reads (the question), never by a seed. Generated
 datasets derive an item from seed + index, so two seeds share almost all their items. The hash gives the same split for
-every seed, order of a file and fixed text of a template, and for any other user of `held_out` (a supervised warm-up,
-for example), so that no held-out question is ever trained on.
+every seed, order of rows and fixed text of a template, and for any other user of `held_out` (a supervised warm-up,
+for example), so no held-out question is ever trained on.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def value_at(columns: Mapping[str, Any], field: str) -> Any:  # noqa: ANN401 -- 
 def teachers_of(problems: Sequence[Problem], field: str, teachers: Sequence[str]) -> bytes:
     """Return for each problem, in order of ids, the number (a byte) of the teacher that its column names.
 
-    Raises TaskError if a problem names no known teacher, or no problem names one of the teachers.
+    Raises TaskError if a problem names no known teacher, or a teacher is named by no problem.
     """
     column, _ = split_field(field)
     numbers = {name: number for number, name in enumerate(teachers)}

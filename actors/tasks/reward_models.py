@@ -28,7 +28,7 @@ _PROBE_S = 10.0
 _MAX_RETRIES = 1_000_000
 """Retries of a request: effectively unlimited, since its timeout bounds them."""
 _MAX_PAUSE_S = 120.0
-"""Maximum seconds before a retry; if an endpoint asks for a longer pause, the library sends no further request."""
+"""Maximum seconds before a retry; longer pauses are shortened, because the library would not retry after them."""
 _NUMBER = re.compile(r"(-?(?:\d+(?:\.\d+)?|(?<![^\W_])(?<!\.)\.\d+))")
 _BREAK = re.compile(r"[:=\n]|[.!?;]\s")
 """Separates a number from the statement before it."""
@@ -349,7 +349,7 @@ def _config_of(name: str, config: Classifier) -> Any:  # noqa: ANN401 -- Transfo
         raise TaskError(f"{where}: its config.json cannot be read: {first_line(error)}") from error
     kinds = model_config.architectures or ["no architecture"]
     if not kinds[0].endswith("ForSequenceClassification"):
-        raise TaskError(f"{where} is of type {kinds[0]}; a reward model is a ...ForSequenceClassification")
+        raise TaskError(f"{where} is of type {kinds[0]}; use a ...ForSequenceClassification model")
     if model_config.num_labels != 1:
         raise TaskError(
             f"{where} has {model_config.num_labels} outputs, but a reward is one number: use a model with num_labels 1"

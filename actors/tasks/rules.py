@@ -1,7 +1,7 @@
 """Rules: built-in rewards by name, which compare a completion with a column of its row.
 
 They run in reward processes like any reward function, so a rule that does not return is killed with its process: a
-regular expression that backtracks forever, or an equation that sympy never simplifies, costs only its own sample. The
+regular expression that backtracks forever, or an equation that sympy never simplifies, fails only its own sample. The
 rule `code` is in `leeway.actors.tasks.code`.
 """
 
@@ -26,16 +26,16 @@ from leeway.actors.tasks.task import Call, NoScore, Problem, TaskError, among_kn
 
 ANSWERS = ("answer", "solution", "ground_truth")
 TESTS = ("tests", "test_list")
-"""Columns that a rule reads if its table names none, in this order."""
+"""Columns that a rule tries in this order if its table names no column."""
 _Matches = Callable[[str, str], bool | NoScore]  # (answer, completion) -> whether the completion is correct
 
 
 def check_rule(
     name: str, rule: RewardRule, columns: Collection[str], problems: Sequence[Problem], *, here: bool
 ) -> None:
-    """Check a rule before a process starts; with `here`, also check what it needs of this machine.
+    """Check a rule before a process starts; with `here`, also check that this machine supports it.
 
-    Raises TaskError if no row has its column, none of these problems has a value there, a library is missing, or the
+    Raises TaskError if no row has its column, no problem has a value in that column, a library is missing, or the
     kernel refuses a required isolation.
     """
     path = _path(name, rule, columns)
@@ -88,7 +88,7 @@ def _texts(answer: object, rule: RewardRule) -> list[str]:
 
 
 def _path(name: str, rule: RewardRule, columns: Collection[str]) -> str | None:
-    """Return the field that the rule reads of a row, None if it needs none; raise TaskError if no row has it."""
+    """Return the field that the rule reads from a row, None if it needs none; raise TaskError if no row has it."""
     if isinstance(rule, RegexRule) and rule.column is None:
         return None
     defaults = TESTS if isinstance(rule, CodeRule) else ANSWERS

@@ -27,9 +27,9 @@ from leeway.common.errors import LeewayError
 from leeway.common.user_input import did_you_mean
 
 MAX_CHECKED_PROMPTS = 50_000
-"""Maximum prompts that are tokenised before a run starts; its actors tokenise all of them."""
+"""Maximum prompts that are tokenised before a run starts; its actors tokenise all prompts."""
 MAX_CHECKED_BYTES = 8_000_000
-"""Maximum UTF-8 bytes of those prompts together; the longest prompt is checked even if it exceeds them."""
+"""Maximum UTF-8 bytes of those prompts together; the longest prompt is checked even if it is larger."""
 PROMPTS = "prompts"
 """Name of the prompt's text among the columns that a process reads."""
 _AT_ONCE_CHARACTERS = 2**18
@@ -41,7 +41,7 @@ class TaskError(LeewayError, ValueError):
 
 
 def among_known(name: str, known: Iterable[str]) -> str:
-    """Return a clause that lists the known names, and a similar one if any."""
+    """Return a clause that lists the known names, and the most similar name if any."""
     names = sorted({str(one) for one in known})
     shown = ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
     return f"known: {shown or 'none'}{did_you_mean(name, names)}"
@@ -54,7 +54,7 @@ def first_line(error: BaseException) -> str:
 
 @dataclass(frozen=True, slots=True)
 class NoScore:
-    """In place of a score: the sample has none, and other samples of the call are not affected."""
+    """Placeholder for the score of a sample without one; other samples of the call are not affected."""
 
     why: str
     """Failures are counted by this text, so it must not contain anything specific to a sample."""
@@ -89,7 +89,7 @@ Call = Callable[[Sequence[Problem], Sequence[str]], Scores | Awaitable[Scores]]
 
 @dataclass(frozen=True, slots=True)
 class RewardFunction:
-    """A named function from completions to rewards, and what a process needs to load it: `tasks.load_reward`."""
+    """A named function from completions to rewards, and the data from which `tasks.load_reward` loads it."""
 
     name: str
     task: ReasoningGymTask | FileTask
@@ -141,7 +141,7 @@ class PromptStore:
         self._num_pending, self._num_cores, self.tokenising_s = 0, len(os.sched_getaffinity(0)), 0.0
 
     def add(self, row: Mapping[str, Any], text: str, number: int = 0, key: int = 0) -> int:
-        """Store row `number` of the data, with its prompt `text` and the hash `key` of that; return its place."""
+        """Store row `number` of the data, with its prompt `text` and the hash `key` of the text; return its place."""
         if self._reads is not None:
             row = {name: value for name, value in row.items() if name in self._reads}
         kept = _to_json(row)
@@ -244,7 +244,7 @@ class Task:
         self._check_lengths(np.arange(len(lengths)), lengths, max_prompt_tokens)
 
     def check_prompts(self, codec: PromptCodec, max_prompt_tokens: int, vocab_size: int) -> None:
-        """Check as many prompts as is possible in a few seconds, those with the most UTF-8 bytes.
+        """Check the prompts with the most UTF-8 bytes, as many as a few seconds allow.
 
         Raises TaskError as `check_lengths`, or if the tokenizer has more tokens than the model.
         """
@@ -255,7 +255,7 @@ class Task:
         order = order[: max(1, int(np.searchsorted(np.cumsum(sizes[order]), MAX_CHECKED_BYTES, "right")))]
         checked = PromptStore(str, (), (), codec)
         for place in places[order].tolist():
-            # no token has this number of characters, so the rest of a longer text need not be checked
+            # no token has 1000 characters, so the rest of a longer text need not be checked
             checked.add({}, self.store.problem(place).text[: 1000 * (max_prompt_tokens + 1)])
         checked.flush()
         self._check_lengths(order, np.diff(checked.id_ends), max_prompt_tokens)
@@ -372,7 +372,7 @@ class PromptCodec:
         return self._ids(rendered, special=False)
 
     def end_of_turn(self) -> tuple[int, str, str] | None:
-        """Return the token that the chat template puts after an answer, or the tokenizer's; as in `TaskFacts`."""
+        """Return the token after an answer, its text and its source, as in `TaskFacts`; None without such a token."""
         tokens = self._tokenizer.added_tokens_decoder
         _, found, suffix = self._example(_ANSWER).rpartition(_ANSWER["content"])
         ends = [each for each in self._ids([suffix], special=False)[0] if each in tokens] if found else []
@@ -383,8 +383,8 @@ class PromptCodec:
     def answer_start(self, text: str) -> str:
         """Return the start of the answer that prompts like this one contain, such as '<think>'; empty if none.
 
-        With a chat template, this is the part of a prompt after the text that precedes the answer in a conversation,
-        whether that answer is the last turn or an earlier one. An open tag at the end of the prompt also counts.
+        With a chat template, compare a prompt with conversations whose last or earlier turn is the answer, and return
+        the rest of the prompt after the text before the answer. An open tag at the end of a prompt also counts.
         """
         prompt = self._example(add_generation_prompt=True) if self._chat else text
         answered = (self._example(_ANSWER), self._example(_ANSWER, *self._turns("")[-1:]))
@@ -396,7 +396,7 @@ class PromptCodec:
         """Render a question and these turns; return '' without a chat template, or if it rejects them."""
         try:
             return self._rendered([[*self._turns("the-question"), *answered]], **options)[0] if self._chat else ""
-        except Exception:  # of any type: a run never renders an answer
+        except Exception:  # of any type; harmless, because a run never renders an answer
             return ""
 
     def _turns(self, text: str) -> list[dict[str, str]]:

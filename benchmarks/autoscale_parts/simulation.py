@@ -31,7 +31,7 @@ class ScalingSimulation(Simulation):
         self._prompts.next = stretched  # type: ignore[method-assign]
 
     def so_far(self) -> Outcome:
-        """Return the counts up to now; shares of time are not filled in."""
+        """Return the counts up to now; fractions of time are not set."""
         return self._found
 
     def count(self) -> int:
@@ -39,7 +39,7 @@ class ScalingSimulation(Simulation):
         return len(self._engines) - len(self._draining)
 
     def scale(self, count: int, start_s: float = 0.0) -> None:
-        """Scale the only pool; new actors start after `start_s`, removed ones finish their running samples.
+        """Scale the only pool; new actors start after `start_s`, and removed actors finish their running samples.
 
         Raises:
             ValueError: `count` is below 1, or there are several pools.
@@ -68,7 +68,7 @@ class ScalingSimulation(Simulation):
         if engine not in self._draining:
             super()._lease(engine)
 
-    def _on_step(self, what: Any) -> None:  # noqa: ANN401 -- its base's
+    def _on_step(self, what: Any) -> None:  # noqa: ANN401 -- signature of the base class
         super()._on_step(what)
         self._num_steps += 1
         self._after_step(self._num_steps)

@@ -81,7 +81,7 @@ def flood(address: str, per_s: int) -> None:
                 number += 1
             while hostile.poll(0):
                 hostile.recv_multipart()
-            due = max(due, time.monotonic() - 10 * BURST_S) + BURST_S  # bursts missed during a stop are not made up
+            due = max(due, time.monotonic() - 10 * BURST_S) + BURST_S  # do not send bursts missed during a stop
             time.sleep(max(0.0, due - time.monotonic()))
 
 

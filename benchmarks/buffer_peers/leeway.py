@@ -42,7 +42,7 @@ HALF_LOAD_PART = 4
 DRAWS_IN_FLIGHT = 2
 NUM_SAMPLED_BATCHES = 60
 LEASES_AHEAD = 128
-"""Groups leased at a time while a store is filled; admission allows this many with 32 groups per step."""
+"""Number of groups leased at a time while a store is filled; admission allows this many with 32 groups per step."""
 
 
 def measure(work: Workload, folder: Path) -> Figures:
@@ -146,7 +146,7 @@ def _some_leases(work: Workload, actor: BufferClient) -> list[Lease]:
 
 
 def _at_rate(actor: BufferClient, rows: list[Trajectory], per_s: float) -> float:
-    """Return the median seconds to the acknowledgement if groups are pushed at a constant rate."""
+    """Return the median seconds to the acknowledgement of groups that are pushed at a constant rate."""
     latencies_s: list[float] = []
     futures = []
     started = time.perf_counter()
@@ -162,7 +162,7 @@ def _at_rate(actor: BufferClient, rows: list[Trajectory], per_s: float) -> float
 
 
 def _lone(actor: BufferClient, rows: list[Trajectory]) -> float:
-    """Return the median seconds to the acknowledgement if one push is in flight at a time."""
+    """Return the median seconds to the acknowledgement with one push in flight at a time."""
     latencies_s = []
     for row in rows:
         started = time.perf_counter()

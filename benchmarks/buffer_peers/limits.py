@@ -1,7 +1,7 @@
 """Upper limits of this machine: network transport alone, and disk alone.
 
 Raw ZeroMQ: PUSH to PULL over loopback, 32 trajectories per message, encoded as by the client, read and validated as by
-the service, then discarded. Only the end is acknowledged.
+the service, then discarded. The receiver acknowledges only the end.
 
 Plain LMDB: records of the same size, one per trajectory, written by the process that holds them, synchronous, without
 writemap, 256 (and 32) per commit; read back by random keys.
@@ -97,7 +97,7 @@ def measure_lmdb(work: Workload, folder: Path) -> Figures:
 
 
 def _read(environment: lmdb.Environment, num_records: int) -> float:
-    """Return the seconds that copying batches of random records out of the store takes."""
+    """Return the seconds for copying batches of random records out of the store."""
     rng = random.Random(0)
     started = time.perf_counter()
     for _ in range(NUM_SAMPLED_BATCHES):

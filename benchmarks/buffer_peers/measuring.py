@@ -1,4 +1,4 @@
-"""Isolation of measurements in separate processes, so that none warms up another; requirements of the peers."""
+"""Isolation of measurements in separate processes, each starting cold; requirements of the peers."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def run_measurement(
         name: name of the measurement.
         what: function of this package, as "module:function".
         folder: folder on the file system to measure; a temporary folder is created there and removed.
-        num_trajectories: size of its workload; None: it has its own sizes and receives `quick` instead.
+        num_trajectories: size of the workload; None: the function has its own sizes and receives `quick` instead.
         quick: whether to use smaller sizes.
         python: interpreter of the environment to run in; None: the current one.
 
     Raises:
-        MeasurementFailed: it failed or timed out.
+        MeasurementFailed: the measurement failed or timed out.
     """
     with tempfile.TemporaryDirectory(dir=folder, prefix=f"buffer-{name}-", ignore_cleanup_errors=True) as fresh:
         call = {"what": what, "num_trajectories": num_trajectories, "quick": quick, "folder": fresh}

@@ -142,7 +142,7 @@ def measure_draws(quick: bool, folder: Path) -> Figures:
     """Measure the cost of a draw as the store grows from 10,000 to 1,000,000 trajectories of 32 tokens.
 
     Returns median milliseconds for the reward and the age sampler, with reuse. The same service is filled, measured,
-    filled further, and measured again. Trajectories are of 50 versions and have random rewards. One batch is 256
+    filled further, and measured again. Trajectories come from 50 versions and have random rewards. One batch is 256
     trajectories; the time is from the request to the reply with its records. Finishing the step is not timed.
     """
     figures: Figures = {}
@@ -202,7 +202,7 @@ def _draw_ms(learner: BufferClient, done: int) -> float:
 
 GROUPS_PER_STEP = 32
 STEPS_PER_CYCLE = 4
-"""Steps whose groups may be outstanding; a cycle pushes and trains all of them."""
+"""Number of steps whose groups may be outstanding; a cycle pushes all of these groups and trains on them."""
 CAPACITY_TRAJECTORIES = 2048
 NUM_TOKENS = {False: 10_000_000, True: 5_000_000}
 """Total number of tokens to push, by `quick`."""
@@ -240,12 +240,12 @@ class RssSampler:
 
 
 def measure_memory(quick: bool, folder: Path) -> Figures:
-    """Measure the service's memory while 10 million tokens are pushed, trained and evicted.
+    """Measure the service's memory while 10 million tokens are pushed, used for training and evicted.
 
     The measurement runs the cycle of a training run (lease, push, draw, finish, publish, checkpoint) and samples the
     service's RssAnon throughout. This is anonymous memory: pages of the store belong to the page cache and do not
-    count. Memory is flat if the median of the last quarter (of the tokens) is close to the median of the second; the
-    store reaches its capacity in the first.
+    count. Memory is flat if the median of the last quarter (of the tokens) is close to the median of the second
+    quarter; the store reaches its capacity in the first quarter.
     """
     work = Workload.make(WORKLOAD_TRAJECTORIES)
     config = config_for(capacity_trajectories=CAPACITY_TRAJECTORIES)
@@ -266,7 +266,7 @@ def measure_memory(quick: bool, folder: Path) -> Figures:
         actor.close()
         learner.close()
     if status.num_records > CAPACITY_TRAJECTORIES or status.ledger["trained"] != num_pushed:
-        raise RuntimeError(f"not all of {num_pushed} trajectories were trained and evicted: {status}")
+        raise RuntimeError(f"not all of {num_pushed} trajectories were used for training and evicted: {status}")
     early, late = statistics.median(sampler.mib(0.25, 0.5)), statistics.median(sampler.mib(0.75))
     return {
         "rss_anon_growth": late / early,
@@ -291,7 +291,7 @@ def _tokens(work: Workload, i: int) -> int:
 
 
 def _train(learner: BufferClient, done: int) -> int:
-    """Train the pushed groups; return the number of finished steps."""
+    """Train on the pushed groups; return the number of finished steps."""
     draw_steps(learner, done, STEPS_PER_CYCLE, GROUPS_PER_STEP)
     done += STEPS_PER_CYCLE
     learner.published(0, done).result(PATIENCE_S)
@@ -303,7 +303,7 @@ def measure_restart(quick: bool, folder: Path) -> Figures:
     """Measure how fast a killed service restarts on a store of 2 GiB.
 
     The service is killed with SIGKILL. Times are from the start of the new process to the line with its address and to
-    the first reply, once with the file in the page cache and once after it was dropped from it.
+    the first reply, once with the file in the page cache and once without it there.
     """
     work = Workload.make(WORKLOAD_TRAJECTORIES)
     config = config_for(sampler="uniform", max_uses="unlimited")

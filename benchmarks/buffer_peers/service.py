@@ -27,7 +27,7 @@ from leeway.common.staleness import StalenessConfig
 
 RUN_ID = "benchmark"
 ADMITTED_STEPS = 4
-"""Steps whose groups may be outstanding if the lag is unbounded."""
+"""Number of steps whose groups may be outstanding if the lag is unbounded."""
 LEASES_PER_REQUEST = 64
 LEASE_S = 3600.0
 LONG_LEASES = constants({"leeway.buffer.leases.LEASE_TIMEOUT_S": LEASE_S})
@@ -54,7 +54,7 @@ def config_for(**overrides: object) -> BufferConfig:
 
 
 class Service:
-    """`python -m tests.world.buffer_process` on a folder; a context manager that stops the process."""
+    """Context manager that runs `python -m tests.world.buffer_process` on a folder."""
 
     def __init__(self, folder: Path, facts: RunFacts, config: BufferConfig, *, under: Sequence[str] = ()) -> None:
         """Start the service; `under` is a command that runs it, such as a tracer."""
@@ -150,7 +150,7 @@ def lease_all(actor: BufferClient, num_groups: int) -> list[Lease]:
     """Lease `num_groups` groups.
 
     Raises:
-        RuntimeError: admission closed before.
+        RuntimeError: admission closed before all groups were leased.
     """
     leases: list[Lease] = []
     while len(leases) < num_groups:

@@ -40,7 +40,7 @@ Call = dict[str, np.ndarray]
 
 
 def measure(work: Workload, folder: Path) -> Figures:
-    """Measure memory-mapped storage, which counts, and a lazy stack."""
+    """Measure memory-mapped storage, whose rates are compared, and a lazy stack."""
     rows, sizes = work.trajectories(), (len(work), int(work.bounds[-1]))
     push_s, sample_s = hand_over(rows, as_arrays, _consume, fill_memmap, sizes, str(folder))
     stack_push_s, stack_sample_s = hand_over(rows, as_arrays, _consume, fill_lazy_stack, sizes, str(folder))

@@ -31,7 +31,7 @@ NUM_PROMPTS = 1000
 ROWS_PER_CALL = 32
 """Trajectories per message, call, commit or pipeline; the same for all systems."""
 BATCH_TRAJECTORIES = 256
-"""Trajectories of a sampled batch."""
+"""Number of trajectories in a sampled batch."""
 PATIENCE_S = 300.0
 """Timeout of each operation of a measurement in seconds."""
 

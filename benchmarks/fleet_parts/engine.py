@@ -1,7 +1,7 @@
 """SleepingEngine: the interface of `leeway.actors.engine.Engine` with a token-time model instead of a network.
 
 The generated tokens are random. Generation time, sharing among samples, the version of each token and the cost of an
-update match those of a real engine with this token time. It computes nothing: sixteen engines fit on two cores.
+update match those of a real engine with this token time. It computes nothing, so sixteen engines fit on two cores.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class SleepingEngine:
         self._changed = asyncio.Event()
         self._updating = asyncio.Lock()
         self._versions: list[tuple[float, PolicyVersion]] = [(-float("inf"), version)]
-        """Value of the clock's `made` from which each version sampled, back to the oldest running sample."""
+        """Versions in use since the oldest running sample started, each with the value of `made` at its start."""
         self._numbers_of: dict[RequestKey, int] = {}
         self._interrupted: dict[int, int] = {}
         """Number of tokens of each interrupted sample."""
@@ -55,7 +55,7 @@ class SleepingEngine:
         self._waker = asyncio.create_task(self._wake())
         self._num_steps = self._steps_s = 0.0
         self._moments = LeastSquares(4)
-        """Least-squares sums of its step times, by the terms of `TokenTime`."""
+        """Least-squares sums of the engine's step times, by the terms of `TokenTime`."""
         self._stalled_until_s = -float("inf")
         """Time until which step times are not recorded, because the engine stalls."""
 

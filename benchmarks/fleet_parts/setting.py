@@ -52,7 +52,7 @@ class FleetSetting:
     step_s: float
     """Fixed seconds of a learner step."""
     step_token_s: float = 0.0
-    """Additional seconds of a step per trained token."""
+    """Additional seconds of a step per token used for training."""
     pause_s: float = 0.05
     stretch: Stretch | None = None
 

@@ -7,7 +7,7 @@ the kernels of liger-kernel.
 
 A dispatch mode intercepts each operation below autograd. An operation reads its inputs and writes its outputs; a view
 moves no bytes; an operation that selects, adds or sets rows moves only these. Each operation that moves bytes counts as
-one kernel. Figures of a layer are the difference between two layers and one, which excludes head and embedding.
+one kernel. Figures of a layer are the difference between models of two layers and one: no head, no embedding.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def is_attention(name: str) -> bool:
 
 
 class Counting(TorchDispatchMode):
-    """Count operations by phase and kind, in `figures` with keys such as "forward.other.bytes"."""
+    """Counter of operations by phase and kind, in `figures` with keys such as "forward.other.bytes"."""
 
     def __init__(self, device: torch.device = CUDA) -> None:
         """Start at zero; only operations on this type of device are counted."""
@@ -86,11 +86,11 @@ class Counting(TorchDispatchMode):
 
     def __torch_dispatch__(
         self,
-        func: Any,  # noqa: ANN401 -- torch's
+        func: Any,  # noqa: ANN401 -- torch API
         types: object,
-        args: Any = (),  # noqa: ANN401 -- torch's
-        kwargs: Any = None,  # noqa: ANN401 -- torch's
-    ) -> Any:  # noqa: ANN401 -- torch's
+        args: Any = (),  # noqa: ANN401 -- torch API
+        kwargs: Any = None,  # noqa: ANN401 -- torch API
+    ) -> Any:  # noqa: ANN401 -- torch API
         """Run an operation, and count it."""
         if func.namespace == "prim":
             return func(*args, **(kwargs or {}))
@@ -140,7 +140,7 @@ def product_flops(args: Sequence[object]) -> int:
     return 2 * left.numel() * right.shape[-1]
 
 
-def moved_bytes(func: Any, name: str, inputs: list[Tensor], outputs: list[Tensor]) -> int:  # noqa: ANN401 -- torch's
+def moved_bytes(func: Any, name: str, inputs: list[Tensor], outputs: list[Tensor]) -> int:  # noqa: ANN401 -- torch API
     """Return the bytes that an operation reads and writes; see the module docstring."""
     returns = func._schema.returns
     is_view = any(each.alias_info is not None and not each.alias_info.is_write for each in returns)

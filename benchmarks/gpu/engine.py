@@ -31,14 +31,14 @@ DTYPE: Literal["bfloat16"] = "bfloat16"
 FIRST = PolicyVersion(0, 0)
 PROMPT = 64
 NUM_ROUNDS = 3
-"""Rounds of requests that all start at once; the first round includes warm-up."""
+"""Number of rounds of requests that all start at once; the first round includes warm-up."""
 NUM_UPDATES, NUM_RUNNING = 20, 64
 SHARE = 0.35
 """Fraction of the card's memory for the engine; the learner that scores its tokens uses the rest."""
 CHANGE = 0.02
-"""Standard deviation of the change of a weight in an update, as a fraction of that of the weights."""
+"""Standard deviation of the weight changes in an update, as a fraction of the standard deviation of the weights."""
 NUM_BETWEEN = 8
-"""Engine steps between two updates, so that every version samples tokens, even on a busy machine."""
+"""Minimum number of engine steps between two updates, so that every version samples tokens, even on a busy machine."""
 POLL_S = 0.01
 DRAIN_S = 60.0
 """Seconds to wait for the last running requests, and for the steps between two updates."""
@@ -242,7 +242,7 @@ class Traffic:
 
 
 class _Resume:
-    """Measure vLLM's resume in an update; the engine itself reports only the whole pause and the load."""
+    """Timer of vLLM's resume in an update; the engine itself reports only the whole pause and the load."""
 
     def __init__(self, engine: Engine) -> None:
         llm: Any = engine._alive()

@@ -74,7 +74,7 @@ def timed_steps(
     seconds: float = SECONDS,
     one_pass: bool = True,
 ) -> dict[str, Any]:
-    """Time steps for about `seconds`, at least one after warm-up; each packs and trains new samples."""
+    """Time steps for about `seconds`, at least one after warm-up; each packs new samples and trains on them."""
     times_s: list[float] = []
     rates: list[float] = []
     mfu: list[float] = []
@@ -112,7 +112,7 @@ def timed_steps(
 
 
 def sweep(place: Place, shape: str = "1.5B") -> None:
-    """Measure variants of the config, which each differ from the default in one choice, and report out of memory."""
+    """Measure variants of the config, each with one difference from the default, and report out of memory."""
     variants: list[tuple[str, dict[str, Any], float | None, bool]] = [
         ("default", {}, None, True),
         ("two passes", {}, None, False),
@@ -208,9 +208,9 @@ def profile(place: Place, shape: str = "1.5B") -> None:
 
 
 def launching(place: Place, shape: str = "1.5B") -> None:
-    """Time a full micro-batch, and one of few tokens, whose time is that of the host launching its kernels.
+    """Time a full micro-batch, and one with few tokens, whose time is mostly the kernel launches of the host.
 
-    Then time all micro-batches of a step twice, which shows the cost of lengths that are new.
+    Then time all micro-batches of a step twice, which shows the cost of new lengths.
     """
     learner = place.learner(shape)
     rows = place.rows(shape, 128, seed=5)

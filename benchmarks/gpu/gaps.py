@@ -27,11 +27,11 @@ FIELDS = "clocks.sm,power.draw,temperature.gpu,clocks_event_reasons.active"
 EVERY_MS = 200
 END_S = 5.0
 BOUNDS_US = (0.0, 5.0, 20.0, 100.0, 1e3, 1e4, float("inf"))
-"""Limits of the classes of gaps by length."""
+"""Bounds of the length classes of gaps, in microseconds."""
 
 
 class Watch:
-    """Sample clocks and power of the card, without changing its settings."""
+    """Sampler of clocks and power of the card; it does not change settings."""
 
     def __init__(self, *, on_gpu: bool) -> None:
         """Start `nvidia-smi`, if there is a card."""
@@ -102,7 +102,7 @@ def gaps(place: Place, shape: str = "1.5B") -> None:
 
 
 def _step(place: Place, learner: Learner, shape: str, *, seed: int) -> tuple[Step, StepBatch]:
-    """Train one batch, which the seed determines."""
+    """Train on one batch, which the seed determines."""
     rows = place.rows(shape, NUM_SEQUENCES, seed)
     batch = learner.batch(rows)
     peak = peak_of(torch.cuda.get_device_name()) if place.on_gpu else None

@@ -45,10 +45,10 @@ _CAST_UP = frozenset(
     {"pow", "__pow__", "__rpow__", "exp", "log", "rsqrt", "reciprocal", "softmax", "log_softmax", "logsumexp", "sum"}
     | {"rms_norm", "layer_norm", "prod", "cumsum", "linalg_vector_norm"}
 )
-"""Functions of a decoder whose inputs autocast casts to float32 on CUDA; those of _CAST_DOWN, to 16 bits."""
+"""Decoder functions whose inputs autocast casts to float32 on CUDA; it casts inputs of _CAST_DOWN to 16 bits."""
 
 
-def _operation(name: str, schema: str, result: Any) -> Any:  # noqa: ANN401 -- torch's
+def _operation(name: str, schema: str, result: Any) -> Any:  # noqa: ANN401 -- torch API
     """Register an operation that computes nothing; `result` returns its outputs for fake tensors."""
     made: Any = torch.library.custom_op(f"leeway_counting::{name}", result, mutates_args=(), schema=schema)
     made.register_fake(result)
@@ -86,17 +86,17 @@ class _Silu(torch.autograd.Function):
     """SiLU whose backward pass is one kernel, as on CUDA; torch decomposes it for fake tensors."""
 
     @staticmethod
-    def forward(ctx: Any, states: Tensor) -> Tensor:  # noqa: ANN401 -- torch's
+    def forward(ctx: Any, states: Tensor) -> Tensor:  # noqa: ANN401 -- torch API
         ctx.save_for_backward(states)
         return torch.ops.aten.silu(states)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # noqa: ANN401 -- torch's
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # noqa: ANN401 -- torch API
         return _silu_backward(gradient, *ctx.saved_tensors)
 
 
 class _CudaAutocast(TorchFunctionMode):
-    """Cast as autocast does on CUDA; that of torch checks the device in C++, where fake tensors are on the host."""
+    """Mode that casts like autocast on CUDA; torch's checks the device in C++, where fake tensors are on the host."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,11 +104,11 @@ class _CudaAutocast(TorchFunctionMode):
 
     def __torch_function__(
         self,
-        func: Any,  # noqa: ANN401 -- torch's
+        func: Any,  # noqa: ANN401 -- torch API
         types: object,
-        args: Any = (),  # noqa: ANN401 -- torch's
-        kwargs: Any = None,  # noqa: ANN401 -- torch's
-    ) -> Any:  # noqa: ANN401 -- torch's
+        args: Any = (),  # noqa: ANN401 -- torch API
+        kwargs: Any = None,  # noqa: ANN401 -- torch API
+    ) -> Any:  # noqa: ANN401 -- torch API
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         if name == "autocast_decrement_nesting":
             self._casts.clear()
@@ -128,15 +128,15 @@ class _CudaAutocast(TorchFunctionMode):
 
 
 class _OnCuda(TorchDispatchMode):
-    """Create tensors on the fake CUDA device if C++ code would create them on the host."""
+    """Mode that creates tensors on the fake CUDA device if C++ code would create them on the host."""
 
     def __torch_dispatch__(
         self,
-        func: Any,  # noqa: ANN401 -- torch's
+        func: Any,  # noqa: ANN401 -- torch API
         types: object,
-        args: Any = (),  # noqa: ANN401 -- torch's
-        kwargs: Any = None,  # noqa: ANN401 -- torch's
-    ) -> Any:  # noqa: ANN401 -- torch's
+        args: Any = (),  # noqa: ANN401 -- torch API
+        kwargs: Any = None,  # noqa: ANN401 -- torch API
+    ) -> Any:  # noqa: ANN401 -- torch API
         kwargs = kwargs or {}
         if kwargs.get("device") is not None:
             name = func._schema.name.rpartition("::")[2]
@@ -147,7 +147,7 @@ class _OnCuda(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-def _host(args: Any) -> torch.device:  # noqa: ANN401 -- torch's
+def _host(args: Any) -> torch.device:  # noqa: ANN401 -- torch API
     return torch.device("meta" if args[0].fake_mode.in_kernel_invocation else "cpu")
 
 
@@ -215,7 +215,7 @@ def _fake_tensors(_: Path, shapes: Mapping[str, Sequence[int]]) -> Iterator[tupl
 LIBRARY = "liger_kernel"
 _NAMES = (LIBRARY, f"{LIBRARY}.transformers", f"{LIBRARY}.transformers.functional")
 _MULTIPROCESSORS = 132
-"""Multiprocessors of an H100; the weight gradient of a norm is a sum over one row for each."""
+"""Number of multiprocessors of an H100; each writes one row of partial sums of a norm's weight gradient."""
 
 _norm = _operation(
     "fused_norm",
@@ -285,13 +285,13 @@ _softmax_again = _operation(
 
 class _Norm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, states: Tensor, weight: Tensor) -> Tensor:  # noqa: ANN401 -- torch's
+    def forward(ctx: Any, states: Tensor, weight: Tensor) -> Tensor:  # noqa: ANN401 -- torch API
         out, scale = _norm(states, weight)
         ctx.save_for_backward(states, weight, scale)
         return out
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ANN401 -- torch's
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ANN401 -- torch API
         states, weight, scale = ctx.saved_tensors
         torch.zeros_like(gradient)  # the kernel clears its output first
         of_states, rows = _norm_backward(gradient, states, weight, scale)
@@ -300,12 +300,12 @@ class _Norm(torch.autograd.Function):
 
 class _Gate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:  # noqa: ANN401 -- torch's
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:  # noqa: ANN401 -- torch API
         ctx.save_for_backward(gate, up)
         return _gate(gate, up)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ANN401 -- torch's
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ANN401 -- torch API
         found: tuple[Tensor, Tensor] = _gate_backward(gradient, *ctx.saved_tensors)
         return found
 
@@ -317,7 +317,7 @@ class _Rotation(torch.autograd.Function):
         return _rotated(query, key, cosines, sines)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401 -- torch's
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401 -- torch API
         return *_rotated(*gradients, *ctx.saved_tensors), None, None
 
 
@@ -341,7 +341,7 @@ class _AddNorm(torch.autograd.Function):
         return (summed if ctx.adds else states.view_as(states)), normed
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401 -- torch's
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401 -- torch API
         if ctx.adds:
             of_states, of_added, rows = _add_norm_backward(*gradients, *ctx.saved_tensors)
             return of_states, of_added, rows.sum(0), None

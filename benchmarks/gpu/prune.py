@@ -1,4 +1,4 @@
-"""Remove device code that a Hopper card does not run from a CUDA library: `python -m benchmarks.gpu.prune FILE`.
+"""Remove from a CUDA library the device code that a Hopper card does not run: `python -m benchmarks.gpu.prune FILE`.
 
 Such a library has one container of images ("fatbin") per source file, with one image per architecture. The images of
 sm_90 and sm_90a are kept. A container without them, which the driver would compile from PTX at first use, is emptied

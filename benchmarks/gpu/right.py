@@ -169,8 +169,8 @@ _SMALL: dict[str, Any] = {
     "head_dim": 16,
 }
 EXACT_WITHIN = {"float64": 1e-10, "float32": 1e-4, "bfloat16": 0.1}
-"""Maximum difference of a gradient divided by its maximum value. For bfloat16, which is compared with float32, norm of
-the difference divided by that of all gradients: rounding gives half of the limit in these models, an error about 1."""
+"""Maximum difference of a gradient divided by its maximum value. For bfloat16, compared with float32: norm of the
+difference divided by the norm of all gradients; rounding alone reaches half of the limit, a bug about 1."""
 
 
 def _families() -> Iterator[tuple[str, Callable[[], PreTrainedModel]]]:
@@ -243,7 +243,7 @@ def _train(
 
 
 def _widen(chunks: Sequence[StageModule]) -> None:
-    """Compute norms and rotations in float64; in Transformers they are float32 and differ between devices."""
+    """Compute norms and rotary embeddings in float64; in Transformers they are float32 and differ between devices."""
     for chunk in chunks:
         for name, module in chunk.named_modules():
             if type(module).__name__.endswith("RMSNorm"):
@@ -331,7 +331,7 @@ def attention(place: Place) -> None:
 
 
 def _with_a_shared_prompt(lengths: Sequence[int]) -> IntArray:
-    """Return the packed index of every token if all sequences share a prompt of 3/4 of the shortest length."""
+    """Return the packed index of every token, assuming all sequences share a prompt of 3/4 of the shortest length."""
     prompt = min(lengths) * 3 // 4
     ends = np.cumsum([lengths[0], *(length - prompt for length in lengths[1:])])
     return np.concatenate([np.arange(ends[0]), *(np.r_[:prompt, start:end] for start, end in pairwise(ends))])

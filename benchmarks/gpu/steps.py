@@ -52,7 +52,7 @@ class Step:
 
     @property
     def shape(self) -> str | None:
-        """Shape that the step trains or serves; None if it is small for any card."""
+        """Shape of the model that the step trains or serves; None if it fits on any card."""
         return self.options.get("shape", SHAPES_OF_PARTS.get(self.part))
 
 

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 KEPT = ("report.html", "metrics.jsonl", "actors.jsonl", "events.jsonl", "eval.jsonl", "summary.json", "config.toml")
 """Files of a run that are copied to the results."""
 KEEP_S = 20.0
-"""Seconds of a step's limit for imports before the run, and for copying the files of a run that timed out."""
+"""Seconds of a step's limit reserved for imports before the run, and for copying the files if it times out."""
 NUM_STEPS, NUM_WARM_UP = 20, 5
 DEMO_STEPS_ON_CPU = 8
 NUM_PROMPTS = 2048
@@ -41,14 +41,14 @@ PAIR_ON_GPU = {
 
 
 def demo(place: Place) -> None:
-    """Train examples/demo.toml on the card; on a CPU, a few steps with one actor and one stage."""
+    """Run examples/demo.toml on the card; on a CPU, a few steps with one actor and one stage."""
     steps = ("--learner.num_steps", str(DEMO_STEPS_ON_CPU))
     overrides = overrides_of(DEMO_ON_GPU) if place.on_gpu else [*FEW_PROCESSES, *steps]
     run(place, "demo", ROOT / "examples" / "demo.toml", overrides)
 
 
 def pair(place: Place, max_lag: int, shape: str = "0.6B") -> None:
-    """Train random weights of a shape at a staleness bound."""
+    """Train a randomly initialized model of a shape with a staleness bound."""
     name, known = place.shape(shape)
     model = place.model(shape)
     write_tokenizer(model, known["vocab_size"])

@@ -75,7 +75,7 @@ def balance(spot: Spot, *, path: str, quick: bool) -> Figures:
     for same in (("one_pass", "two_pass"), ("ours", "plain", "plain_one_pass")):
         own = [found[name] for name in same]
         if max(own) > min(own) * (1 + SMOLLM2_SAME_WITHIN):
-            raise RuntimeError(f"the sides do not train the same loss: gradient norms {found}")
+            raise RuntimeError(f"the sides do not compute the same loss: gradient norms {found}")
     return {
         "tb_one_pass_over_two": median_ratio(seconds["two_pass"], seconds["one_pass"]),
         "smollm2_tb_over_plain": median_ratio(seconds["plain"], seconds["ours"]),
@@ -137,7 +137,7 @@ def shared_prompts(spot: Spot, *, quick: bool) -> Figures:
             batches["plain"] = learner.batch(rows)
         norms = {side: learner.step(batch) for side, batch in batches.items()}
         if abs(norms["shared"] / norms["plain"] - 1) > SAME_WITHIN:
-            raise RuntimeError(f"the sides do not train the same loss: gradient norms {norms}")
+            raise RuntimeError(f"the sides do not compute the same loss: gradient norms {norms}")
         seconds: dict[str, list[float]] = {side: [] for side in batches}
         for _ in range(1 if quick else 5):
             for side, batch in batches.items():

@@ -131,7 +131,7 @@ def real(spot: Spot, *, quick: bool) -> Figures:
     batches = {name: each.batch(rows, min_micro_batches=REAL_MICRO_BATCHES) for name, each in learners.items()}
     norms = {name: learner.step(batches[name]) for name, learner in learners.items()}
     if abs(norms["fused"] / norms["1f1b"] - 1) > SAME_WITHIN:
-        raise RuntimeError(f"the sides do not train the same loss: gradient norms {norms}")
+        raise RuntimeError(f"the sides do not compute the same loss: gradient norms {norms}")
     taken: dict[str, list[float]] = {name: [] for name in learners}
     for _ in range(1 if quick else 7):
         for name, learner in learners.items():

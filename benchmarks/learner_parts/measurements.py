@@ -93,7 +93,7 @@ def packed_against_padded(spot: Spot, *, quick: bool) -> Figures:
     padded_batches = padded(rows, PADDED_BATCH, TEMPERATURE)
     norms = learner.step(packed_batch), plain.step(padded_batches)
     if abs(norms[0] / norms[1] - 1) > SAME_WITHIN:
-        raise RuntimeError(f"the two sides do not train the same loss: gradient norms {norms}")
+        raise RuntimeError(f"the two sides do not compute the same loss: gradient norms {norms}")
     ours_s: list[float] = []
     plain_s: list[float] = []
     for number in range(1 if quick else 3):
@@ -154,9 +154,9 @@ def logprob_memory(spot: Spot, *, side: str, quick: bool) -> Figures:
     """Measure peak memory of log-probabilities and their gradient: 'chunked' as in the last stage, or by 'full' logits.
 
     Each side runs forward and backward at the size of SmolLM2's head, in a separate process. The figure is the peak
-    resident set size minus that before the pass, so it includes everything: logits, slopes, the gradient of head and
-    states. The kernel counts it (VmHWM, reset by writing 5 to /proc/self/clear_refs). The checksums `sums` verify that
-    both sides compute the same values.
+    resident set size minus the size before the pass, so it includes everything: logits, slopes, the gradient of head
+    and states. The kernel records the peak (VmHWM, reset by writing 5 to /proc/self/clear_refs). The checksums `sums`
+    verify that both sides compute the same values.
     """
     num_tokens = 1024 if quick else HEAD_TOKENS
     generator = torch.Generator().manual_seed(0)
@@ -215,7 +215,7 @@ REAL_MICRO_BATCHES = 8
 REAL_BUDGET, REAL_LONGEST = 1024, 512
 REAL_VOCABULARY = 2048
 REAL_FILL = 0.9
-"""Fraction of the micro-batches' tokens that are drawn; the rest allows for packing waste."""
+"""Fraction of the micro-batches' capacity that is filled with tokens; the rest allows for packing waste."""
 
 
 def real_compute(spot: Spot, *, quick: bool) -> Figures:
@@ -237,7 +237,7 @@ def real_compute(spot: Spot, *, quick: bool) -> Figures:
     assert batch.packed.num_micro_batches == REAL_MICRO_BATCHES, batch.packed.num_micro_batches
     norms = spot.gather(learner.step(batch))
     if max(norms) > min(norms) * (1 + SAME_WITHIN):
-        raise RuntimeError(f"the sides do not train the same loss: gradient norms {norms}")
+        raise RuntimeError(f"the sides do not compute the same loss: gradient norms {norms}")
     split_s: list[float] = []
     one_s: list[float] = []
     two_s: list[float] = []
@@ -297,7 +297,7 @@ def smollm2(spot: Spot, *, path: str, quick: bool) -> Figures:
     seconds, norms = spot.take_turns(SIDES, steps, 2 if quick else 4)
     found = list(norms.values())
     if max(found) > min(found) * (1 + SMOLLM2_SAME_WITHIN):
-        raise RuntimeError(f"the sides do not train the same loss: gradient norms {found}")
+        raise RuntimeError(f"the sides do not compute the same loss: gradient norms {found}")
     num_tokens = sum(len(row.token_ids) for row in rows)
     return {
         "smollm2_one_pass_over_plain": median_ratio(seconds["plain"], seconds["one_pass"]),

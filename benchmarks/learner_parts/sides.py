@@ -3,7 +3,7 @@
 A plain loop trains a Transformers model in one process. It has the loss, the optimizer and the clipping of the
 learner's step, and accumulates gradients over its batches in the same way. `padded` is the usual layout: sequences in
 order of arrival, padded to the longest of the batch. `packed` has the learner's micro-batches and its attention per
-sequence, and computes logits only where they are needed, so that only the pipeline differs from the learner.
+sequence, and computes logits only where they are needed, so only the pipeline differs from the learner.
 `PlainLoop` implements PPO, `BalanceLoop` trajectory balance, the latter on the learner's micro-batches only.
 """
 
@@ -35,7 +35,7 @@ from leeway.learner.packing import PackedBatch
 
 MEDIAN, SIGMA, LONGEST, TOKEN_BUDGET = 200, 1.0, 2048, 4096
 PROMPT = 64
-"""Tokens of a prompt; half of the sequence if that is less."""
+"""Number of prompt tokens; half of the sequence if that is less."""
 
 LogProbabilities = Callable[[PreTrainedModel], Tensor]
 
@@ -91,7 +91,7 @@ def small_llama(folder: Path, *, hidden_size: int, num_layers: int, vocab_size: 
 def configured(mesh: Mesh, **changes: Any) -> LearnerConfig:  # noqa: ANN401 -- keys of the section
     """Return the `[learner]` section with the mesh's number of stages and a learning rate too small to change weights.
 
-    All steps on all sides then have the same gradient, which verifies that they compute the same.
+    All steps on all sides then have the same gradient, which verifies that they compute the same function.
     """
     return LearnerConfig.model_validate({"num_stages": mesh.place.num_stages, "learning_rate": 1e-12, **changes})
 
@@ -110,7 +110,7 @@ class PlainBatch:
     advantage: Tensor
     """[n]."""
     num_slots: int
-    """Tokens computed, padding included."""
+    """Number of computed tokens, including padding."""
 
 
 class _Loop:

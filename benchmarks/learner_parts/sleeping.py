@@ -33,7 +33,7 @@ CASES = (("1f1b", 1), ("interleaved_1f1b", 2), ("zero_bubble", 1), ("zero_bubble
 
 
 def bubble(schedule: str, num_stages: int, num_chunks: int, num_micro_batches: int) -> float:
-    """Return the idle fraction of a stage's time if forward, backward for inputs and for weights take equal time."""
+    """Return a stage's idle fraction, assuming that forward, backward for inputs and for weights take equal time."""
     idle = bubble_in_micro_batches(schedule, num_stages, num_chunks)
     return idle / (num_micro_batches + idle)
 
@@ -42,14 +42,14 @@ class Sleep(torch.autograd.Function):
     """Identity that sleeps in forward and backward."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, forward_s: float, backward_s: float) -> Tensor:  # noqa: ANN401 -- torch's
+    def forward(ctx: Any, tensor: Tensor, forward_s: float, backward_s: float) -> Tensor:  # noqa: ANN401 -- torch API
         """Sleep for `forward_s` and return the tensor."""
         ctx.backward_s = backward_s
         time.sleep(forward_s)
         return tensor.view_as(tensor)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:  # noqa: ANN401 -- torch's
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:  # noqa: ANN401 -- torch API
         """Sleep for `backward_s` and return the gradient."""
         time.sleep(ctx.backward_s)
         return gradients[0], None, None

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from benchmarks.lib.processes import call_in_processes
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # which its stub does not re-export
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # the stub does not re-export it
 
 from leeway.common.process import keep_freed_memory
 from leeway.learner.mesh import Mesh, MeshPlace
@@ -121,7 +121,7 @@ class Spot:
             action: action to time; not called in the other worlds, which wait without computing.
             worlds: worlds that run it.
         """
-        start = max(self.gather(time.perf_counter())) + HEAD_START_S  # one clock for all processes of a machine
+        start = max(self.gather(time.perf_counter())) + HEAD_START_S  # all processes of a machine share this clock
         time.sleep(max(0.0, start - time.perf_counter()))
         if self.world in worlds:
             action()

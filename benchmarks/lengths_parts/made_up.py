@@ -23,7 +23,7 @@ K = 8
 LEVEL, VARIANCE, EXPLAINED = np.log(400.0), 0.8, 0.65
 NUM_PROMPTS, NUM_CLASSES = 4_000, 16
 DRAWS = 10
-"""Groups of every prompt that predictions are compared with."""
+"""Number of groups of every prompt with which predictions are compared."""
 LONG = 0.2
 
 

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 
 @contextmanager
-def drawn(path: Path, width: float, height: float, *, font_size: float, **settings: Any) -> Iterator[Figure]:  # noqa: ANN401 -- matplotlib's own
+def drawn(path: Path, width: float, height: float, *, font_size: float, **settings: Any) -> Iterator[Figure]:  # noqa: ANN401 -- matplotlib API
     """Yield a figure to draw on, and write it to a file when the block ends.
 
     Args:

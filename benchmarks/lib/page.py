@@ -86,7 +86,7 @@ def judged(
 
 
 def bars_table(targets: Mapping[str, Mapping[str, Any]], word: str) -> str:
-    """Return the table of what `judged` returned for a word."""
+    """Return the table of the result of `judged` for a word."""
     rows = [
         [f"`{key}`", f"{each[word]:g}", number(each["measured"], "{:.3f}"), MET[each["met"]]]
         for key, each in targets.items()

@@ -20,7 +20,7 @@ INSTALL_TIMEOUT_S = 900
 
 
 class PeersUnavailable(RuntimeError):
-    """The environment cannot be created; the message has the installer's output."""
+    """Raised if the environment cannot be created; the message has the installer's output."""
 
 
 @lru_cache

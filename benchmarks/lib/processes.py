@@ -31,7 +31,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class MeasurementFailed(RuntimeError):
-    """A measurement ended without figures; the message has the reason."""
+    """Raised if a measurement ends without figures; the message has the reason."""
 
 
 def environment(**more: str) -> dict[str, str]:

@@ -50,7 +50,7 @@ def joined(folder: RunFolder) -> Iterator[dict[str, Any]]:
 
 
 class RunFailed(MeasurementFailed):
-    """A run failed; the message has the reason and the last lines of its output."""
+    """Raised if a run fails; the message has the reason and the last lines of its output."""
 
     def __init__(self, name: str, why: str, status: int | None, printed: Sequence[str]) -> None:
         last = ["last output:", *printed[-LAST_LINES:]] if printed else ["see its output above"]
@@ -63,10 +63,10 @@ class RunFailed(MeasurementFailed):
 
 @dataclass(frozen=True)
 class Samples:
-    """The trained samples, as arrays with one entry per sample."""
+    """Samples used for training, as arrays with one entry per sample."""
 
     step: npt.NDArray[np.int64]
-    """Step that trained the sample."""
+    """Step that used the sample."""
     length: npt.NDArray[np.int64]
     """Length of the completion in tokens."""
     started_s: npt.NDArray[np.float64]
@@ -79,7 +79,7 @@ class Generated(NamedTuple):
     busy_s: float
     """Seconds with at least one training request running."""
     num_tokens: float
-    """Completion tokens; a span that extends beyond the window counts by the share inside it."""
+    """Completion tokens; a span that extends beyond the window counts by the fraction inside it."""
 
 
 class FinishedRun:
@@ -116,7 +116,7 @@ class FinishedRun:
         return [(each["policy_version"], each["accuracy_greedy"]) for each in found]
 
     def samples(self) -> Samples:
-        """Read all trained samples from the buffer."""
+        """Read all samples used for training from the buffer."""
         path = self.folder / "samples.parquet"
         columns = ["trained_step", "token_ids", "prompt_length", "started_s", "finished_s"]
         with Inspection.open(self.folder / "buffer") as inspection:
@@ -153,7 +153,7 @@ class KeptResults:
         Args:
             folder: folder named by `--work`.
             name: name of the JSON file that stores the facts.
-            facts: what the runs of this benchmark have in common.
+            facts: settings that the runs of this benchmark have in common.
 
         Raises:
             SystemExit: the folder has runs with other facts.
@@ -209,7 +209,7 @@ def train(
         overrides: arguments of `leeway train`.
         log: file for the output of the run; None: the output of this process.
         limit_s: timeout in seconds.
-        prefix: command that runs it, such as `taskset`.
+        prefix: command that runs the subprocess, such as `taskset`.
         look: callback that receives the folder about every LOOK_EVERY_S during the run.
         module: module whose command line is run.
         variables: further environment variables.

@@ -172,7 +172,7 @@ def behaviour(lag: Lag, present_PC: Tensor, past: deque[Tensor]) -> Tensor:
 
 
 def age(lag: Lag, began: int, num_updates: int) -> int:
-    """Return the age in updates of the samples of a draw that began after `began` updates; uniform ones are oldest."""
+    """Return the age in updates of the samples of a draw that began after `began` updates; highest for uniform."""
     if not lag.isdecimal():
         return num_updates if lag == "first" else num_updates + 1
     return num_updates - began + min(int(lag), began)

@@ -103,13 +103,13 @@ class Setting:
 
     num_steps: int
     num_warmup: int
-    """Steps at the beginning that do not count."""
+    """Number of steps at the beginning that do not count."""
     groups_per_step: int
-    """Prompts of a step, GROUP_SIZE samples each; more prompts lengthen training, but hardly generation."""
+    """Number of prompts per step, GROUP_SIZE samples each; more prompts lengthen training, but hardly generation."""
 
     @property
     def samples_per_step(self) -> int:
-        """Samples of a step, all of which the actor keeps in flight at once, as a synchronous system would."""
+        """Number of samples per step, all of which the actor keeps in flight at once, as a synchronous system would."""
         return self.groups_per_step * GROUP_SIZE
 
 

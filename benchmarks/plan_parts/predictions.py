@@ -28,7 +28,7 @@ ROUNDS = 3
 GROUPS = 12
 WARM_UP = 5
 SAMPLES = 1_000
-"""Approximate number of samples trained in each run after the warm-up."""
+"""Approximate number of samples used for training in each run after the warm-up."""
 
 Figures = dict[str, Any]
 

@@ -50,7 +50,7 @@ class Instance:
         self._pools: dict[tuple[object, ...], EnginePool] = {}
 
     def score(self, plan: Plan) -> float:
-        """Return the rate that the bounds allow for a plan; -inf if it needs too many GPUs."""
+        """Return the throughput that the bounds allow for a plan; -inf if it needs too many GPUs."""
         first, first_slots, second, second_slots, stages, replicas, schedule, every = self.space.choices(plan).values()
         if first + second + stages * replicas > self._gpus:  # type: ignore[operator]
             return float("-inf")

@@ -29,13 +29,13 @@ UPDATE_S, MICRO_BATCH_S = 0.5, 5e-3
 LINK, TO_GPU = 50e9, 25e9
 """Bytes per second of a host's link (400 Gbit/s), and from its memory to a GPU; assumed, and never shared."""
 PASSES = 6
-"""Passes of a learner step, each with the cost of a forward pass."""
+"""Number of passes of a learner step, each with the cost of a forward pass."""
 FREE = 0.9
 """Fraction of a GPU's memory available to weights and caches."""
 RANK_BYTES, REST_BYTES = 18, 6e9
 """Bytes of a learner per parameter (weights, gradients and two moments in float32, weights in bf16), and the rest."""
 BUDGET = 20_480
-"""Tokens of a micro-batch, which holds the longest sample."""
+"""Token budget of a micro-batch; the longest sample fits."""
 LOADS = ((1, 8, 16, 24, 32, 48, 64, 96), (512, 2048, 8192))
 """Numbers of running samples and context tokens of each, at which the roofline is evaluated."""
 

@@ -31,7 +31,7 @@ from leeway.learner.optimizer import ADAM_BETAS, ADAM_EPS, learning_rate
 
 CONFIG = ROOT / "examples" / "sums.toml"
 PARTS = 4
-"""Parts per step; the granularity at which new samples are admitted."""
+"""Number of parts per step; the granularity at which new samples are admitted."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def completion_logprobs(model: PreTrainedModel, samples: Samples, pad: int) -> T
 
 @dataclass(frozen=True)
 class Part:
-    """Queued groups that are not trained yet."""
+    """Queued groups that no update has used yet."""
 
     version: int
     """Version of the policy that sampled them."""
@@ -133,15 +133,15 @@ class Curve:
     """Metrics of a run, one entry per update."""
 
     reward: list[float] = field(default_factory=list)
-    """Mean over the trained samples."""
+    """Mean over the samples of the update."""
     lag: list[float] = field(default_factory=list)
-    """Mean over the trained tokens, in versions."""
+    """Mean over the tokens of the update, in versions."""
     allowed: list[int] = field(default_factory=list)
     """Maximum lag at which new samples were admitted after the update."""
     drift: list[float] = field(default_factory=list)
     lr_scale: list[float] = field(default_factory=list)
     masked: list[float] = field(default_factory=list)
-    """Share of tokens whose gradient was masked."""
+    """Fraction of tokens whose gradient was masked."""
     ess: list[float] = field(default_factory=list)
     """Effective sample share over sequences, with raw weights."""
     k1: list[float] = field(default_factory=list)

@@ -127,7 +127,7 @@ class Receiver:
             self._read_bytes += len(data)
             return original(data)
 
-        for module in (store, delta):  # both look the name up at each use
+        for module in (store, delta):  # both modules look up the function at each call
             module.checksum_of = counted  # type: ignore[attr-defined]
 
 

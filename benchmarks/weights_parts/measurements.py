@@ -198,7 +198,7 @@ PLACES = ("disk", "memory")
 KEPT_FILES = 3
 """Number of torch.save files that are retained, like versions of the store."""
 WARM_UP_ROUNDS = KEPT_FILES + 2
-"""Rounds that do not count, until pages of removed files are reused for new ones. A page that the machine has never
+"""Number of uncounted rounds, until pages of removed files are reused for new ones. A page that the machine has never
 touched costs ten times as much, on whichever side uses it first."""
 
 
@@ -357,7 +357,7 @@ def _pull_at_once(
 
 NUM_PROCESSES, CLIENTS_EACH = 8, 8
 NUM_VALUES = 4 * 2**20
-"""Values of a version, 8 MiB, so that the machine can hold and send those of all clients."""
+"""Number of values of a version (8 MiB), so that the machine can hold and send those of all clients."""
 HEAD_START_S = 0.5
 
 

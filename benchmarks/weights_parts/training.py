@@ -1,7 +1,7 @@
 """Training of SmolLM2-135M by the learner's step on samples of the model itself, and uses of the resulting weights.
 
 AdamW, float32 weights, bf16 autocast, one stage of one thread. The samples are generated once with Transformers and
-stored in a file, so that gradients have realistic size and noise, and every measurement trains the same samples.
+stored in a file, so that gradients have realistic size and noise, and every measurement trains on the same samples.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def closeness(text: str, right: int) -> float:
 
 
 class Trainer:
-    """Trains on stored samples, a few groups per step, in repeated passes."""
+    """Learner that trains on stored samples, a few groups per step, in repeated passes."""
 
     def __init__(self, *, model: str, samples: str, scratch: str, learning_rate: float, groups_per_step: int) -> None:
         """Load the model; `scratch` is a folder for temporary files, the learning rate is constant."""
@@ -161,7 +161,7 @@ class Trainer:
 
 
 class DeltaLearner:
-    """Trains and encodes the changes of each step as a delta in bfloat16."""
+    """Learner that encodes the changes of each step as a delta in bfloat16."""
 
     def __init__(self, *, snapshots: str, spread: bool, **training: Any) -> None:  # noqa: ANN401 -- JSON
         """Load the model.
@@ -242,7 +242,7 @@ def differences(new: dict[str, torch.Tensor], old: dict[str, torch.Tensor]) -> d
 
 
 class PublishingLearner:
-    """Takes real optimizer steps and publishes each of them."""
+    """Learner that takes real optimizer steps and publishes each of them."""
 
     def __init__(self, *, folder: str, dtypes: list[str], **training: Any) -> None:  # noqa: ANN401 -- JSON
         """Load the model.
@@ -291,7 +291,7 @@ def _note_commit(found: dict[str, float], began_s: float, version: PolicyVersion
 
 
 class Sender:
-    """Holds two versions of the weights, one optimizer step apart, and sends them alternately.
+    """Sender that alternates between two versions of the weights, one optimizer step apart.
 
     It sends through a Publisher or with torch.save, from the same tensors in memory.
     """

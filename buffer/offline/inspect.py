@@ -98,7 +98,7 @@ class Inspection:
     @classmethod
     @contextmanager
     def open(cls, path: Path) -> Iterator[Inspection]:
-        """Open the buffer of a run folder or buffer folder; StoreError if there is none, or it is damaged."""
+        """Open the buffer of a run folder or buffer folder; raise StoreError if there is none or it is damaged."""
         folder = buffer_folder(path)
         with _naming(folder):
             store = Store(folder, None)
@@ -134,7 +134,7 @@ class Inspection:
     # --- parts ------------------------------------------------------------------------------------
 
     def _some(self, tx: Transaction, first: int, with_samples: bool) -> tuple[list[GroupView], int | None]:
-        """Return the groups read by one transaction, and the id at which the next one resumes; None at the end."""
+        """Return the groups read by one transaction, and the id at which the next transaction resumes; None: end."""
         deadline = time.monotonic() + READ_S
         found: list[GroupView] = []
         size = 0
@@ -218,7 +218,7 @@ class ParquetExport(NamedTuple):
 
 
 def export(inspection: Inspection, path: Path) -> ParquetExport:
-    """Write the stored trajectories to a Parquet file, replacing an existing one; StoreError if it fails."""
+    """Write the stored trajectories to a Parquet file, replacing an existing file; raise StoreError on failure."""
     if not path.name or path.is_dir():
         raise StoreError(f"{path} is a folder: pass the name of a file for the export, such as samples.parquet")
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")  # another process may export to the same name
@@ -247,7 +247,7 @@ def export(inspection: Inspection, path: Path) -> ParquetExport:
 
 
 def samples(inspection: Inspection, columns: Sequence[str] | None = None) -> pa.Table:
-    """Return the stored trajectories as a table of these columns, or of all; KeyError if one does not exist."""
+    """Return the stored trajectories as a table of these or all columns; raise KeyError if a column does not exist."""
     schema = pa.schema([*SCHEMA, *STATE])
     names, state = schema.names if columns is None else list(columns), inspection.state()
     tables = (_table(each, state, schema).select(names) for each in batches_of(inspection.groups(with_samples=True)))
@@ -299,7 +299,7 @@ def _state_columns(rows: Sequence[tuple[GroupView, Sample]], spans: pa.Array, st
 
     @cache
     def started(last: float) -> dict[int, int]:
-        """Return the start version of incarnations up to `last`; those after the training one do not affect the lag."""
+        """Return the start versions of incarnations up to `last`; those after a sample's use do not affect its lag."""
         return {number: version for number, version in state.resumed_at.items() if number <= last}
 
     starts = [started(inf if use is None else use.incarnation) for use in uses]
@@ -401,7 +401,7 @@ def _lease_faults(tx: Transaction) -> Iterator[str]:
         if not group.lease_id:
             continue
         if group.phase != "open" or group.lease_id in groups:
-            yield f"lease {group.lease_id} of group {group_id} is closed, or that of group {groups.get(group.lease_id)}"
+            yield f"lease {group.lease_id} of group {group_id} is closed, or also in group {groups.get(group.lease_id)}"
         groups[group.lease_id] = group_id
 
 

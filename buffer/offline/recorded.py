@@ -2,7 +2,7 @@
 
     Recorded      one source, opened for reading: a store, an export, or JSON Lines with a `FileRow` per line. A file is
                   read as a whole, because the rows of a group may be anywhere in it
-    survey        checks every sample, and counts samples, groups and those that cannot be trained on
+    survey        checks every sample, and counts the samples and the groups that can be trained on
     load_samples  adds all samples to a new store, as if each group had been leased and pushed there
 
 Versions of recorded tokens belong to another run, so all of them count as `RECORDED_VERSION`, which is before the run's
@@ -45,7 +45,7 @@ MAX_TOKEN_ID = 2**31 - 1
 MAX_PROMPTS = 2**24
 """Upper bound of prompt ids; the buffer's rules allocate memory for every id below the largest."""
 PART_ROWS = 4096
-"""Minimum number of a file's samples per transaction, which also gets the rest of the last sample's group."""
+"""Minimum number of samples that a transaction loads from a file; the last group is always loaded as a whole."""
 
 
 SUFFIXES = (".jsonl", ".parquet")
@@ -73,7 +73,7 @@ class RecordedGroups(NamedTuple):
 class Recorded:
     path: Path
     is_recorded: bool
-    """The samples are from a run of Leeway, which also counted the samples missing from its groups."""
+    """True if a run of Leeway recorded the samples; its groups may lack samples that failed."""
     _file: RecordedGroups | None = None
     _inspection: Inspection | None = None
     damaged: list[str] = field(default_factory=list)
@@ -84,7 +84,7 @@ class Recorded:
     def open(cls, path: Path) -> Iterator[Recorded]:
         """Open the buffer of a run folder or buffer folder, a .jsonl file, or an export.
 
-        StoreError if `path` is none of these, cannot be read, or is being written.
+        Raise StoreError if `path` is none of these, cannot be read, or is being written.
         """
         if path.is_dir():
             with Inspection.open(path) as inspection:
@@ -123,7 +123,7 @@ class Survey(NamedTuple):
     num_rewarded: int
     num_groups: int
     num_usable: int
-    """Number of groups with at least two rewards, or one if no group has more than one sample."""
+    """Number of groups with at least two rewards, or with one reward if no group has more than one sample."""
     num_uninformative: int
     """Number of usable groups of two or more samples whose rewards are all equal."""
     single: str
@@ -134,7 +134,7 @@ class Survey(NamedTuple):
     group_size: int
     """Size of the largest group, by sample indices."""
     longest: int
-    """Tokens of the longest sample, prompt included."""
+    """Number of tokens of the longest sample, prompt included."""
     largest_token: int
     newest: Mapping[int, int]
     """Incarnation -> its newest version."""
@@ -174,7 +174,7 @@ def survey(recorded: Recorded, *, vocab_size: int = MAX_TOKEN_ID, max_tokens: in
     if bad:
         raise BadRows(recorded.path, num_samples, bad)
     if recorded.damaged:
-        raise StoreError(f"{recorded.path}: {recorded.damaged[0]}; `leeway buffer export` writes all intact samples")
+        raise StoreError(f"{recorded.path}: {recorded.damaged[0]}; export intact samples with `leeway buffer export`")
     if not num_samples:
         raise StoreError(f"{recorded.path} has no samples: choose another source")
     with_reward = np.concatenate(rewarded)
@@ -197,7 +197,7 @@ def survey(recorded: Recorded, *, vocab_size: int = MAX_TOKEN_ID, max_tokens: in
 def load_samples(
     folder: Path, facts: RunFacts, config: BufferConfig, recorded: Recorded, newest: Mapping[int, int]
 ) -> int:
-    """Create a store, add all samples, and return their number; `newest` is that of `survey`. StoreError on failure."""
+    """Store all samples in a new store; return their number. `newest` is from `survey`. Raise StoreError on failure."""
     core = BufferCore(config, facts, clock=lambda: 0.0)
     num_samples = 0
     store = Store(folder, facts, durability="os")  # close() syncs the store, and no process uses it before
@@ -220,7 +220,7 @@ def _begin(tx: Transaction, newest: Mapping[int, int]) -> None:
 def _enter(core: BufferCore, batch: pa.RecordBatch, tx: Transaction) -> None:
     core.groups.prepare(tx)
     scores = SCHEMA.get_field_index("reference_logprobs")
-    # Drop scores of the other run's reference model; this run scores with its own.
+    # Drop scores of the other run's reference model; this run computes its own scores.
     batch = batch.set_column(scores, SCHEMA.field(scores), pa.nulls(batch.num_rows, SCHEMA.field(scores).type))
     rows, as_bytes, state = list(rows_of(batch)), RowBytes(batch), tx.state
     first, _ = _groups(batch)
@@ -232,7 +232,7 @@ def _enter(core: BufferCore, batch: pa.RecordBatch, tx: Transaction) -> None:
 
 
 def _group_of(rows: Sequence[PushedRow], prompt_id: int) -> Group:
-    """Return the group with its original id before the commit; absent samples are failed and count as not issued."""
+    """Return the group with its original id, before the commit; absent samples are failed but not counted as issued."""
     present = {row.sample_index for row in rows}
     group = Group.new(rows[0].group_id, prompt_id, max(present) + 1)
     group.sample_states = [state if i in present else "failed" for i, state in enumerate(group.sample_states)]
@@ -252,7 +252,7 @@ class FileRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     logprobs: list[float] | None = None
     """log mu of each completion token under the policy that sampled it."""
     group: int | str | None = None
-    """Rows with equal values form a group; without a value, rows with equal prompts do."""
+    """Rows with equal values form a group; rows without a value are grouped by prompt."""
     finished: bool = True
     """The completion ended with an end-of-sequence token instead of at the token limit."""
     columns: dict[str, Any] = {}
@@ -271,7 +271,7 @@ class BadRows(StoreError):
 
 
 def read_samples(path: Path) -> RecordedGroups:
-    """Read a file; StoreError if it cannot be read or has other columns, BadRows if rows are not valid samples."""
+    """Read a file; raise StoreError if it cannot be read or lacks columns, BadRows if rows are not valid samples."""
     try:
         if path.suffix == ".jsonl":
             return _of_rows(path, _json_rows(path))

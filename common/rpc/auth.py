@@ -42,7 +42,7 @@ class Key:
     __slots__ = ("_characters",)
 
     def __init__(self, characters: bytes) -> None:
-        """Wrap 40 characters of Z85, as used by zmq; ValueError, without the characters, if the length is wrong."""
+        """Wrap a key of 40 Z85 characters, as zmq uses it; ValueError, which omits them, if the length is wrong."""
         if len(characters) != _NUM_KEY_CHARACTERS:
             raise ValueError(f"a CURVE key has {_NUM_KEY_CHARACTERS} characters, got {len(characters)}")
         self._characters = characters
@@ -116,7 +116,7 @@ class CurveAuthenticator(ThreadAuthenticator):
     """
 
     def __init__(self, service: zmq.Socket[bytes], keys: ServiceKeys, name: str) -> None:
-        """Start the handler; `name` is the service in log lines. Create it before the socket binds, one per context.
+        """Start the handler; `name` is the service in log lines. Create one per context, before the socket binds.
 
         Call `stop` once the service's socket is closed.
         """
@@ -154,8 +154,8 @@ class CurveAuthenticator(ThreadAuthenticator):
 
     def _log_burst(self) -> None:
         log.warning(
-            "%s refused %d connections whose key is not of this run, the last one from %s. Logged at most once per "
-            "%g s",
+            "%s refused %d connections whose key is not of this run, most recently from %s. Logged at most "
+            "once per %g s",
             self._name,
             self._num_unlogged,
             self._last_address,

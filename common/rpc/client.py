@@ -129,7 +129,7 @@ class RpcClient:
         self._ended = ended
         self._lock = threading.Lock()
         self._submitted: deque[_Call] = deque()
-        """Guarded by the lock; the IO thread moves them to `_calls`."""
+        """New calls, guarded by the lock; the IO thread moves them to `_calls`."""
         self._closing_at: float | None = None
         self._calls: dict[int, _Call] = {}
         # random start, so that a reply to an earlier process cannot match a request of this one
@@ -170,8 +170,8 @@ class RpcClient:
             message: the request.
             body: bytes of the body; must not change until the reply has arrived.
             wait_s: added to the timeout.
-            num_before: number of requests in flight that are answered first; each adds a timeout.
-            closing: accept the request while the client closes, for requests of `pump`.
+            num_before: number of requests in flight that are answered first; each adds `request_s` to the timeout.
+            closing: accept the request even while the client closes; used for requests of `pump`.
         """
         future: Future[Answer] = Future()
         now = time.monotonic()
@@ -272,7 +272,7 @@ class RpcClient:
             self._submitted.clear()
 
     def _extend_after_stall(self, now: float) -> None:
-        """Exclude time in which this process was stopped or starved of CPU from timeouts: it received nothing."""
+        """Extend timeouts by the time in which this process was stopped or starved of CPU, and received nothing."""
         stalled_s, self._checked_at = now - self._checked_at - _TICK_S, now
         if stalled_s < _STALL_S:
             return
@@ -311,14 +311,14 @@ class RpcClient:
     def _send_due(self, now: float) -> bool:
         """Send queued requests, bulk last; return whether the socket could not take all of them.
 
-        The socket queues only a few messages, so that a short request does not wait behind all bulk on a slow link.
+        The socket queues only a few messages, so that a short request does not wait for all bulk messages.
         """
         due = []
         held_back = False
         for call in self._calls.values():
             is_bulk = call.message.is_bulk
             if call.sent_at is None and call.not_before > now:
-                # A request to be retried later blocks those after it, to keep their order. Bulk has no order.
+                # A request to be retried later blocks later requests, to keep their order, but not bulk messages.
                 held_back = held_back or not is_bulk
             elif call.sent_at is None and (is_bulk or not held_back):
                 due.append(call)
@@ -365,7 +365,7 @@ class RpcClient:
             return
         call = self._calls.get(envelope.request_id)
         if call is None:
-            return  # The reply to a request that was resent, failed or cancelled.
+            return  # its request was answered after a resend, has failed, or was cancelled
         reply = envelope.message
         if not isinstance(reply, self._protocol.replies) or envelope.body_checksum != checksum(body):
             self._resend(call, f"its reply of {len(body)} bytes does not match its checksum")
@@ -397,11 +397,11 @@ class RpcClient:
             return
         del self._calls[call.request_id]
         text = f"{self._service}: {call.name} was damaged in transit {call.num_damaged} times ({what}). "
-        text += "Check the network between the machines: it changes bytes"
+        text += "Check the network between the machines, which corrupts data"
         resolve(call.future, self._errors.refused(Refused(what, DAMAGED), text))
 
     def _try_later(self, call: _Call, reason: str) -> None:
-        """Retry a request that the service cannot serve now, with exponential backoff."""
+        """Retry a request that the service cannot serve yet, with exponential backoff."""
         if call.num_refused in (1, 60):
             log.warning("%s cannot serve %s yet; retrying: %s", self._service, call.name, reason)
         self.retry_reason, now = reason, time.monotonic()
@@ -428,7 +428,7 @@ class RpcClient:
 
 
 class _Wake:
-    """Event that can be polled beside sockets. `set` is thread-safe; the rest is for the thread that polls `fd`."""
+    """Event that can be polled together with sockets. Only `set` may be called outside the thread that polls `fd`."""
 
     def __init__(self) -> None:
         self.fd = os.eventfd(0, os.EFD_NONBLOCK)
@@ -436,7 +436,7 @@ class _Wake:
         self._is_closed = False
 
     def set(self) -> None:
-        with self._lock:  # after `close` the descriptor may belong to another file
+        with self._lock:  # after `close`, the write would go to another file with the same descriptor
             if not self._is_closed:
                 os.eventfd_write(self.fd, 1)
 

@@ -1,7 +1,7 @@
 """Types shared by the requests and replies of all services.
 
-A message is [header, body]: an `Envelope` as msgpack, and optional bytes. Nothing is ever unpickled. Both are verified
-with an xxh3 checksum before use: that of the header precedes it, that of the body is in the header.
+A message is [header, body]: an `Envelope` as msgpack, and optional bytes. No message is unpickled. Header and body are
+verified before use, each with an xxh3 checksum; the header's precedes the header, the body's is in the header.
 
 A request names its client (`ClientIdentity`), and its `Protocol` defines which roles may send it. It gets one reply. If
 a request is resent while the service works on it, a `Working` reply comes first. Requests are idempotent.
@@ -32,7 +32,7 @@ class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True)
     """Base class of requests and replies. The tag is the name of the class."""
 
     is_bulk: ClassVar[bool] = False
-    """Bulk messages are sent after all others, in any order."""
+    """Whether messages of this class are sent after all others, in any order."""
 
 
 class Done(Message, frozen=True):
@@ -46,7 +46,7 @@ class Working(Message, frozen=True):
 class Refused(Message, frozen=True):
     reason: str
     kind: str = ""
-    """RETRY: retry later. DAMAGED: the request was damaged in transit. Otherwise selects the client's exception."""
+    """RETRY: retry later. DAMAGED: the request was damaged in transit. Other values select the client's exception."""
     errno: int = 0
 
 
@@ -61,7 +61,7 @@ class ClientIdentity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Envelope(msgspec.Struct, Generic[M], frozen=True, forbid_unknown_fields=True):
-    """A request or reply, with the number that matches them."""
+    """A request or reply, with the number that matches a reply to its request."""
 
     request_id: Count
     message: M

@@ -1,7 +1,7 @@
 """RpcServer: the socket of a service, its messages, and its address, which a restarted service keeps.
 
-On one machine it is a Unix socket that only its owner can open. libzmq binds over any existing file of that name, and
-leaves the socket file behind at exit; this module handles both.
+If all clients are on this machine, it is a Unix socket that only its owner can open. libzmq replaces any existing file
+of that name when it binds, and leaves the socket file behind at exit; this module handles both.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ log = logging.getLogger(__name__)
 
 BIND_RETRY_S = 5.0
 _MAX_FRAMES = 3
-"""Frames of a message: identity, header, body."""
+"""Number of frames of a valid message: identity, header, body."""
 _LARGE_BYTES = 2**20
 _NOTHING = memoryview(b"")
 _SOCKET = "socket"
 _MAX_UNIX_BYTES = 107
-"""Longest path of a Unix socket."""
+"""Maximum length of the path of a Unix socket."""
 UNAUTHENTICATED = "an unauthenticated client"
 """Prefix of the description of a peer that has not sent a Hello."""
 
@@ -51,7 +51,7 @@ class Request(NamedTuple):
     message: Any
     body: memoryview
     client: ClientIdentity
-    """Its role may send the request. The service checks whether the client has sent a Hello."""
+    """The sender, whose role may send the request. The service checks whether the client has sent a Hello."""
     peer: str
 
 
@@ -64,7 +64,7 @@ class Rejected(NamedTuple):
     """None if there is no request to reply to."""
     peer: str
     unreadable: str = ""
-    """Why no request could be read; '' if one was read."""
+    """Reason why the message is not a readable request; '' if it is."""
 
 
 class RpcServer:
@@ -90,7 +90,7 @@ class RpcServer:
             max_message_bytes: a client that sends a longer frame is disconnected.
             incoming: messages queued per client until the service receives them.
             outgoing: messages queued per client until the client receives them.
-            refuse_body: returns why a large body is refused before its checksum is computed; '' if it is not.
+            refuse_body: returns a reason to refuse a large body before its checksum is computed; '' to accept it.
         """
         self._protocol = protocol
         self._run_id = run_id
@@ -133,7 +133,7 @@ class RpcServer:
             try:
                 write_durably(port_file, str(bound).encode())
             except OSError as error:
-                raise CannotBind(f"cannot write {port_file} ({error}). Free some space") from error
+                raise CannotBind(f"cannot write {port_file} ({error}). Free space or fix its permissions") from error
         if host in ("0.0.0.0", "*", "::"):  # all interfaces: return one that other machines can reach
             return f"tcp://{_outward_address()}:{bound}"
         return address
@@ -174,7 +174,7 @@ class RpcServer:
                     os.umask(mask)
             except (OSError, zmq.ZMQError) as error:
                 failed = f"{failed}; {path}: {error}" if failed else f"{path}: {error}"
-                if error.errno == errno.EADDRINUSE:  # a folder must not have two services, at any address
+                if error.errno == errno.EADDRINUSE:  # do not start a second service of the folder at the other path
                     break
             else:
                 self._unix = path
@@ -241,27 +241,27 @@ class RpcServer:
     def close(self) -> None:
         if not self._socket.closed:
             if self._unix is not None:
-                self._unix.unlink(missing_ok=True)  # before closing: no other service binds while this one listens
+                self._unix.unlink(missing_ok=True)  # before closing, or it could remove the next service's socket
             self._socket.close()
             if self._authenticator is not None:
                 self._authenticator.stop()
             self._context.term()
 
     def _mismatch(self, run_id: str, version: int) -> str:
-        """Return why a client is not of this service's run or release; '' if it is."""
+        """Return why a client of another run or release is refused; '' if it belongs to this run and release."""
         service, own = self._protocol.service, self._protocol.version
         if version != own:
             return (
-                f"this {service} uses protocol version {own}, the client version {version}; start all processes of a "
-                "run from the same release"
+                f"this {service} uses protocol version {own}, but the client uses {version}; start all processes of "
+                "a run from the same release"
             )
         return "" if run_id == self._run_id else f"this {service} serves run '{self._run_id}', not '{run_id}'"
 
 
 def forget_port(port_file: Path) -> None:
-    """Make the next service use any free port: no client uses the last one, and another program may hold it."""
+    """Make the next service use any free port. Another program may hold the last one, which no client uses any more."""
     if _port_in(port_file):
-        with contextlib.suppress(OSError):  # the service reports errors of the disk
+        with contextlib.suppress(OSError):  # the service reports an unwritable disk when it binds
             write_durably(port_file, b"0")
 
 

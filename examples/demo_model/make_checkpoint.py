@@ -134,7 +134,7 @@ def train(model: LlamaForCausalLM, expressions: list[str]) -> None:
 
 
 def main() -> None:
-    """Train and write the checkpoint folder."""
+    """Train the model and write its checkpoint folder."""
     parser = argparse.ArgumentParser(description="Make the demo's starting model.")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent)
     folder = parser.parse_args().out

@@ -7,10 +7,10 @@
     refused     an actor refused an update and keeps its version
     failing     a reward function of an actor fails on successive samples for the same reason
     unstable    the reward falls while the samples are stale, or the policy moves away from them (`Stability`)
-    fidelity    trained and generated completion lengths differ
+    fidelity    the lengths of completions used for training differ from those of all generated completions
     damage      blocks of buffer records are damaged
 
-Each is reported once when it starts, and once as `..._ended`; `refused` has no end.
+Each alert is reported once when it starts, and once as `..._ended` when it ends; `refused` has no end.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from leeway.launch.pools import actor_pools
 
 LEARNER = "learner"
 STUCK_AFTER_S = 300.0
-"""Seconds without a new version; publishing takes seconds, or minutes for a large model."""
+"""Seconds without a new published version before `stuck` starts; publishing takes up to minutes for a large model."""
 BEHIND_AFTER_S = 30.0
-"""Seconds beyond the bound; an actor starts no sample then, and is usually in the middle of an update."""
+"""Seconds beyond the bound before `behind` starts; such an actor starts no samples, and is usually updating."""
 MISMATCH_TOKENS = 32
 """Minimum number of tokens before the check runs; fewer are carried over to the next step."""
 MISMATCH_ENDS = 0.5
@@ -54,9 +54,9 @@ class Alert:
 
     kind: str
     source: str
-    """The process it is about: an actor, "learner" or "buffer"."""
+    """The process that has the fault: an actor, "learner" or "buffer"."""
     text: str
-    action: Action | None = None  # to take besides the report
+    action: Action | None = None  # taken in addition to the report
 
 
 class Alerts:
@@ -65,7 +65,7 @@ class Alerts:
     def __init__(
         self, config: Config, contract: StalenessContract, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`clock` is monotonic seconds."""
+        """`clock` returns monotonic seconds."""
         self._config, self._contract, self._clock = config.launch, contract, clock
         self._mismatch_limits = {
             pool.name: mismatch_limit(pool.config.dtype, config.learner.precision) for pool in actor_pools(config)
@@ -117,12 +117,12 @@ class Alerts:
         if count < MISMATCH_TOKENS:
             self._differences[actor] = total, count
             return
-        # the limit of its pool; the widest one for an actor that has not reported
+        # the limit of the actor's pool; the largest limit for an actor that has not reported
         pool = self._reports[actor][0].pool if actor in self._reports else ""
         mean, limit = total / count, self._mismatch_limits.get(pool, max(self._mismatch_limits.values()))
         text = (
-            f"{actor} and the learner differ by {mean:.2g} (limit {limit:g}) in mean absolute log-probability over "
-            f"{count} tokens of the same version: their weights or their arithmetic differ"
+            f"{actor} and the learner differ by {mean:.2g} nats in log-probability on average (limit {limit:g}) over "
+            f"{count} tokens of the same version: their weights or numerics differ"
         )
         # "not <=" instead of ">", so that NaN raises the alert
         exceeds = not mean <= (limit * MISMATCH_ENDS if ("mismatch", actor) in self._active else limit)
@@ -153,11 +153,11 @@ class Alerts:
         if status is None:
             return
         lengths = (
-            f"trained and generated completion lengths differ (distance {status.fidelity.ks:.2f}): raise "
-            "weight_sync.max_lag, or set buffer.sampler = 'fifo' or buffer.refill_uninformative = 0"
+            f"completion lengths differ between training and generation (distance {status.fidelity.ks:.2f}): "
+            "raise weight_sync.max_lag, or set buffer.sampler = 'fifo' or buffer.refill_uninformative = 0"
         )
         damaged = f"{status.num_damaged} blocks of buffer records are damaged: run `leeway buffer verify`"
-        ended = "trained and generated completion lengths agree again"
+        ended = "completion lengths agree again between training and generation"
         yield from self._update("fidelity", "buffer", lengths if status.fidelity_alarm else "", None, ended)
         yield from self._update("damage", "buffer", damaged if status.num_damaged else "", None, "no record is damaged")
 
@@ -243,8 +243,8 @@ def _prefixed(prefix: str, text: str | None) -> str:
 WINDOW = 20
 """Steps per window whose mean rewards are compared."""
 FELL_BY_ERRORS, FELL_BY_STD = 4.0, 0.2
-"""Drop of a window's mean below the best window's, in standard errors and in standard deviations of single rewards. The
-mean of a stable run varies by less than half of the second."""
+"""Drop of a window's mean below the best window's, in standard errors and in standard deviations of single rewards; it
+must exceed both. In a stable run, the mean varies by less than half of FELL_BY_STD standard deviations."""
 ENDS_AT = 0.5
 """Fraction of these limits below which the alert ends."""
 LOW_ESS = 0.8
@@ -331,7 +331,7 @@ class Stability:
         self.ended = f"the reward is {now}, and the policy is close to its samples again"
 
     def _remedy(self) -> str:
-        """Return the next thing to try: importance weights first, which cost nothing."""
+        """Return the next remedy to try: importance weights first, because they do not slow down training."""
         config = self._config
         if self._is_unweighted:
             return 'algorithm.corrections = ["token_tis"] (this run has no corrections)'

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, TextIO, cast
 
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
@@ -24,22 +24,15 @@ log = logging.getLogger(__name__)
 PLAIN_INTERVAL_S = 10.0
 """Seconds between lines if the output is not a terminal."""
 MIN_WAIT = 24
-"""Columns that a wait needs at the end of the progress line."""
+"""Minimum number of columns for a wait at the end of the progress line."""
 
 
-class ProgressLine:
-    """A rich renderable of one line: the phrases that fit, then the first wait in the rest of the line."""
-
-    def __init__(self, status: RunStatus, left_s: float | None = None) -> None:
-        """`left_s` is the estimated time to the last step in seconds, None if it is unknown."""
-        self._status, self._left_s = status, left_s
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        shown = packed(phrases(self._status, self._left_s), options.max_width)[0]
-        is_training = self._status.phase == TRAINING
-        if is_training and self._status.waits and len(shown) + MIN_WAIT <= options.max_width:
-            shown.append(f"  {self._status.waits[0]}", style="dim")
-        yield cut(shown, options.max_width)
+def progress_line(status: RunStatus, left_s: float | None, width: int) -> Text:
+    """Return the phrases that fit a width, then the first wait; `left_s` is the estimated time to the last step."""
+    shown = packed(phrases(status, left_s), width)[0]
+    if status.phase == TRAINING and status.waits and len(shown) + MIN_WAIT <= width:
+        shown.append(f"  {status.waits[0]}", style="dim")
+    return cut(shown, width)
 
 
 class LossyStream:
@@ -67,7 +60,7 @@ class LossyStream:
         self.write("")
 
     def _discard(self) -> None:
-        """Redirect the stream to /dev/null, and standard streams on the same file: Python flushes them at exit."""
+        """Redirect it, and standard streams on the same file, to /dev/null, because Python flushes them at exit."""
         with suppress(OSError), open(os.devnull, "wb", 0) as null:  # streams in tests have no descriptor
             lost = self._stream.fileno()
             standard = [each.fileno() for each in (sys.__stdout__, sys.__stderr__) if each is not None]
@@ -111,7 +104,7 @@ class Display:
             self._failures = failures(status.buffer.ledger, status.buffer.failed_by_reason)
         left_s, live = self._left_s(status), self._live
         if live is not None:
-            live.update(ProgressLine(status, left_s))
+            live.update(progress_line(status, left_s, self._console.width))
         elif status.ended is None and self._clock() - self._last_line_s >= PLAIN_INTERVAL_S:
             self._print_line(status, left_s)
 
@@ -126,7 +119,7 @@ class Display:
         return (status.written_s - since_s) / done * (status.num_steps - status.step) if done > 0 else None
 
     def _print_line(self, status: RunStatus, left_s: float | None) -> None:
-        """Print a line: with a new step what the learner waits for; without one, all waits."""
+        """Print a line: after a new step with the wait of the learner only, otherwise with all waits."""
         is_stuck = status.step == self._last_step
         self._last_line_s, self._last_step = self._clock(), status.step
         text = line(status, left_s, NUM_WAITS if is_stuck else int(bool(status.learner.waits_for)))

@@ -21,13 +21,13 @@ OF_ACTORS = ("perf/generated_tokens_per_s", "overlap/frac", "time/weight_pause",
 
 METRICS: dict[str, str] = {
     # the step
-    "step": "Step number, from 1; skipped steps count.",
-    "restarts": "Learner start: 0, plus 1 per restart or resume.",
+    "step": "Step number, from 1, including skipped steps.",
+    "restarts": "Number of learner restarts and resumes so far.",
     "version": "Policy version after the step: updates (optimizer steps) so far.",
     "skipped": "True if the step took no update: loss or gradient not finite, or no sample left.",
-    "updates/taken": "Updates taken. Metrics per update are means over these (all, if none was taken), weighted by "
-    "completion tokens.",
-    "updates/skipped": "Updates not taken: loss or gradient not finite.",
+    "updates/taken": "Number of updates taken. Per-update metrics are means over them (over all, if none was taken), "
+    "weighted by completion tokens.",
+    "updates/skipped": "Number of updates with a non-finite loss or gradient.",
     "started_s": "Arrival of the batch, seconds since the Unix epoch.",
     "finished_s": "End of the update, seconds since the Unix epoch.",
     "loss": "Loss over the whole batch of an update.",
@@ -37,47 +37,47 @@ METRICS: dict[str, str] = {
     "brake/lr_scale": "Factor by which lag control scaled the learning rate.",
     "brake/masked_frac": "Fraction of tokens that lag control masked.",
     # reward and length
-    "reward/mean": "Mean reward of trained samples.",
-    "reward/part/NAME": "Mean of reward function NAME over the trained samples to which it applies, if several are "
-    "summed (first 16 only).",
-    "reward/std": "Standard deviation of rewards of trained samples.",
-    "length/trained_mean": "Mean completion length of trained samples, in tokens.",
-    "length/fidelity_ks": "Kolmogorov-Smirnov distance between trained and generated completion lengths; 0 if equal, "
-    "an alert above 0.2.",
-    "length/p95_ratio": "95th percentile of trained divided by that of generated completion lengths, from half-octave "
-    "buckets; below 1, long answers are missing.",
+    "reward/mean": "Mean of the step's rewards.",
+    "reward/part/NAME": "Mean of reward function NAME over the step's samples to which it applies, if several "
+    "functions are summed (first 16 only).",
+    "reward/std": "Standard deviation of the step's rewards.",
+    "length/trained_mean": "Mean completion length in the step, in tokens.",
+    "length/fidelity_ks": "Kolmogorov-Smirnov distance between completion lengths in training and generation; 0 if "
+    "equal, alert above 0.2.",
+    "length/p95_ratio": "95th percentile of completion lengths in training divided by that in generation, from "
+    "half-octave buckets; below 1, long answers are missing.",
     "length/covered": "Fraction of groups whose longest completion was within the buffer's prediction; target 0.9. 0 "
-    "for one pool with an ample cache.",
-    "length/predicted": "Predicted fraction of the variance of prompts' mean log lengths; 0 until prompts repeat.",
+    "without predictions (one pool with ample cache).",
+    "length/predicted": "Explained fraction of the variance of prompts' mean log lengths; 0 until prompts repeat.",
     "length/late": "Fraction of groups predicted to miss their deadline on the slowest pool; 0 with a single pool.",
-    # staleness: u is the version that sampled a token, v the version that trains it
-    "lag/token_mean": "Mean lag v - u of trained tokens, sampled at version u and trained by the update after version "
-    "v.",
-    "lag/token_p50": "Median lag of trained tokens.",
-    "lag/token_p95": "95th percentile of the lag of trained tokens.",
-    "lag/token_max": "Maximum lag of trained tokens; never above weight_sync.max_lag.",
+    # staleness: u is the version that sampled a token, v the version that trains on it
+    "lag/token_mean": "Mean lag v - u of the step's tokens, sampled at version u and used by the update after "
+    "version v.",
+    "lag/token_p50": "Median token lag.",
+    "lag/token_p95": "95th percentile of token lags.",
+    "lag/token_max": "Maximum token lag; never above weight_sync.max_lag.",
     "lag/allowed": "Maximum lag at which lag control leases new groups; at most weight_sync.max_lag.",
     "lag/drift": "mean |log pi - log mu| over the tokens of an update; lag control keeps it below 0.1. Null if a "
     "token has no log mu.",
-    "lag/in_flight": "Mean versions between the first and the last token of a trajectory.",
-    "lag/in_queue": "Mean versions between the last token of a trajectory and its update.",
-    "lag/publish": "Versions between the learner and the newest published weights at the start of the step; null "
+    "lag/in_flight": "Mean version difference between the first and last token of a trajectory.",
+    "lag/in_queue": "Mean version difference between the last token of a trajectory and its update.",
+    "lag/publish": "Versions by which the newest published weights trail the learner when the step starts; null "
     "before this learner's first publication.",
     "lag/wall_s": "Mean seconds from the last token of a trajectory to its step.",
-    "lag/abandoned": "Trained tokens of versions that a restart abandoned, or of recorded samples.",
+    "lag/abandoned": "Number of tokens from recorded samples or versions that a restart abandoned.",
     # behaviour policy against the learner
-    "mismatch/k1": "mean(log mu - log pi) over the step's tokens, pi at its start: staleness and differences of "
-    "implementation.",
+    "mismatch/k1": "mean(log mu - log pi) over the step's tokens, pi at its start: effect of staleness and "
+    "implementation differences.",
     "mismatch/k3": "mean(rho - 1 - log rho) with rho = pi/mu.",
     "mismatch/lag0_abs": "mean |log mu - log pi| over tokens of lag 0, in trajectories of one version that no restart "
     "abandoned: the gap between the two implementations.",
-    "mismatch/lag0_k3": "mismatch/k3 over those tokens.",
-    "mismatch/lag0_tokens": "Number of those tokens.",
+    "mismatch/lag0_k3": "mismatch/k3 over the tokens of mismatch/lag0_abs.",
+    "mismatch/lag0_tokens": "Number of tokens in mismatch/lag0_abs.",
     "off_policy/chi2": "mean(rho^2) - 1.",
     "off_policy/ess_token": "Effective sample size over tokens as a fraction: 1 / mean((w / mean w)^2), w = rho.",
-    "off_policy/ess_sequence": "The same over sequences, w the product of rho.",
+    "off_policy/ess_sequence": "off_policy/ess_token over sequences; w is the product of rho.",
     "off_policy/ess_token_truncated": "ess_token of the weights that the loss applied.",
-    "off_policy/ess_sequence_truncated": "ess_sequence of those weights; a sequence has its tokens' mean weight.",
+    "off_policy/ess_sequence_truncated": "ess_sequence of the mean applied weight of each sequence.",
     "off_policy/masked_frac": "Fraction of tokens with an applied weight of 0.",
     "off_policy/clip_frac_low": "Fraction of tokens for which the lower clip changes the objective; 0 for single "
     "updates with proximal = 'draw_start'.",
@@ -115,25 +115,25 @@ METRICS: dict[str, str] = {
     "batch/empty_micro_batches": "Micro-batches of all replicas without a sequence.",
     "batch/pack_efficiency": "Real tokens divided by the capacity of all micro-batches.",
     "batch/shared_frac": "Fraction of batch/tokens not computed, because samples of a micro-batch share a prompt.",
-    "batch/cost_balance": "Mean computed cost of the replicas divided by the greatest; 1 is even.",
+    "batch/cost_balance": "Mean computed cost of the replicas divided by the maximum; 1 if equal.",
     # the ledger, counted in samples since the start of the run, when the step's batch was drawn
     "buffer/issued": "Samples leased, counted once per lease.",
     "buffer/in_flight": "Samples leased, not yet committed, failed or requeued.",
     "buffer/committed": "Samples on disk.",
-    "buffer/failed": "Samples without a result; divided by buffer/issued, the failure rate.",
-    "buffer/failed_reward": "Samples failed in a reward function.",
-    "buffer/failed_generation": "Samples failed or timed out in the engine.",
+    "buffer/failed": "Samples without a result. Failure rate: buffer/failed divided by buffer/issued.",
+    "buffer/failed_reward": "Samples whose reward function failed.",
+    "buffer/failed_generation": "Samples that failed or timed out in the engine.",
     "buffer/failed_quarantined": "Samples with a result that failed validation.",
-    "buffer/failed_lease": "Samples whose lease expired or actor restarted; also all reasons beyond the first 64.",
+    "buffer/failed_lease": "Samples whose lease expired or whose actor restarted; also reasons beyond the first 64.",
     "buffer/requeued": "Unfinished samples of an actor that exited or is too slow, issued again with their tokens.",
     "buffer/waiting": "Samples committed and not yet drawn.",
     "buffer/drawn": "Samples drawn for an unfinished step.",
     "buffer/trained": "Samples used by a finished step that took an update.",
-    "buffer/trained_uninformative": "Trained samples of groups with equal rewards.",
+    "buffer/trained_uninformative": "Samples of buffer/trained in groups with equal rewards.",
     "buffer/dropped_stale": "Samples of groups dropped because they would exceed max_lag.",
     "buffer/filtered": "Samples without a reward, or in an unused group or step.",
-    "buffer/filtered_too_long": "Filtered samples longer than a lowered learner.token_budget, and those left alone in "
-    "a group by that.",
+    "buffer/filtered_too_long": "Filtered samples longer than a lowered learner.token_budget, and others of groups "
+    "that became too small.",
     "buffer/uninformative": "Samples of groups with equal rewards that buffer.refill_uninformative set aside.",
     "buffer/evicted_unused": "Samples removed before they were used.",
     "buffer/quarantined": "Rows and messages that failed validation, by reason in `status.json`.",
@@ -143,7 +143,7 @@ METRICS: dict[str, str] = {
     # replay, when the step's batch was drawn
     "buffer/effective_uses": "Uses of samples by steps so far; a step repeated after a restart counts once.",
     "buffer/uses_per_sample": "buffer/effective_uses divided by buffer/trained.",
-    "buffer/age_at_use": "Mean versions between a group's oldest token and the step that draws it.",
+    "buffer/age_at_use": "Mean version difference between a group's oldest token and the step that draws it.",
     "buffer/on_policy_share": "Fraction of the step's tokens sampled by the version at which it begins.",
     "buffer/uninformative_frac": "Fraction of the step's groups with equal rewards.",
     # time, and waits
@@ -152,14 +152,14 @@ METRICS: dict[str, str] = {
     "time/reference": "Seconds of scoring with the reference model.",
     "time/forward": "Seconds of forward-only passes: over the batch, and pass 1 of its updates.",
     "time/loss": "Seconds of evaluating the loss.",
-    "time/backward": "Seconds of pass 2.",
-    "time/optimizer": "Seconds of clipping and update.",
+    "time/backward": "Seconds of pass 2 (forward and backward).",
+    "time/optimizer": "Seconds of gradient clipping and update.",
     "time/publish": "Seconds of copying weights for publication.",
     "time/weight_pause": "Mean seconds that a weight update paused generation, since the last row.",
     "perf/learner_tokens_per_s": "batch/tokens divided by time/step.",
     "perf/trained_tokens_per_s": "Completion tokens divided by the step's time plus the wait for its batch.",
     "perf/generated_tokens_per_s": "Completion tokens per second of wall time, all actors.",
-    "time/wait_for_policy": "Seconds that an actor waited for weights since the last row, mean over actors.",
+    "time/wait_for_policy": "Mean seconds that an actor waited for weights since the last row.",
     "actors/running_samples": "Samples in flight in all actors.",
     "actors/waiting": "Actors waiting for a lease, weights or an evaluation.",
     # per pool of actors, as of the poll that returned the row
@@ -173,8 +173,8 @@ METRICS: dict[str, str] = {
     "pool/NAME/queued_ms": "Mean milliseconds that a sample waits in its engine for its first step.",
     "pool/NAME/kv_usage": "Fraction of the KV cache in use, in the pool's fullest engine.",
     "pool/NAME/preempted": "Preemptions so far: samples evicted from the KV cache and computed again.",
-    "pool/NAME/tokens_lost": "Tokens discarded so far, with samples that lost their lease or could not be requeued; "
-    "without those of killed actors.",
+    "pool/NAME/tokens_lost": "Tokens discarded so far, in samples that lost their lease or could not be requeued; "
+    "excludes those of killed actors.",
     # transfer of weights, as of the poll that returned the row
     "weights/published": "Newest published version.",
     "weights/behind": "Versions by which the most outdated engine trails the newest published one.",
@@ -183,10 +183,10 @@ METRICS: dict[str, str] = {
     # evaluation
     "eval/accuracy_greedy": "Held-out accuracy with greedy decoding.",
     "eval/accuracy_sampled": "Held-out accuracy at temperature 1, one sample per problem.",
-    "eval/num_problems": "Held-out problems of the evaluation.",
-    "eval/num_failed": "Answers not generated or not scored; neither right nor wrong.",
+    "eval/num_problems": "Number of held-out problems.",
+    "eval/num_failed": "Answers not generated or not scored; excluded from the accuracy.",
     "eval/policy_version": "Policy version evaluated; the newest if actors differed.",
-    "eval/start": "Learner start that made the version: 0, plus 1 per restart or resume.",
+    "eval/start": "Number of learner restarts and resumes before the version was made.",
 }
 
 

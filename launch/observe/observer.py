@@ -56,7 +56,7 @@ CLOSE_S = 5.0
 
 
 class Observer:
-    """Tracks a run inside its launcher; a context manager. Thread-safe."""
+    """Context manager that tracks a run inside its launcher. Thread-safe."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class Observer:
         """Restarts of the learner in this launch, and in earlier ones."""
         self._pauses_s: list[float] = []
         self._policy_waits_s = 0.0
-        """Waits of all actors since the last row, like `_pauses_s`."""
+        """Seconds that all actors waited for weights since the last row; `_pauses_s` covers the same period."""
         self._polled_s: float | None = None
         self._last_warning = ""
         self._lock = threading.RLock()
@@ -152,7 +152,7 @@ class Observer:
             self._write()
 
     def resume_at(self, step: int, version: int, num_redone: int) -> None:
-        """Continue the totals of earlier launches; the learner resumes at this step, the last of metrics.jsonl."""
+        """Continue the totals of earlier launches; the learner resumes at this step, the last one in metrics.jsonl."""
         self._rewind(step, version)
         self._restarts_before = self.trained.restarts + 1
         self.status.steps_redone += num_redone
@@ -266,7 +266,7 @@ class Observer:
         }
 
     def _pool_columns(self, step: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the columns of every pool, by joining the tables per actor of a step with the pools of the actors."""
+        """Return the columns of every pool, aggregated from the tables of a step, which have one entry per actor."""
         columns: dict[str, Any] = {}
         pool_of = self.actor_totals.pool_of
         lags, lag0 = by_pool(lags_of(step), pool_of), step.get("lag0_by_actor") or {}
@@ -309,7 +309,7 @@ class Observer:
         status.waits = [] if status.ended is not None else waits(status, self._wall())
 
     def _trained_per_s(self) -> float:
-        """Return the rate of the newest step; it decays once more time has passed since than the step took."""
+        """Return the throughput of the newest step; it decays if the next step takes longer than that one."""
         row = self.status.row
         step_s = (row.get("time/step") or 0.0) + (row.get("time/wait_for_batch") or 0.0)
         rate, since_s = row.get("perf/trained_tokens_per_s") or 0.0, self._clock() - self._stepped_s
@@ -386,8 +386,8 @@ class Observer:
                 return
             try:
                 self._known.processes = tuple(self._list_processes()) or self._known.processes
-            except Exception as error:  # one may be removed meanwhile; retried at the next write or poll
-                log.info("the states of the processes cannot be read now: %s", error)
+            except Exception as error:  # a process may be removed meanwhile; the next write retries
+                log.info("cannot read the states of the processes: %s; retrying", error)
             self._write()
 
     def _write(self) -> RunStatus:

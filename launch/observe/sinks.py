@@ -2,7 +2,7 @@
 
 The metric `lag/token_mean` becomes the gauge `leeway_lag_token_mean`; `pool/NAME/lag_mean` becomes
 `leeway_pool_lag_mean{pool="NAME"}`, and `reward/part/NAME` becomes `leeway_reward_part{function="NAME"}`.
-`ACTOR_GAUGES` and `RUN_GAUGES` add more. Counts are gauges too, because a repeated step lowers them first.
+`ACTOR_GAUGES` and `RUN_GAUGES` add more. Counts are gauges too, because they decrease when the learner repeats steps.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ class Tracker:
         """Write the actor columns of a step to actors.jsonl, and all of its row to Weights & Biases."""
         _append(self._actors, {name: value for name, value in row.items() if name == "step" or is_of_actors(name)})
         if row["step"] >= self._wandb_step:
-            # its history is append-only: of a step that a restarted learner repeats, the first row is kept
+            # its history is append-only: if a restarted learner repeats a step, the first row is kept
             self._log(row, row["step"])
 
     def evaluated(self, accuracy: Accuracy, step: int, wall_s: float) -> None:
-        """Write the row of an evaluation at a step; in Weights & Biases, at its newest step."""
+        """Write the row of an evaluation at a step; in Weights & Biases, at its newest step if that is later."""
         row = accuracy.row()
         values = {name.removeprefix("eval/"): value for name, value in row.items()}
         _append(self._evaluations, {"time_s": wall_time(), "wall_s": wall_s, "step": step, **values})
@@ -92,8 +92,8 @@ class Tracker:
                 wandb.teardown()
             self.event(
                 "wandb",
-                f"Weights & Biases does not respond ({type(error).__name__}: {error}): logging to it stops, and "
-                "metrics.jsonl continues",
+                f"Weights & Biases does not respond ({type(error).__name__}: {error}): logging to it stops, "
+                "but metrics.jsonl continues",
             )
 
     def __enter__(self) -> Tracker:
@@ -116,7 +116,7 @@ FINISH_TIMEOUT_S = 60.0
 
 
 def start_wandb(config: Config, folder: RunFolder, run_id: str) -> Any:  # noqa: ANN401 -- wandb's Run
-    """Start a Weights & Biases run, or resume the one with this id ('': the server assigns one).
+    """Start a Weights & Biases run, or resume the run with this id ('': the server assigns an id).
 
     Raises:
         ConfigError: the connection timed out, or the login was rejected. No process is left behind.
@@ -155,7 +155,7 @@ ACTOR_GAUGES: dict[str, tuple[str, Callable[[ActorStatus], float | None]]] = {
     "leeway_actor_working": ("1 if the actor is working, else 0.", lambda actor: actor.state == "working"),
     "leeway_actor_tokens_per_s": ("Completion tokens generated per second.", lambda actor: actor.tokens_per_s),
     "leeway_actor_running_samples": ("Samples in flight.", lambda actor: actor.running),
-    "leeway_actor_behind": ("Versions behind the newest published one.", lambda actor: actor.behind),
+    "leeway_actor_behind": ("Number of versions behind the newest published version.", lambda actor: actor.behind),
     "leeway_actor_waiting": ("1 if the actor waits for something, else 0.", lambda actor: bool(actor.waits_for)),
     "leeway_actor_restarts": ("Restarts of the actor.", lambda actor: actor.restarts),
     "leeway_actor_mismatch_lag0_abs": (METRICS["mismatch/lag0_abs"], lambda actor: actor.mismatch_lag0_abs),
@@ -175,7 +175,7 @@ RUN_GAUGES: dict[str, tuple[str, Callable[[RunStatus], float | None]]] = {
 
 
 class Exporter(Collector):
-    """Serves the last shown status to Prometheus; a context manager. Does nothing without a port."""
+    """Context manager that serves the latest status to Prometheus. Does nothing if no port is configured."""
 
     def __init__(self, config: TrackingConfig) -> None:
         """Bind the port.
@@ -194,7 +194,7 @@ class Exporter(Collector):
         except OSError as error:
             raise ConfigError(
                 f"tracking.prometheus_port = {config.prometheus_port} cannot be bound at {PROMETHEUS_HOST}: "
-                f"{error.strerror or error}. Choose another port, or unset it"
+                f"{error.strerror or error}. Choose another port, or unset the key"
             ) from None
 
     def show(self, status: RunStatus) -> None:
@@ -228,7 +228,7 @@ class Exporter(Collector):
                 add(name, meaning, of_actor(actor), actor=actor.name, pool=actor.pool)
         for pool, lags in status.lags.items():
             for lag, num in lags.items():
-                add("leeway_trained_tokens", "Trained tokens by lag.", num, pool=pool, lag=str(lag))
+                add("leeway_trained_tokens", "Number of tokens trained on, by lag.", num, pool=pool, lag=str(lag))
         yield from families.values()
 
     def __enter__(self) -> Exporter:

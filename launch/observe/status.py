@@ -2,7 +2,7 @@
 
 The file is the contract between a run and its observers: `leeway status`, `leeway top`, the report, scripts of users.
 It is one JSON document that only its owner can read, replaced atomically about twice a second. Readers reject other
-format numbers and ignore unknown fields, so a new field needs a default, and removing one needs a new number.
+format numbers and ignore unknown fields, so new fields need a default, and removing a field needs a new format number.
 Times are seconds since the Unix epoch, lags are versions, tokens are completion tokens; null means unknown.
 """
 
@@ -34,7 +34,7 @@ NUM_EVENTS = 20
 STALE_S = 60.0
 """Age of the file in seconds after which a launcher on another host counts as dead."""
 SILENT_S = 10.0
-"""Age of the values in seconds above which it is shown."""
+"""Age of the values in seconds above which `leeway status` prints the age."""
 LAG_METRICS = ("lag/token_mean", "lag/allowed", "lag/drift", "brake/lr_scale")
 NUM_LAG_STEPS = 60
 NUM_NAMED = 3
@@ -55,7 +55,7 @@ class ProcessStatus(msgspec.Struct, frozen=True, kw_only=True):
     """A process of a run, from its own reports and its supervisor."""
 
     name: str
-    """Name of its log, as "stage.0"; for an actor its name in leases and trajectories, as "actor-0"."""
+    """Name of its log, such as "stage.0"; for an actor, its name in leases and trajectories, such as "actor-0"."""
     role: str = ""
     number: int = 0
     pool: str = ""
@@ -76,9 +76,9 @@ class ActorStatus(ProcessStatus, frozen=True, kw_only=True):
     version: str | None = None
     """Served version: `45`, or `45 (start 3)` after the first learner start."""
     behind: int | None = None
-    """Versions behind the newest published one."""
+    """Number of versions behind the newest published version."""
     waits_for: str = ""
-    """What keeps it from running more samples; empty if nothing does."""
+    """Reason that it does not run more samples, such as "waiting for a lease"; empty if there is none."""
     waits_s: float = 0.0
     running: int = 0
     tokens_per_s: float = 0.0
@@ -86,7 +86,7 @@ class ActorStatus(ProcessStatus, frozen=True, kw_only=True):
     """Samples that the buffer acknowledged to it during this launch."""
     mismatch_lag0_abs: float | None = None
     refused: str = ""
-    """Why it refused its last update; empty if it did not."""
+    """Reason that it refused its last update; empty if it accepted the update."""
 
 
 class PoolStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,7 +96,7 @@ class PoolStatus(msgspec.Struct, frozen=True, kw_only=True):
     running: int = 0
     tokens_per_s: float = 0.0
     lag_mean: float | None = None
-    """Mean over all trained tokens that the pool sampled."""
+    """Mean over all tokens of the pool that were used for training."""
     mismatch_lag0_abs: float | None = None
     """From the newest step with lag-0 tokens of the pool."""
     engines: PoolEngines = PoolEngines()
@@ -106,10 +106,10 @@ class LearnerStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Status of all stages together."""
 
     tokens_per_s: float = 0.0
-    """Completion tokens of the newest step over its time and its wait for a batch; decays if the next step is late."""
+    """Completion tokens per second of the newest step and its wait for a batch; decays if the next step is late."""
     waits_for: str = ""
     publishing: str = ""
-    """What keeps published weights from being on disk; empty if nothing does."""
+    """Reason for a delayed publication of weights; empty if nothing delays it."""
     restarts: int = 0
 
 
@@ -138,7 +138,7 @@ class Accuracy(msgspec.Struct, frozen=True, kw_only=True):
     sampled: float | None
     num_problems: int
     num_failed: int = 0
-    """Answers that could not be generated or scored; they count neither as right nor as wrong."""
+    """Answers that could not be generated or scored; they are excluded from both accuracies."""
 
     def row(self) -> dict[str, Any]:
         return {
@@ -192,7 +192,7 @@ class RunStatus(msgspec.Struct, kw_only=True):
     step: int = 0
     num_steps: int
     steps_redone: int = 0
-    """Steps repeated because the learner was lost before it checkpointed them."""
+    """Number of steps repeated because the learner was lost before it checkpointed them."""
     trained_tokens: int = 0
     version: int = 0
     published: str | None = None
@@ -215,7 +215,7 @@ class RunStatus(msgspec.Struct, kw_only=True):
     services: list[ProcessStatus] = []
     buffer: BufferStatus | None = None
     lags: dict[str, dict[int, int]] = {}
-    """Pool -> lag -> trained tokens, counted once per update that trained them; a repeated step counts once."""
+    """Pool -> lag -> number of tokens trained on, counted once per update; a repeated step counts once."""
     recent_lags: dict[str, list[float | None]] = {}
     """`LAG_METRICS` of the newest `NUM_LAG_STEPS` steps; empty if lag control is off."""
     waits: list[str] = []
@@ -243,7 +243,7 @@ def lag_control_effect(lags: Mapping[str, Sequence[float | None]], max_lag: int 
         return ""
     limited = sum(each < max_lag for each in allowed) / len(allowed)
     rate = f", and scaled the learning rate to {sum(scales) / len(scales):.0%} on average" if scales else ""
-    return f"Lag control limited new samples to less than max_lag in {limited:.0%} of the steps{rate}."
+    return f"Lag control limited the lag of new samples to less than max_lag in {limited:.0%} of the steps{rate}."
 
 
 @dataclass
@@ -253,9 +253,9 @@ class PollResult:
     steps: Sequence[Mapping[str, Any]] = ()
     learner_waits_for: str = ""
     publishing: str | None = None
-    """What keeps published weights from being on disk; empty if nothing does, None if the learner did not reply."""
+    """Reason for a delayed publication of weights; empty if nothing delays it, None if the learner did not reply."""
     resumed_at: int | None = None
-    """Set once after each restart of the learner: the last step before it resumes; later steps are repeated."""
+    """Last step before the learner resumes, set once after each restart; later steps are repeated."""
     resumed_version: int = 0
     """The version from which it resumes."""
     actors: list[ActorReport] = field(default_factory=list)
@@ -299,7 +299,7 @@ def read_status(path: Path) -> RunStatus:
         text = path.read_bytes()
     except FileNotFoundError:
         raise StatusError(
-            f"{path} does not exist: the launcher exited before it wrote one, or is of an older Leeway"
+            f"{path} does not exist: the launcher exited before it wrote the file, or an older Leeway created the run"
         ) from None
     except OSError as error:
         raise StatusError(f"{path} cannot be read: {error.strerror}; only its owner can read it") from None
@@ -326,7 +326,7 @@ class StatusView:
     gone: str = ""
     """Why its launcher counts as dead without a final status, and the fix; else empty."""
     resuming: str = ""
-    """Sentence that another launcher is resuming it, which the status does not show yet; else empty."""
+    """Text about another launcher that is resuming the run, which the status does not show yet; else empty."""
 
     @property
     def is_healthy(self) -> bool:
@@ -336,7 +336,7 @@ class StatusView:
 
 
 def find_run(path: Path | None) -> RunFolder:
-    """Open the run at a path, or the newest in runs/.
+    """Open the run at a path, or the newest run in runs/.
 
     Raises:
         ConfigError: no run was found.
@@ -363,7 +363,7 @@ def view_run(folder: RunFolder) -> StatusView:
             raise
         raise StatusError(f"the run {folder.root} has just started: try again in a few seconds") from error
     now_s = status.written_s + max(0.0, time.time() - folder.status.stat().st_mtime)
-    # in a restarted container, a launcher may have the pid of the one before
+    # in a restarted container, a launcher may have the same pid as the launcher before it
     if owner is not None and (owner != status.pid or _claimed_s(folder) > status.written_s):
         launcher = f"a launcher (pid {owner})" if owner else "a launcher"
         return StatusView(status, now_s, resuming=f"{launcher} is resuming it")

@@ -20,7 +20,7 @@ ALL = ("all", "")
 
 
 class TrainedTotals:
-    """Sums over the rows of metrics.jsonl, one per step; recomputed after the learner goes back to an earlier step."""
+    """Sums over the rows of metrics.jsonl, one per step; recomputed when the learner resumes from an earlier step."""
 
     def __init__(self) -> None:
         self.num_tokens = 0
@@ -48,23 +48,23 @@ class TrainedTotals:
 
     @property
     def lag_mean(self) -> float | None:
-        """Mean lag over all trained tokens, in versions; None before the first."""
+        """Mean lag in versions over all tokens that were trained on; None before the first step."""
         return self._lag_total / self.num_tokens if self.num_tokens else None
 
     def lags(self, pool_of: Mapping[str, str]) -> dict[str, dict[int, int]]:
-        """Return pool -> lag -> trained tokens, sorted by lag, with actors mapped to pools by `pool_of`."""
+        """Return pool -> lag -> number of tokens trained on, sorted by lag; `pool_of` maps actors to pools."""
         found = by_pool(self._lags, pool_of)
         return {pool: {lag: counts[lag] for lag in sorted(counts)} for pool, counts in found.items()}
 
 
 def lags_of(row: Mapping[str, Any]) -> dict[str, dict[int, int]]:
-    """Return actor -> lag -> trained tokens of a row; empty for rows of an older Leeway."""
+    """Return actor -> lag -> number of tokens trained on in a step; empty for rows of an older Leeway."""
     by_actor = row.get("lag_by_actor") or {}
     return {actor: {int(lag): num for lag, num in lags.items()} for actor, lags in by_actor.items()}
 
 
 def by_pool(lags: Mapping[str, Mapping[int, int]], pool_of: Mapping[str, str]) -> dict[str, Counter[int]]:
-    """Return pool -> lag -> trained tokens."""
+    """Return pool -> lag -> number of tokens trained on."""
     found: dict[str, Counter[int]] = {}
     for actor, counts in lags.items():
         found.setdefault(pool_of.get(actor, UNKNOWN_POOL), Counter()).update(counts)
@@ -84,7 +84,7 @@ class Rate:
             self._points.pop(0)
 
     def value(self, name: str) -> float:
-        """Return events per second as of the newest totals; 0 before two points."""
+        """Return events per second as of the newest totals; 0 before the second update."""
         if len(self._points) < 2:
             return 0.0
         (t0, before), (t1, after) = self._points[0], self._points[-1]
@@ -110,25 +110,25 @@ class PoolEngines(msgspec.Struct, frozen=True, kw_only=True):
 
     slots: int = 0
     slots_used: float | None = None
-    """Fraction of the slots."""
+    """Mean fraction of the slots in use."""
     tokens_per_sample: float | None = None
     """Tokens per ended completion."""
     step_s: float | None = None
-    """Seconds per engine step: one token of every running sample."""
+    """Seconds per engine step, which adds a token to every running sample."""
     queued_s: float | None = None
     """Seconds that a sample waits in its engine before its first step."""
     kv_usage: float = 0.0
     """Fraction of the KV cache in use, in the fullest engine."""
     preempted: int = 0
-    """Running samples evicted from the KV cache."""
+    """Number of times that a running sample was evicted from the KV cache."""
     tokens_lost: int = 0
-    """Tokens of samples that were neither pushed nor requeued, as far as their actors could count them."""
+    """Number of tokens in samples that were neither pushed nor requeued, without the samples of killed actors."""
     kv_tokens: int = 0
     """Capacity of one engine's KV cache, in tokens."""
     requeue_at: int = 0
     """Number of tokens at which a sample is requeued to a faster pool; 0: never."""
     moments: list[float] = []
-    """Cost of engine steps by their load, in the format of `leeway.planning.costs.LeastSquares`."""
+    """Measurements of step time by engine load, in the format of `leeway.planning.costs.LeastSquares`."""
     settled_s: float | None = None
     """Mean seconds from a completion to its commit."""
 
@@ -159,14 +159,14 @@ class ActorTotals:
 
     def __init__(self) -> None:
         self.pool_of: dict[str, str] = {}
-        """Actor -> pool, including exited actors, whose tokens may still be trained."""
+        """Actor -> pool, including exited actors, whose tokens may still be used for training."""
         self._deltas = CounterDelta()
         self._totals: dict[tuple[str, str], Counter[str]] = {ALL: Counter()}
         """("pool" or "actor", its name) -> name in `COUNTED` -> total."""
         self._rates: dict[tuple[str, str], Rate] = {}
 
     def update(self, now_s: float, reports: Iterable[ActorReport], working: Iterable[str]) -> None:
-        """Process a poll: reports of some actors, and the names of all working ones. `now_s` must not decrease."""
+        """Process a poll: reports of some actors, and the names of all working actors. `now_s` must not decrease."""
         for report in reports:
             self.pool_of[report.name] = report.pool
             new = self._deltas.of(report.name, *(count(report) for count in COUNTED.values()))
@@ -189,7 +189,7 @@ class ActorTotals:
         return 0.0 if rate is None else rate.value(what)
 
     def engines(self, pool: str, reports: Iterable[ActorReport]) -> PoolEngines:
-        """Return the state of a pool's engines; `reports` are the newest ones of all working actors."""
+        """Return the state of a pool's engines; `reports` are the newest reports of all working actors."""
         reports = [report for report in reports if report.pool == pool]
         slots = sum(report.num_slots for report in reports)
         moments = [report.engine.moments for report in reports if report.engine.moments]
@@ -219,7 +219,7 @@ class ActorTotals:
 
 Interval = tuple[float, float]
 OPEN_STEPS = 64
-"""Newest steps to which later reports of actors may still add overlap."""
+"""Number of newest steps to which later reports of actors may still add overlap."""
 
 
 def merge(intervals: Iterable[Interval]) -> list[Interval]:

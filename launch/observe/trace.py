@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 ROTATE_BYTES = 64 * 2**20
 GAP_US, LONGEST_US = 1_000, 20_000_000
-"""Intervals of generation with a smaller gap are merged, up to LONGEST_US; a kill loses the span that is still open."""
+"""Generation intervals less than GAP_US apart are merged into spans of up to LONGEST_US; a kill loses the open span."""
 TRACKS = {"phase": 1, "evaluate": 2, "step": 3, "wait_for_batch": 3, "generate": 4, "update": 5, "state": 6}
 TRACK_NAMES = ("", "phases", "evaluations", "steps", "generate", "weight updates", "state")
 ROLES = ("launch", "evaluation", "learner", "buffer", "weights", "ranker", "stage", "actor")
@@ -80,7 +80,7 @@ def read(path: Path) -> Iterator[Event]:
 
 
 class Trace:
-    """Appends events to the file; a context manager. A full disk loses events but never stops the run."""
+    """Context manager that appends events to the file. A full disk loses events but never stops the run."""
 
     def __init__(self, path: Path, wall: Callable[[], float] = wall_time) -> None:
         """Open the file and remove an incomplete last line. `wall` returns seconds since the Unix epoch.
@@ -216,7 +216,7 @@ class Trace:
         if self._size >= ROTATE_BYTES and self._path.is_file():
             self._rotate()
         if event.ph == "X":
-            self._process(event.who)  # also after a rotation
+            self._process(event.who)  # a file that replaces a rotated one needs the names again
             self._name("thread_name", event.pid, event.tid, TRACK_NAMES[event.tid])
             # clocks of two hosts differ: shift a span that starts before the end of the previous one
             track = event.pid, event.tid

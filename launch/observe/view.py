@@ -45,7 +45,7 @@ QUIT_KEYS = (b"q", b"Q", b"\x03", b"\x04", b"")
 
 
 def phrases(status: RunStatus, left_s: float | None = None) -> list[str]:
-    """Return a run in phrases, the most important first: elapsed time, step or phase, reward, lag, rates."""
+    """Return phrases about a run, the most important first: elapsed time, step or phase, reward, lag, rates."""
     now = f"step {status.step}/{status.num_steps}"
     if status.phase != TRAINING:
         now = f"{status.phase}, for {duration(status.written_s - status.phase_since_s)}"
@@ -62,7 +62,7 @@ def phrases(status: RunStatus, left_s: float | None = None) -> list[str]:
 
 
 def line(status: RunStatus, left_s: float | None = None, num_waits: int = NUM_WAITS) -> str:
-    """Return a run in one line: its phrases, up to `num_waits` waits, and the alerts."""
+    """Return the status line of a run: its phrases, up to `num_waits` waits, and the alerts."""
     sentences = status.waits[:num_waits]
     if num_waits and len(status.waits) > num_waits:
         sentences = [*sentences, f"and {len(status.waits) - num_waits} more wait"]
@@ -94,10 +94,10 @@ class Pane(NamedTuple):
     name: str
     rows: Sequence[Text]
     min_rows: int = 2
-    """Rows that it keeps on a small screen."""
+    """Minimum number of rows on a small screen."""
 
     def lines(self, width: int, height: int) -> list[Text]:
-        """Return up to `height` lines: the last events; for other panes the first rows and a count of the others."""
+        """Return up to `height` lines: the last events; in other panes, the first rows and the number omitted."""
         rows = list(self.rows)
         if len(rows) > height and self.name == "events":
             rows = rows[-height:]
@@ -112,7 +112,7 @@ class View:
     """A rich renderable that fits any screen; truncated panes show how many rows are omitted."""
 
     def __init__(self, status: RunStatus, now_s: float, *, gone: str = "", note: str = "") -> None:
-        """`gone` is why the launcher counts as dead, or empty; `note` is shown beside the name of the run."""
+        """`gone` is the reason that the launcher counts as dead, or ''; `note` is shown beside the name of the run."""
         self._status, self._gone, self._note = status, gone, note
         # freeze the durations of an ended run
         self._now_s = status.ended.at_s if status.ended is not None else status.written_s if gone else now_s
@@ -165,7 +165,7 @@ class View:
 
 
 def _fitted(panes: Sequence[Pane], width: int, height: int) -> list[Text]:
-    """Return the stacked panes; if they do not fit, each keeps at least its `min_rows`."""
+    """Return the stacked panes; if they do not fit, omit panes of `DROPPED_FIRST`, then shorten the longest panes."""
     for name in DROPPED_FIRST:
         if sum(min(pane.min_rows, len(pane.rows)) for pane in panes) > height:
             panes = [pane for pane in panes if pane.name != name]
@@ -272,7 +272,7 @@ def _buffer(status: RunStatus, width: int) -> Iterator[Text]:
     if buffer is None:
         return
     ledger, of_step = buffer.ledger, buffer.groups_per_step
-    yield Text(f"{buffer.ready_groups} groups ready, {of_step} a step, {buffer.drawn_groups} drawn  {buffer.sampler}")
+    yield Text(f"{buffer.ready_groups} groups ready, {of_step} per step, {buffer.drawn_groups} drawn  {buffer.sampler}")
     if gap := ledger.get("gap", 0):
         yield Text(f"ledger gap {gap}: the sample counts are inconsistent; this is a bug", style="red")
     names = [*COUNTS, *(name for name in OUTSIDE if ledger.get(name)), "gap"]
@@ -284,7 +284,7 @@ def _buffer(status: RunStatus, width: int) -> Iterator[Text]:
 
 
 def lag_bars(status: RunStatus, width: int) -> list[Text]:
-    """Return bars of the share of trained tokens by lag, up to max_lag or the largest lag; a bar may cover several."""
+    """Return a bar per lag or range of lags up to max_lag or the largest lag, for its fraction of training tokens."""
     lags, pools = status.lags, sorted(status.lags)
     total = sum(sum(counts.values()) for counts in lags.values())
     if not total:

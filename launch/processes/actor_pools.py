@@ -37,13 +37,13 @@ from leeway.launch.processes.role_process import (
 )
 
 MAX_SIGTERMS = 10
-"""Restarts after SIGTERM in a row before an actor is given up."""
+"""Maximum number of restarts after SIGTERM in a row; at the next SIGTERM, the actor is given up."""
 MAX_UNRESERVED = 1024
-"""Limit of additional actors that reserve no resources."""
+"""Maximum number of actors that can be added to a pool if they reserve no resources."""
 SIGTERM_RESET_S = 600.0
 """Seconds of work after which the count of SIGTERMs starts again at 0."""
 EVALUATION_TIMEOUT_S = 6000.0
-"""Must be below the learner's `BATCH_TIMEOUT_S`, because an evaluating actor generates no samples."""
+"""Seconds; must be below the learner's `BATCH_TIMEOUT_S`, because an evaluating actor generates no samples."""
 
 
 @dataclass
@@ -63,7 +63,7 @@ class ActorProcess(PlacedProcess):
     after_sigterm: Restarts = field(default_factory=lambda: Restarts(MAX_SIGTERMS, SIGTERM_RESET_S))
     """Restarts after SIGTERM; `restarts` counts failures."""
     _disconnected_s: float | None = None
-    """Time on the monotonic clock at which the connection to it was lost; None while connected."""
+    """Monotonic time at which the connection to the actor was lost; None while connected."""
 
     @property
     def state(self) -> str:
@@ -98,9 +98,9 @@ class ActorProcess(PlacedProcess):
         self.starting = self.evaluating = self._disconnected_s = None
 
     def reconnect(self, timeout_s: float, notify: Notify) -> bool:
-        """Call `run` again and return True if only the connection was lost; return False after `timeout_s` without one.
+        """Call `run` again and return True if only the connection was lost; return False if it is lost for `timeout_s`.
 
-        If the process died, the next call raises that. Ray declares a host dead if it stays unreachable.
+        If the process died, the new call fails with that error. Ray declares a host dead if it stays unreachable.
         """
         error = failure(self.running)
         if not isinstance(error, ActorUnavailableError):
@@ -125,7 +125,7 @@ class ActorPools:
         self._check = check
         self._config = plan.config
         self.pools = {pool.name: pool for pool in actor_pools(plan.config)}
-        """Each with its initial number of actors."""
+        """Name -> pool with its initial number of actors."""
         self.desired = {name: pool.count for name, pool in self.pools.items()}
         """Desired number of actors of each pool; a lost actor is not replaced until the pool is scaled."""
         self.actors: list[ActorProcess] = []
@@ -173,7 +173,7 @@ class ActorPools:
     # --- watch ------------------------------------------------------------------------------------
 
     def watch(self) -> list[ActorProcess]:
-        """Restart dead actors and return the working ones; RunFailed if no actor is left."""
+        """Restart dead actors and return the working ones; raise RunFailed if no actor is left."""
         self._check()
         working = [actor for actor in list(self.actors) if self._watch(actor)]
         if self.actors and all(actor.lost for actor in self.actors):  # a run on recorded samples may have no actors
@@ -186,7 +186,7 @@ class ActorPools:
         return [actor for actor in self.actors if actor.is_ready]
 
     def wait_until_ready(self) -> list[ActorProcess]:
-        """Return at least one ready actor, and restart dead ones meanwhile; RunFailed after `STARTUP_S`."""
+        """Return the ready actors once there is one; restart dead ones meanwhile. Raise RunFailed after `STARTUP_S`."""
         deadline = time.monotonic() + STARTUP_S
         while not (ready := self.ready()):
             self.watch()
@@ -197,7 +197,7 @@ class ActorPools:
         return ready
 
     def quarantine(self, name: str, why: str) -> None:
-        """Remove an actor from the run; its leases expire and are issued again. RunFailed if no other is left."""
+        """Remove an actor from the run; its leases expire and are issued again. Raise RunFailed if no actor is left."""
         for actor in self.actors:
             if actor_name(actor.number) == name and not actor.lost:
                 actor.lose(f"quarantined: {why}")
@@ -211,7 +211,7 @@ class ActorPools:
     def scale(self, name: str, count: int) -> str:
         """Set the number of actors of a pool without blocking; return a sentence that describes the change.
 
-        ValueError if the pool is unknown, no actor would be left, or the only actor shares its GPU with the learner.
+        Raise ValueError if the pool is unknown, if no actor would be left, or if launch.colocate is set and count > 1.
         """
         if name not in self.pools:
             raise ValueError(f"unknown pool '{name}': use one of {', '.join(self.pools)}")
@@ -238,7 +238,7 @@ class ActorPools:
         return [actor for actor in self.actors if actor.pool == name and not actor.is_going]
 
     def room(self, name: str) -> int:
-        """Return how many more actors of a pool fit on the hosts now."""
+        """Return the number of additional actors of a pool that fit on the hosts now."""
         if self._config.launch.colocate:
             return 0
         bundle = self.pools[name].bundle
@@ -280,7 +280,7 @@ class ActorPools:
 
     def _start(self, actor: ActorProcess) -> None:
         assert self._context is not None, "start() comes first"
-        # an actor needs no algorithm, and its host may lack that file
+        # an actor needs no algorithm, and its host may lack the algorithm's file
         config = self._context.config.model_copy(update={"actors": self.pools[actor.pool].config, "algorithm": None})
         context: RunContext[ActorSections] = replace(self._context, config=config)
         actor.starting = actor.handle.start.remote(context, actor.number, actor.pool)
@@ -365,7 +365,7 @@ class ActorPools:
 
 @dataclass(frozen=True)
 class _ShardCall:
-    """A shard and the actor that evaluates it, with its handle at the call: the actor may have been restarted since."""
+    """A shard, the actor that evaluates it, and the actor's handle at the call, which a restart replaces."""
 
     request: EvalRequest
     actor: ActorProcess
@@ -386,7 +386,7 @@ class Evaluation:
         max_retries: int,
         check: Check = lambda: None,
     ) -> None:
-        """Start it on `actors` (at least one), at `min_version` or later, or at the version of each actor if None.
+        """Start the evaluation on `actors` (at least one), at `min_version` or later; None: at each actor's version.
 
         A failed shard is retried on `ready_actors()`, at most `max_retries` times in all. Shards of actors that leave
         or exited on SIGTERM do not count as retries.
@@ -405,7 +405,7 @@ class Evaluation:
             self._send(part, actor)
 
     def poll(self) -> list[EvalResult] | None:
-        """Return the results of all shards; None if some are missing. RunFailed on too many failures or a timeout."""
+        """Return all results, or None if shards are missing; raise RunFailed after too many failures or a timeout."""
         self._check()
         pending, self._pending = self._pending, []
         for shard in pending:
@@ -430,14 +430,14 @@ class Evaluation:
         return None
 
     def _retry(self, shard: _ShardCall, error: RayActorError | RayTaskError) -> None:
-        """Queue the shard for another actor; RunFailed if no retries are left."""
+        """Queue the shard for another actor; raise RunFailed if no retries are left."""
         actor, on_sigterm = shard.actor, terminated(error) is not None
         if not actor.is_going and not on_sigterm:
             if self._retries_left == 0:
                 raise RunFailed(f"{actor.name} failed to evaluate: {reason(error)}; {actor.log_hint}") from None
             self._retries_left -= 1
         if (on_sigterm or isinstance(error, RayActorError)) and actor.handle is shard.handle:
-            actor.running = shard.call  # mark its work as failed: it is not ready, and `watch` restarts it
+            actor.running = shard.call  # mark its work as failed: it is then not ready, and `watch` restarts it
         self._unsent.append(shard.request)
 
     def _send(self, request: EvalRequest, actor: ActorProcess) -> None:

@@ -1,7 +1,7 @@
 """ActorRole: an actor in its own process, which shuts down gracefully on SIGTERM.
 
     calls of the supervisor:  start -> run, report, evaluate -> stop
-    SIGTERM, at any time:     as `stop`; `start`, `run` and `evaluate` raise `Terminated`; the process exits
+    SIGTERM, at any time:     runs `stop`; `start`, `run` and `evaluate` raise `Terminated`; the process exits
 
 Python runs signal handlers only in the main thread, which has Ray's loop and Ray's own handler. So the process starts
 with SIGTERM blocked in all threads (`placement.spawn`), and one thread receives it by `sigwait`.
@@ -75,7 +75,7 @@ class ActorRole(Role):
             load_engine(config)
 
     async def start(self, context: RunContext[ActorSections], number: int, pool: str) -> None:
-        """Start the engine and connect to the buffer; Terminated on SIGTERM, once the engine is up."""
+        """Start the engine and connect to the buffer; raise Terminated on SIGTERM, once the engine is up."""
         from leeway.actors.loop import ActorLoop
 
         self._name = actor_name(number)
@@ -86,7 +86,7 @@ class ActorRole(Role):
         await self._unless_terminated(self._loop.start())
 
     async def run(self) -> None:
-        """Generate until the run drains; a repeated call awaits the same work. Terminated on SIGTERM."""
+        """Generate until the run drains; a repeated call awaits the same work. Raise Terminated on SIGTERM."""
         if self._work is None:
             self._work = asyncio.create_task(self._loop.run())
         await self._unless_terminated(self._work)
@@ -95,7 +95,7 @@ class ActorRole(Role):
         return self._loop.report()
 
     async def evaluate(self, request: EvalRequest) -> EvalResult:
-        """Return held-out accuracy on a shard of the problems at one version; Terminated on SIGTERM."""
+        """Return held-out accuracy on a shard of the problems at one version; raise Terminated on SIGTERM."""
         return await self._unless_terminated(self._loop.evaluate(request))
 
     async def stop(self) -> None:
@@ -136,7 +136,7 @@ class ActorRole(Role):
 
 
 def _start_resource_tracker() -> None:
-    """Start it in a thread that ends, because starting it unblocks SIGTERM in the calling thread."""
+    """Start the resource tracker in a short-lived thread, because that unblocks SIGTERM in the calling thread."""
     thread = threading.Thread(target=resource_tracker.ensure_running, name="resource-tracker")
     thread.start()
     thread.join()

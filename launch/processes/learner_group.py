@@ -42,8 +42,8 @@ from leeway.learner.coordinator import CoordinatorFailed
 from leeway.learner.mesh import GpuFailed, StageLost
 
 GRACE_S = 3.0
-"""Seconds after the first failure for other ranks to fail: a neighbour of a dead rank often fails before its death is
-detected."""
+"""Seconds to wait for more failures after the first one: a neighbour of a dead rank often fails before the death of
+that rank is detected."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,9 @@ class StagePoll:
     """The reply of a stage to a poll."""
 
     waiting_for: str
-    """What training waits for now; empty while it computes."""
+    """Reason that training is waiting; empty while it computes."""
     publishing: str
-    """What keeps published weights from being on disk; empty if nothing does."""
+    """Reason for a delayed publication of weights; empty if nothing delays it."""
     leftovers: Sequence[str] = ()  # one sentence per file that cannot be removed
 
 
@@ -67,7 +67,7 @@ class StageRole(Role):
             import leeway.learner.stage  # noqa: F401 -- for `setup`
 
     def rendezvous(self, host: str | None) -> str:
-        """Return a free address on this machine, by default on its address in the Ray cluster."""
+        """Return a free TCP address of this machine; `host` defaults to its address in the Ray cluster."""
         host = address_here() if host is None else host
         is_v6 = ":" in host
         with socket.create_server((host, 0), family=socket.AF_INET6 if is_v6 else socket.AF_INET) as probe:
@@ -120,7 +120,7 @@ class _Loss:
 
 
 class LearnerGroup:
-    """Starts the ranks, monitors them, and restarts all from the newest checkpoint if one is lost.
+    """Starts the ranks, monitors them, and restarts all ranks from the newest checkpoint if one is lost.
 
         rendezvous -> setting up -> ready -> running -> finished -> exporting -> exported
            ^--------------- lost: all are killed and restarted ----------'
@@ -174,7 +174,7 @@ class LearnerGroup:
         self._enter(Phase.RENDEZVOUS, [(first, first.handle.rendezvous.remote(self._plan.local_host))])
 
     def start(self, context: RunContext[LearnerSections], deadline: float) -> list[tuple[RoleProcess, Any]]:
-        """Set up all ranks; return the calls that end when they are ready. RunFailed if the first one did not start."""
+        """Set up all ranks; return the calls that end when they are ready. Raise RunFailed if rank 0 did not start."""
         self._context = context
         (rendezvous,) = results(self._calls, "to return the rendezvous address", deadline)
         self._set_up(rendezvous)
@@ -183,13 +183,13 @@ class LearnerGroup:
     def begin(self) -> None:
         if self._stop_requested:
             self._send_stop()
-        self._rows = Rows(self._plan.folder.metrics, at_end=True)  # the coordinator has truncated it to its last step
+        self._rows = Rows(self._plan.folder.metrics, at_end=True)  # `setup` has removed the rows of repeated steps
         self._enter(Phase.RUNNING, [(stage, stage.handle.run.remote()) for stage in self._stages])
 
     def watch(self) -> None:
         """Enter the next phase once all ranks completed this one; restart if a rank is lost. Never blocks for long.
 
-        RunFailed if a rank failed with a permanent error, or ranks were lost too often.
+        Raise RunFailed if a rank failed with a permanent error, or if ranks were lost too often.
         """
         self._check()
         self._check_placement()
@@ -230,7 +230,7 @@ class LearnerGroup:
             self._send_stop()
 
     def export(self, folder: Path) -> None:
-        """Write the model as a Hugging Face folder, by all ranks after their last step; RunFailed as in `watch`."""
+        """Let all ranks write the Hugging Face folder after their last step; raise RunFailed as in `watch`."""
         while self._state is not Phase.EXPORTED:
             if self._state is Phase.FINISHED:
                 self._enter(Phase.EXPORTING, [(stage, stage.handle.export.remote(folder)) for stage in self._stages])
@@ -255,7 +255,7 @@ class LearnerGroup:
         elif self._state is Phase.SETTING_UP:
             self._enter(Phase.READY, [])
             if self.num_restarts:
-                # the learner has set unreadable checkpoints aside, so it has loaded this one
+                # the learner has set unreadable checkpoints aside, so it has loaded the newest one left
                 resumed = newest_progress(self._plan.folder.checkpoints)
                 self._resumed = resumed or TrainingProgress(step=0, version=0, incarnation=0)
                 self._notify("resumed", f"the learner resumes from step {self._resumed.step}")
@@ -290,7 +290,7 @@ class LearnerGroup:
     # --- loss -------------------------------------------------------------------------------------
 
     def _find_loss(self) -> _Loss | None:
-        """Return the lost ranks and the reason; None if none is lost, or not known yet. RunFailed as in `watch`."""
+        """Return the lost ranks and the reason; None if no loss is known yet. Raise RunFailed as in `watch`."""
         ended = [(stage, call) for stage, call in self._calls if done(call)]
         failures = [(stage, error) for stage, call in ended if (error := failure(call)) is not None]
         pending = [stage for stage, call in self._calls if not any(stage is each for each, _ in ended)]
@@ -309,7 +309,7 @@ class LearnerGroup:
             return None
         own = [(stage, error) for stage, error in failures if not _is_a(error, StageLost)]
         if own:
-            # CoordinatorFailed on other ranks repeats the text of the coordinator, without its exception and log
+            # prefer the coordinator's own error: CoordinatorFailed on other ranks repeats its text without its log
             stage, error = min(own, key=lambda each: _is_a(each[1], CoordinatorFailed))
             raise RunFailed(f"{stage.name} failed: {reason(error)}; {stage.log_hint}")
         stage, error = failures[0]
@@ -318,7 +318,7 @@ class LearnerGroup:
         return _Loss((stage,), f"lost the other ranks ({reason(error)})")
 
     def _timed_out(self, pending: Sequence[RoleProcess]) -> _Loss:
-        """Return the loss of ranks whose call timed out during a restart; RunFailed in any other phase."""
+        """Return the loss of ranks whose call timed out during a restart; raise RunFailed in any other phase."""
         loss = _Loss(tuple(pending), f"did not become ready again within {STARTUP_S:g} s")
         if self.num_restarts and self._state in (Phase.RENDEZVOUS, Phase.SETTING_UP):
             return loss

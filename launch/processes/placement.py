@@ -1,4 +1,4 @@
-"""Placement of the processes of a run on hosts, with a timeout on every wait; `spawn` starts one there."""
+"""Placement of the processes of a run on hosts, with a timeout on every wait; `spawn` starts a process there."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from leeway.actors.config import OFFLINE_ENV
 from leeway.common.process import threads_of
 from leeway.launch.processes.role_process import RoleProcess, RunFailed
 
-if TYPE_CHECKING:  # as in `services`
+if TYPE_CHECKING:  # service processes import this module and must not load compute libraries
     from leeway.launch.pools import Bundle, WorkerPool
 
 PLACEMENT_S = 60.0
@@ -74,7 +74,7 @@ class PlacementGroup:
         return 0.0 if self._missing_since_s is None else time.monotonic() - self._missing_since_s
 
     def wait(self, timeout_s: float, *, hosts_may_join: bool) -> None:
-        """Wait for hosts; fail at once if no host is large enough and none may join. RunFailed on a shortage."""
+        """Wait for hosts. Raise RunFailed after `timeout_s`; at once if no host is large enough and none may join."""
         while not self.is_placed:
             if self.missing_s > timeout_s or not (hosts_may_join or self._fits_some_host()):
                 raise RunFailed(self.shortage())
@@ -169,7 +169,7 @@ def spawn(
 
     `variables` extend its environment. `takes_sigterm` starts it with SIGTERM blocked, for `signal.sigwait`.
     """
-    # compute threads are set in the environment, because libraries read it at import
+    # the number of compute threads is set in the environment, because libraries read it at import
     threads = str(threads_of(on.bundle.get("CPU", 0.0)))
     environment = {
         "OMP_NUM_THREADS": threads,

@@ -1,4 +1,4 @@
-"""Start or join Ray, monitor its own processes, whose death Ray hardly reports, and shut it down."""
+"""Start or join Ray, shut it down, and monitor its own processes, because Ray hardly reports their death."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ RAY_SHUTDOWN_GRACE_S = 3.0
 
 
 def start_ray(config: Config, namespace: str) -> RayWatch:
-    """Start Ray here, or join launch.ray_address. RunFailed if that fails; Stopped on a SIGTERM meanwhile."""
+    """Start Ray here, or join launch.ray_address; raise RunFailed if that fails, Stopped on a SIGTERM meanwhile."""
     global _session, _sessions_before
     address = config.launch.ray_address
     _session, _sessions_before = None, frozenset(_sessions())
@@ -49,11 +49,11 @@ def start_ray(config: Config, namespace: str) -> RayWatch:
             )
     except SystemExit as error:  # from Ray's own SIGTERM handler: another thread received the signal
         raise Stopped from error
-    except Exception as error:  # Ray raises a bare Exception if a node is late on a busy machine
+    except Exception as error:  # Ray raises a bare Exception if a node starts too slowly on a busy machine
         where = f"no Ray cluster answers at launch.ray_address = '{address}'" if address else "Ray failed to start"
         why = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        hint = "" if address else ". If the machine is busy, retry when its load is lower"
-        raise RunFailed(f"{where}: {why}{hint}") from error
+        hint = "Check that the head node is up" if address else "If the machine is busy, retry when its load is lower"
+        raise RunFailed(f"{where}: {why}. {hint}") from error
     node = ray._private.worker._global_node
     if address is None:
         _session = Path(node.get_session_dir_path())
@@ -74,10 +74,10 @@ def _local_options(config: Config) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _preserve_signals(blocked: frozenset[signal.Signals]) -> Iterator[None]:
-    """Restore our signal handlers after Ray starts; its processes and their descendants start with `blocked` blocked.
+    """Restore our signal handlers after Ray starts; Ray and its child processes start with `blocked` blocked.
 
     Ray's own SIGTERM handler ends this process. `timeout`, systemd and Slurm signal every process of a job: without
-    the inherited mask, Ray would be half dead before the launcher could write a checkpoint.
+    the inherited mask, some of Ray's processes would exit before the launcher could write a checkpoint.
     """
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
@@ -90,9 +90,9 @@ def _preserve_signals(blocked: frozenset[signal.Signals]) -> Iterator[None]:
 
 
 def end_ray() -> None:
-    """Shut down what `start_ray` started here, and remove its session.
+    """Shut down the Ray that `start_ray` started here, and remove its session folder.
 
-    After a failed start, Ray leaves agents behind that run for another minute or two.
+    Kill its agents too: after a failed start, they would run for another minute or two.
     """
     family = [child for child in psutil.Process().children(recursive=True) if _is_of_ray(child)]
     if (node := ray._private.worker._global_node) is not None:
@@ -111,7 +111,7 @@ def end_ray() -> None:
 _session: Path | None = None
 """Session folder of the Ray that was started here; None if it did not start, or if a cluster was joined."""
 _sessions_before: frozenset[Path] = frozenset()
-"""Sessions of processes with the same pid in other containers, which may share the folder."""
+"""Session folders from before the start: another container may share the parent folder and use the same pid."""
 
 
 def _sessions() -> Iterable[Path]:
@@ -122,7 +122,7 @@ _abandoned = False
 
 
 def abandon_ray(watch: RayWatch) -> None:
-    """Kill every local process of Ray without calling Ray, whose own processes are dead."""
+    """Kill every local process of Ray without a call to Ray, which would never return."""
     global _abandoned
     _abandoned = True
     watch.end_all()
@@ -159,7 +159,7 @@ def _ticks_at_start(pid: int) -> str:
 
 
 def _reap(done: str, grace_s: float) -> None:
-    """Kill what a killed launcher leaves behind. Runs in its own process until the launcher exits.
+    """Kill the processes that a killed launcher leaves behind. Runs in its own process until the launcher exits.
 
     Each line of its input lists the processes as PID:TICKS, so that a reused pid does not match. If the input ends
     without the line `done`, the launcher was killed, and the processes that are left after `grace_s` are killed too.
@@ -167,7 +167,7 @@ def _reap(done: str, grace_s: float) -> None:
     import os, signal, sys, time  # noqa: E401, I001 -- the process runs this source alone, to save memory
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)  # meant for the launcher: only its exit counts
+        signal.signal(number, signal.SIG_IGN)  # meant for the launcher: the reaper reacts only to its exit
     named: list[str] = []
     for line in sys.stdin:
         if line.strip() == done:
@@ -185,7 +185,7 @@ def _reap(done: str, grace_s: float) -> None:
 
 _DONE = "done"
 _REAP_GRACE_S = 5.0
-"""Grace period in seconds: Ray's workers exit on their own when their driver does; Ray's agents take 90 s."""
+"""Grace period in seconds, in which Ray's workers exit on their own; Ray's agents would take 90 s."""
 _REAPER = f"{inspect.getsource(_ticks_at_start)}\n{inspect.getsource(_reap)}\n_reap({_DONE!r}, {_REAP_GRACE_S})"
 
 
@@ -204,7 +204,7 @@ class RayWatch:
         self.is_dead = False
         """Whether Ray is dead: calls to it would never return."""
         self._reaper = subprocess.Popen(
-            # without site-packages, which take memory, and without the modules of the current folder
+            # -S: site-packages would take memory; -E, -P: ignore modules from the environment and the current folder
             [sys.executable, "-S", "-E", "-P", "-c", _REAPER],
             stdin=subprocess.PIPE,
             text=True,
@@ -213,7 +213,7 @@ class RayWatch:
         self._send_family()
 
     def check(self) -> None:
-        """Raise RunFailed if one of Ray's own processes died; takes no time otherwise."""
+        """Raise RunFailed if one of Ray's own processes died, or if the GCS is unreachable for too long."""
         for name, process in self._servers:
             if not _lives(process):
                 self.is_dead = True
@@ -248,7 +248,7 @@ class RayWatch:
         self._send(" ".join(f"{each.pid}:{_ticks_at_start(each.pid)}" for each in self._family))
 
     def _send(self, line: str) -> None:
-        """Send a line to the reaper, which kills the family if this process is killed."""
+        """Send a line to the reaper, which kills Ray's processes if this process is killed."""
         assert self._reaper.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # the reaper was killed; the run continues without it
             self._reaper.stdin.write(line + "\n")
@@ -300,7 +300,7 @@ def _below(process: psutil.Process) -> list[psutil.Process]:
 def _is_of_ray(process: psutil.Process) -> bool:
     """Return whether a process is one of Ray's own or a Ray worker."""
     command = _command(process)
-    # an argument that starts with a path is a program; code that is passed as an argument contains the folder only as
-    # part of the search path, to which Ray adds its own folder and which multiprocessing passes to its server
+    # an argument that starts with a path is a program; code in an argument may contain Ray's folder too, because Ray
+    # adds the folder to the search path, which multiprocessing passes to its server process as code
     programs = [each for each in command if each.startswith("/") and "site-packages/ray/" in each]
     return bool(programs) or (bool(command) and command[0].startswith("ray::"))

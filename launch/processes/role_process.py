@@ -26,11 +26,11 @@ from leeway.launch.observe.status import ProcessStatus
 from leeway.launch.text import shortened
 
 MAX_RESTARTS = 3
-"""Restarts in a row before a process is given up; its failure is then considered permanent."""
+"""Maximum number of restarts in a row; a process that fails again is given up, as its failure is permanent."""
 RESTART_RESET_S = 3600.0
 """Seconds of work after which the count of restarts starts again at 0."""
 SILENCE_S = 60.0
-"""Seconds without a reply after which a role is reported. It replies within milliseconds unless its host swaps."""
+"""Seconds of silence after which a role is reported. A role replies within milliseconds unless its host swaps."""
 _CHECK_INTERVAL_S = 1.0
 LOG_BYTES = 64 * 2**20  # size at which the log of a role is rotated
 
@@ -42,7 +42,7 @@ _CAUSES = (
     r"^(Fatal Python error: .*|terminate called .*)$",
     r'(?:^Process (?:EngineCore|Worker)|File "<string>", line 1, in <module>)(?s:.*?)^([\w.]+Error\b.*)$',
 )
-"""Log lines that state why an engine process failed."""
+"""Patterns of the log lines that state why an engine process failed."""
 _FOLLOWS = re.compile("root cause|EngineDead|Engine ?[Cc]ore|Executor failed|initialization failed")
 """Matches log lines of processes that failed because another one did."""
 _TAIL_BYTES, _QUOTED_CHARACTERS = 2**18, 300
@@ -66,8 +66,8 @@ class WrongInput(RunFailed):
 class Restarts:
     """A restart budget: at most `limit` restarts in a row.
 
-    The count returns to 0 after `reset_after_s` of work since the last restart; that of the learner only after a newer
-    checkpoint.
+    The count returns to 0 after `reset_after_s` of work since the last restart. The learner's count returns to 0 only
+    after a newer checkpoint.
     """
 
     def __init__(self, limit: int, reset_after_s: float = RESTART_RESET_S) -> None:
@@ -76,7 +76,7 @@ class Restarts:
         self._in_a_row = 0
         self.total = 0
         self.working_since_s: float | None = None
-        """Start of its work on the monotonic clock; None before that, and always None for the learner."""
+        """Monotonic time at which the work started; None before that, and always None for the learner."""
 
     @property
     def in_a_row(self) -> int:
@@ -98,16 +98,16 @@ class Restarts:
 
 
 class Role:
-    """Base of what a process hosts: a thin shell that becomes a Ray actor, with one log.
+    """Base class of the Ray actors that host the parts of a run, each in its own process with its own log.
 
-    Ray places the process, carries a few calls, and ends it with the run; data and weights never pass through Ray. Each
-    role imports what it hosts in its own process only.
+    Ray places the process, carries a few calls, and ends it with the run; data and weights never pass through Ray. A
+    role imports the hosted code only in its own process.
     """
 
     def __init__(self, log: Path) -> None:
         """Redirect all output of this process, also from C code, to its log; only the owner can read its files."""
         os.umask(OWNER_ONLY)
-        log.parent.mkdir(parents=True, exist_ok=True)  # another host may not share the run's folder
+        log.parent.mkdir(parents=True, exist_ok=True)  # missing on a host that does not share the run folder
         descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.dup2(descriptor, 1)
         os.dup2(descriptor, 2)
@@ -153,7 +153,7 @@ class RoleProcess:
     started_s: float = field(default_factory=time.monotonic)
     pool: str = ""
     _where: Any = None
-    """The pending call, then its result: host and pid."""
+    """The pending call of `location`, later its result: host and pid."""
     _overdue: tuple[Any, float] | None = None
     """A call without a reply so far, and the time from which its silence counts."""
 
@@ -165,7 +165,7 @@ class RoleProcess:
     def log_hint(self) -> str:
         """Return the path of its log, with the line that states why an engine failed, if there is one."""
         try:
-            with self.log.open("rb") as log:  # never mapped: a log is truncated while in use
+            with self.log.open("rb") as log:  # not mapped into memory, because the log may be truncated meanwhile
                 log.seek(max(0, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
                 cause = cause_in(log.read().decode(errors="replace"))
         except OSError:  # it is on another host
@@ -213,9 +213,9 @@ class RoleProcess:
         return where if isinstance(where, tuple) else ("", 0)
 
     def ask(self, method: str, timeout_s: float, notify: Notify) -> Any:  # noqa: ANN401 -- the result of the method
-        """Call a method without arguments; None if it times out or fails.
+        """Call a method without arguments; return its result, or None if it times out or fails.
 
-        The next call returns the overdue result first. A silence of `SILENCE_S` is reported.
+        If a call is overdue, wait for its result instead of calling again. A silence of `SILENCE_S` is reported.
         """
         now = time.monotonic()
         pending, asked_s = self._overdue or (getattr(self.handle, method).remote(), now)
@@ -239,9 +239,9 @@ def results(
 ) -> list[Any]:
     """Wait for concurrent calls to several processes, and return their results.
 
-    The first failure is raised: the others often fail because of it. `what` completes the error text, as in 'to be
-    ready'; the deadline is on the monotonic clock. WrongInput if a call failed because of the task or the model;
-    RunFailed if it failed for another reason or timed out.
+    Only the first failure is raised, because it often causes the others. `what` completes the error text, as in 'to be
+    ready'; the deadline is on the monotonic clock. Raise WrongInput if a call failed because of the task or the model,
+    and RunFailed if it failed for another reason or timed out.
     """
     started = time.monotonic()
     waiting = {call: process for process, call in calls}

@@ -1,4 +1,4 @@
-"""Services of a run: processes that each serve at an address, and are restarted there when they exit."""
+"""Services of a run: processes that each serve at an address, and are restarted at the same address when they exit."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from leeway.launch.processes.role_process import (
 )
 from leeway.weight_sync.store import PORT as WEIGHTS_PORT
 
-if TYPE_CHECKING:  # the process of a service imports this module, and loads no compute libraries
+if TYPE_CHECKING:  # service processes import this module and must not load compute libraries
     from leeway.launch.checks import Plan
 
 R = TypeVar("R")
@@ -70,10 +70,10 @@ class ServiceRole(Role):
 
 
 class ServiceHost:
-    """Starts a service, and restarts it on its own store when it exits."""
+    """Host of a service: starts it, and restarts it on the same store when it exits."""
 
     name = title = ""
-    """Name of the process and its log; name in messages."""
+    """`name` of the process and its log; `title` in messages."""
 
     def __init__(self, service: str, arguments: tuple[object, ...], plan: Plan, notify: Notify, check: Check) -> None:
         """`service` is the dotted name of its class, constructed from `arguments`."""
@@ -83,12 +83,12 @@ class ServiceHost:
         self._notify = notify
         self._check = check
         self.processes: list[RoleProcess] = []
-        """One process; empty before the start, and if the run has no such service."""
+        """The process of the service; empty before the start, and if the run has no such service."""
         self.address = ""
-        """Kept across restarts: its folder holds the socket or the port."""
+        """Address of the service; a restart keeps it, because the store's folder has the socket or the port number."""
 
     def watch(self) -> None:
-        """Restart the service if it has exited; RunFailed if it exited too often."""
+        """Restart the service if it has exited; raise RunFailed if it exited too often."""
         self._check()
         for process in self.processes:
             if not done(process.running):
@@ -147,7 +147,7 @@ class ServiceHost:
 
 
 class BufferHost(ServiceHost):
-    """The buffer service, and a client of it."""
+    """Host of the buffer service, with a client of the service."""
 
     name, title = "buffer", "the buffer service"
 
@@ -157,7 +157,7 @@ class BufferHost(ServiceHost):
         self._client: BufferClient | None = None
 
     def start(self, deadline: float) -> None:
-        """Start the service and connect to it; RunFailed if it does not start or respond."""
+        """Start the service and connect to it; raise RunFailed if it does not start or respond."""
         forget_port(self._plan.folder.buffer / BUFFER_PORT)
         self._serve(deadline)
         self._client = BufferClient(
@@ -173,7 +173,7 @@ class BufferHost(ServiceHost):
             raise RunFailed(f"the buffer service does not respond: {error}; see {self.log}") from error
 
     def ask(self, request: Callable[[BufferClient], Future[R]]) -> R:
-        """Return the result of a request; restart the service if it is down. RunFailed after `GIVE_UP_S`."""
+        """Return the result of a request; restart the service if it is down. Raise RunFailed after `GIVE_UP_S`."""
         assert self._client is not None, "start() comes first"
         deadline = time.monotonic() + GIVE_UP_S
         future = request(self._client)
@@ -196,7 +196,7 @@ class BufferHost(ServiceHost):
 
 
 class WeightsHost(ServiceHost):
-    """The weight service, if weights are transferred over the network; otherwise its address is ''."""
+    """Host of the weight service; without network transfer of weights, it starts none and `address` is ''."""
 
     name, title = "weights", "the weight service"
 
@@ -205,7 +205,7 @@ class WeightsHost(ServiceHost):
         super().__init__("leeway.weight_sync.service:WeightService", arguments, plan, notify, check)
 
     def start(self, deadline: float) -> None:
-        """Start the service if the run has one; RunFailed if it does not start."""
+        """Start the service if the run has one; raise RunFailed if it does not start."""
         if self._plan.config.weight_sync.transport != "folder":
             forget_port(self._plan.weights_folder / WEIGHTS_PORT)
             self._serve(deadline)

@@ -44,7 +44,7 @@ RANKER = "leeway.planning.ranking:RankerService"
 def ranker(plan: Plan, notify: Notify) -> Any:  # noqa: ANN401 -- imported by name
     """Return the ranker if predicted lengths can decide which actor gets a prompt; else None.
 
-    It predicts the lengths of answers to new prompts. The run never waits for it, and continues if it fails.
+    It predicts the lengths of completions of new prompts. The run never waits for it, and continues if it fails.
     """
     dispatch = plan.config.buffer.dispatch
     if dispatch == "in_order" or (dispatch == "by_deadline" and len(actor_pools(plan.config)) == 1):
@@ -74,21 +74,23 @@ class Supervisor:
         self.shutdown_grace_s = SHUTDOWN_GRACE_S
         """Grace period of `stop`."""
         self._reported: set[str] = set()
-        """Reported senders of invalid messages; the buffer bounds their number."""
+        """Senders whose invalid messages were already reported; the buffer bounds their number."""
 
     # --- start ------------------------------------------------------------------------------------
 
     def start(self, progress: Callable[[str], None]) -> None:
-        """Start Ray and every role, and wait until all are ready; RunFailed if one does not start in time."""
+        """Start Ray and every role, and wait until all are ready; raise RunFailed if one does not start in time."""
         config = self._config.launch
         progress("starting Ray")
         self._ray = start_ray(self._config, namespace=f"leeway-{self._plan.run_id}")
-        progress("starting the processes")
         self.learner.request_placement()
         self.actors.request_placement()
         hosts_may_join = config.ray_address is not None
         limit_s = PLACEMENT_S if hosts_may_join else LOCAL_PLACEMENT_S
         self.learner.placement.wait(limit_s, hosts_may_join=hosts_may_join)
+        num_stages = self._config.learner.num_stages * self._config.learner.num_replicas
+        reported = _loading(len(self.actors.actors), num_stages)
+        progress(reported)
         deadline = time.monotonic() + STARTUP_S
         # actors first: loading vLLM is the longest part of the startup
         self.actors.spawn(limit_s, hosts_may_join=hosts_may_join)
@@ -100,15 +102,12 @@ class Supervisor:
         calls = [*self.actors.start(context), *self.learner.start(context, deadline)]
         if self._ranker is not None:
             self._ranker.start(context)
-        reported = ""
 
         def report() -> None:
             nonlocal reported
             self._check_ray()
             waiting = [process.role for process, call in calls if not done(call)]
-            counts = {"vLLM in {} actor": waiting.count("actor"), "the learner in {} stage": waiting.count("stage")}
-            loads = [text.format(count) + "s" * (count > 1) for text, count in counts.items() if count]
-            text = f"loading {' and '.join(loads)}"
+            text = _loading(waiting.count("actor"), waiting.count("stage"))
             if waiting and text != reported:
                 progress(text)
                 reported = text
@@ -124,14 +123,14 @@ class Supervisor:
             self._ray.check()
 
     def _watch_services(self) -> None:
-        """Restart exited services, also during other waits; RunFailed if one exited too often, or Ray died."""
+        """Restart exited services, also during other waits; raise RunFailed if one exited too often or Ray died."""
         self._weights.watch()
         self._buffer.watch()
 
     # --- watch ------------------------------------------------------------------------------------
 
     def poll(self, timeout_s: float = POLL_TIMEOUT_S) -> PollResult:
-        """Collect the reports of all roles and restart dead ones; RunFailed if a required role is lost for good."""
+        """Collect the reports of all roles and restart dead ones; raise RunFailed if a required role is given up."""
         self._watch_services()
         self.learner.watch()
         result = self.learner.poll(timeout_s)
@@ -165,8 +164,8 @@ class Supervisor:
             if report is not None:
                 if report.task_fingerprint != self._plan.task.fingerprint:
                     raise RunFailed(
-                        f"the prompts of {actor.name} differ from the launcher's, which would mix up its groups: "
-                        f"install the same task files and reasoning-gym there; see {actor.log}"
+                        f"the prompts of {actor.name} differ from those of the launcher, so its samples would answer "
+                        f"wrong prompts: install the same task files and reasoning-gym on its host; see {actor.log}"
                     )
                 reports.append(report)
         return reports
@@ -185,7 +184,7 @@ class Supervisor:
     def evaluate(self, num_problems: int, min_version: PolicyVersion | None) -> Evaluation:
         """Start a held-out evaluation on the ready actors, at `min_version` or later.
 
-        Blocks until an actor is ready; during training, call it only while one is.
+        Blocks until an actor is ready, so call it during training only while an actor is ready.
         """
         return Evaluation(
             self.actors.wait_until_ready(),
@@ -258,3 +257,8 @@ class Supervisor:
         end_ray()
         if self._ray is not None:
             self._ray.close()
+
+
+def _loading(num_actors: int, num_stages: int) -> str:
+    counts = {"vLLM in {} actor": num_actors, "the model in {} learner stage": num_stages}
+    return f"loading {' and '.join(text.format(count) + 's' * (count > 1) for text, count in counts.items() if count)}"

@@ -56,7 +56,7 @@ CHARTS = msgspec.convert(
 
 
 def short(value: float | None) -> str:
-    """Return a number with three significant digits; a dash for None."""
+    """Format a number with three significant digits, or None as a dash."""
     if value is None:
         return DASH
     size = abs(value)
@@ -165,7 +165,7 @@ def _queue(run: RunData, chart: Chart) -> Figure:
 
 
 def _lags(run: RunData, chart: Chart) -> Figure:
-    """Return bars of the percentage of trained tokens by lag."""
+    """Return a bar chart of the percentage of training tokens by lag."""
     lags = sum((Counter(of_pool) for of_pool in run.status.lags.values()), Counter[int]())
     if not lags:
         return Figure(chart)
@@ -177,7 +177,7 @@ def _lags(run: RunData, chart: Chart) -> Figure:
 
 
 def _steps(run: RunData, chart: Chart) -> Figure:
-    """Return a few steps as lanes of marks: lane, kind, start and end in seconds of the run, and text."""
+    """Return a few steps as lanes of marks, each with its lane, kind, start and end in seconds of the run, and text."""
     if not run.spans:
         return Figure(chart)
     steps = [each for each in run.spans if each.cat == "step"]
@@ -214,4 +214,4 @@ SPECIAL: Mapping[str, Callable[[RunData, Chart], Figure | None]] = {
     "lag": _lag,
     "lags": _lags,
 }
-"""Charts whose values are not only metrics of steps."""
+"""Chart -> function that builds it, for charts of more than the metrics of steps."""

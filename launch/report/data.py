@@ -1,4 +1,4 @@
-"""RunData: the input of the report on one run. Metrics: its curves; BufferData: some of its samples."""
+"""`RunData`, the input of the report on one run, with its curves (`Metrics`) and some samples (`BufferData`)."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ MAX_EVENTS = 300
 BUFFER_LIMIT_S = 12.0
 """Time limit for reading the buffer, which may hold millions of groups."""
 MAX_EVENT_TEXT, MAX_TEXT = 1200, 4000
-"""Maximum characters of an event on the page, and of a prompt or a completion."""
+"""Maximum number of characters of an event on the page, and of a prompt or a completion."""
 MAX_BUCKETS = 300
-"""Buckets per curve; each is drawn as its minimum and its maximum."""
+"""Maximum number of buckets per curve; each is drawn as its minimum and its maximum."""
 TIMES = {
     "wait_for_batch": "waiting for a batch",
     "reference": "reference model",
@@ -107,7 +107,7 @@ class Metrics:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Return the learner's seconds, keyed as `TIMES`."""
+        """Return the seconds of the learner's time by the keys of `TIMES`."""
         seconds = {name: self.total(f"time/{name}") for name in TIMES}
         in_steps = math.fsum(seconds.values()) - seconds["wait_for_batch"]
         return {**seconds, "other": max(0.0, self.total("time/step") - in_steps)}
@@ -119,7 +119,7 @@ class ShownSample(NamedTuple):
     kind: str
     reward: float
     prompt: str | None
-    """None if the run has no tokenizer; the same for the completion."""
+    """Prompt and completion are None if the run has no tokenizer."""
     completion: str | None
     facts: Sequence[str]
 
@@ -140,7 +140,7 @@ def read_buffer(root: Path, limit_s: float, clock: Callable[[], float] = time.mo
 
     Raises:
         BufferError: the buffer is missing or unreadable.
-        OSError: likewise.
+        OSError: a file of the buffer cannot be read.
     """
     from leeway.buffer.offline.inspect import Inspection
 

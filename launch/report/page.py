@@ -1,4 +1,4 @@
-"""The page: a self-contained HTML file that answers four questions with figures, charts and tables."""
+"""The page: a self-contained HTML file that answers four questions with numbers, charts and tables."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _verdict(run: RunData) -> str:
         return f"{what}: failed after {num_steps:,} steps. {run.failed}"
     if not num_steps:
         return f"{what}: no step yet."
-    trained = f", {run.status.trained_tokens:,} completion tokens trained" if run.status.trained_tokens else ""
+    trained = f", trained on {run.status.trained_tokens:,} completion tokens" if run.status.trained_tokens else ""
     return f"{what}: {num_steps:,} steps{trained}."
 
 
@@ -156,7 +156,7 @@ QUESTIONS = {
 }
 
 
-# --- figures and tables -------------------------------------------------------------------------------
+# --- numbers and tables -------------------------------------------------------------------------------
 
 
 class Tile(NamedTuple):
@@ -169,7 +169,7 @@ class Tile(NamedTuple):
 
 
 def tiles(run: RunData) -> list[Tile]:
-    """Return the headline figures; unknown ones are a dash."""
+    """Return the headline numbers; an unknown number is a dash."""
     metrics, status, overlap = run.metrics, run.status, run.metrics.of("overlap/frac")
     generated, trained = (short(metrics.mean(f"perf/{what}_tokens_per_s")) for what in ("generated", "trained"))
     took = f" in {duration(status.wall_s)}" if status.wall_s else ""
@@ -218,7 +218,7 @@ def _reward_tile(run: RunData) -> Tile:
 
 
 def _ends(values: Sequence[float], share: float) -> tuple[Sequence[float], Sequence[float]]:
-    """Return the first and the last values, `share` of all each."""
+    """Return the first and the last values; each part has the fraction `share` of all values."""
     num = max(1, int(share * len(values)))
     return values[:num], values[-num:]
 

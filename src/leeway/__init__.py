@@ -2,9 +2,9 @@
 
     train, resume    start a run as a separate process
     load_run, Run    read a run, active or ended
-    load_config      check a config; returns Config
-    algorithm        turn a function of LossInputs into a loss that a config can name; it returns LossOutput
-    LeewayError      base of the errors about input, files and services
+    load_config      validate a config and return it
+    algorithm        decorator: make a function from LossInputs to LossOutput a loss that a config can name
+    LeewayError      base class of errors about input, files and services
 
 docs/api.md has examples. Importing this package imports neither torch nor Ray nor vLLM.
 """

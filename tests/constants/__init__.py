@@ -10,7 +10,7 @@ HERE = Path(__file__).parent
 
 def environment(values: Mapping[str, object]) -> dict[str, str]:
     """Return the environment variables that set these values, by dotted name, in a process and its children."""
-    assert all(name.startswith("leeway.") for name in values), "a shorter name is another copy of the module"
+    assert all(name.startswith("leeway.") for name in values), "other names import another copy of a module"
     others = [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each and each != str(HERE)]
     known = json.loads(os.environ.get("LEEWAY_TEST_CONSTANTS", "{}"))
     return {

@@ -5,8 +5,8 @@ Python imports a module of this name at its start. LEEWAY_TEST_CONSTANTS holds t
     {"leeway.learner.coordinator.BATCH_TIMEOUT_S": 2}
 
 Each value is set as soon as its module is imported, before another module can import it from there. This shortens
-timeouts in tests without a hook in the product. `tests.constants.environment` returns both variables; a test of one
-process patches the module instead.
+timeouts in tests without a hook in the product. `tests.constants.environment` returns both variables; a test that
+starts no process patches the module instead.
 """
 
 import json
@@ -18,7 +18,7 @@ VALUES = json.loads(os.environ.get("LEEWAY_TEST_CONSTANTS", "{}"))
 
 
 class _Finder:
-    """Finder of the modules with overridden constants."""
+    """Import hook that overrides the constants of a module right after its import."""
 
     @staticmethod
     def find_spec(name, path=None, target=None):

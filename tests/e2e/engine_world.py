@@ -1,4 +1,4 @@
-"""Shared by the engine tests: small policies in the form of the learner, and their publishers."""
+"""Helpers of the engine tests: small policies, split into the stages of the learner, and their publishers."""
 
 import itertools
 from pathlib import Path
@@ -67,7 +67,7 @@ def transformers_logprobs(model: LlamaForCausalLM, prompt: list[int], completion
 
 
 class Policy:
-    """The weights of one version, in the stages of the learner."""
+    """The weights of one version, as a whole model and split into the stages of the learner."""
 
     def __init__(self, folder: Path, model: LlamaForCausalLM) -> None:
         self.model = model
@@ -122,7 +122,7 @@ class World:
         Args:
             tied: share head and embedding.
             hidden_size: hidden size of the model.
-            only: change only tensors with this in their name since the last version; "": all tensors.
+            only: change only the tensors whose names contain this text; "": change all tensors.
         """
         newest = max(self.policies)
         version = PolicyVersion(0, newest.version + 1)
@@ -131,7 +131,7 @@ class World:
             before = self.policies[newest].model.state_dict()
             model.load_state_dict({name: t if only in name else before[name] for name, t in model.state_dict().items()})
         policy = Policy(self.folder.parent / f"hf-{version}", model)
-        # a model of other shapes belongs to another learner
+        # a learner never changes its shapes, so publish other shapes as another learner
         publishers = self.learner if hidden_size == HIDDEN_SIZE else self._publishers()
         for publisher, stage in zip(publishers, policy.stages, strict=True):
             publisher.publish(version, stage.published_tensors())

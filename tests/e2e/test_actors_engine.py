@@ -41,7 +41,7 @@ from tests.world.serving import serving
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
-    # from vLLM's own imports
+    # vLLM's own imports emit warnings
     pytest.mark.filterwarnings("ignore"),
 ]
 
@@ -94,9 +94,9 @@ async def test_temperature_zero_takes_the_likeliest_token(world: World):
 
 async def test_preempted_samples_resume_with_the_logprobs_of_the_learner(world: World):
     chance, policy = random.Random(0), world.policies[world.engine.version]
-    prompts = [[chance.randrange(3, 64) for _ in range(120)] for _ in range(48)]  # one block each, and soon two
+    prompts = [[chance.randrange(3, 64) for _ in range(120)] for _ in range(48)]  # about one cache block each
     before = world.engine.stats.report().num_preempted
-    for first in range(0, 480, 48):  # on a slow machine some end before the last start, and all fit
+    for first in range(0, 480, 48):  # on a slow machine early samples end before the last start, and all fit the cache
         completions = list(
             await asyncio.gather(*[world.engine.generate(prompt, seed=first + i) for i, prompt in enumerate(prompts)])
         )
@@ -147,7 +147,7 @@ async def test_logprobs_match_the_learner_after_an_update_with_32_running_reques
         record_property("kept_keys_gap", later)
         print(f"kv_cache = keep: later spans differ by {later:.3f} from their version on average")
         assert later > 10 * BOUND
-    # on fixed prompts log-probabilities match the new version and no longer the old one
+    # log-probabilities of new completions match the new version and no longer the old one
     fresh = await answers(world, prompts)
     assert {span.version for completion in fresh for span in completion.spans} == {version} == {world.engine.version}
     assert gap(fresh, world.policies[version].logprobs(prompts, fresh)) < BOUND
@@ -187,7 +187,7 @@ async def test_a_request_queued_during_an_update_does_not_use_a_stale_prefix(wor
     version = world.publish()
     with world.puller.fetch(version) as staged:
         await world.engine.prepare(staged)
-        # nothing is scheduled from here on: the request is in the engine, salted with the old version
+        # pause the scheduler, so the request waits in the engine with the cache salt of the old version
         await world.engine._alive().engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
         waiting = asyncio.create_task(world.engine.generate(prompt))
         await asyncio.sleep(0.1)
@@ -335,7 +335,7 @@ async def requeued_twice(world: World) -> tuple[list[list[int]], list[Prefix]]:
 
 async def test_a_sample_requeued_twice_has_three_versions_with_matching_logprobs(world: World):
     """In float32 every span matches its version: later spans never use keys of an earlier version."""
-    for _ in range(10):  # on a busy machine all may end before the first check
+    for _ in range(10):  # on a busy machine all samples may end before the first check
         prompts, prefixes = await requeued_twice(world)
         if len(prompts) > 4:
             break
@@ -357,7 +357,7 @@ async def test_a_sample_requeued_twice_has_three_versions_with_matching_logprobs
 async def test_a_killed_engine_stays_dead_and_keeps_the_tokens_received_so_far(world: World):
     engines = [child for child in psutil.Process().children(recursive=True) if "Engine" in child.name()]
     assert engines
-    for _ in range(10):  # on a busy machine it may complete all before it is suspended
+    for _ in range(10):  # on a busy machine the engine may complete all requests before it is suspended
         requests = [world.engine.generate(prompt, key=(2, i)) for i, prompt in enumerate(make_prompts(32))]
         before = asyncio.gather(*requests, return_exceptions=True)
         async with asyncio.timeout(60):
@@ -424,7 +424,7 @@ async def test_an_engine_does_not_outlive_its_killed_owner(tmp_path: Path):
         owner.send_signal(signal.SIGKILL)
         owner.wait(10)
         if owner.stdout is not None:
-            # not read to the end, which a surviving engine would never let it reach
+            # close without reading to the end: a surviving engine would hold the pipe open forever
             owner.stdout.close()
     deadline_s = time.monotonic() + 60
     alive = pids

@@ -34,10 +34,10 @@ def test_ppo_takes_several_updates_per_batch_with_a_critic_within_the_bound(tmp_
     assert [row["step"] for row in steps] == list(range(1, 9))
     assert {row["updates/taken"] for row in steps} == {4}
     assert {row["buffer/ledger_gap"] for row in steps} == {0}
-    assert steps[0]["mismatch/lag0_abs"] < 1e-3, "pi_prox is from the start of the batch, so fresh tokens agree"
-    assert 4 < summary["lag_max"] <= summary["max_lag"] == 9, "lags count updates"
+    assert steps[0]["mismatch/lag0_abs"] < 1e-3, "pi_prox differs from the policy of fresh tokens"
+    assert 4 < summary["lag_max"] <= summary["max_lag"] == 9, "a lag is a number of updates"
     assert any(row["off_policy/clip_frac_low"] + row["off_policy/clip_frac_high"] > 0 for row in steps)
-    assert all(5 <= row["lag/allowed"] <= 9 for row in steps), "one step of four updates above the least bound"
+    assert all(5 <= row["lag/allowed"] <= 9 for row in steps), "lag control stays within its bounds"
     assert all(row["ppo/value_loss"] > 0 and row["off_policy/token_tis_frac"] is not None for row in steps)
     with safe_open(next((tmp_path / "run" / "model").glob("*00002-of-00002.safetensors")), "pt") as exported:
         assert not [name for name in exported.keys() if "value" in name and "head" in name]  # noqa: SIM118 -- no mapping
@@ -57,7 +57,7 @@ def test_dpo_pairs_answers_of_a_prompt_across_policy_versions(tmp_path):
     assert summary["lag_max"] > 0
 
 
-def test_a_baseline_and_a_sampler_from_files_train(tmp_path):
+def test_a_run_trains_with_a_baseline_and_a_sampler_from_files(tmp_path):
     steps, _ = finished(
         tmp_path,
         *("--algorithm.baseline", "examples/baseline.py:median", "--buffer.sampler", "examples/samplers.py:hard_ones"),
@@ -69,7 +69,7 @@ def test_a_baseline_and_a_sampler_from_files_train(tmp_path):
 
 
 def test_the_documented_loss_trains_from_any_folder_and_after_a_resume(tmp_path, monkeypatch):
-    """The loss is that of docs/algorithms/README.md."""
+    """Train with the loss of docs/algorithms/README.md."""
     for name in ("own-loss.toml", "reinforce.py", "samplers.py", "file_reward.py", "file_rows.jsonl"):
         shutil.copy(ROOT / "examples" / name, tmp_path)
     steps, summary = finished(

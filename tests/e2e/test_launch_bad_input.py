@@ -1,4 +1,4 @@
-"""Errors that appear only during a run: one sentence, an exit status, and no process left."""
+"""Errors during a run are reported in one sentence with an exit status, and leave no process behind."""
 
 import contextlib
 import os
@@ -30,7 +30,7 @@ def mounts(tmp_path):
 
 
 def only_sentence(output: str) -> str:
-    """Return the only line of error of the launcher."""
+    """Return the launcher's error, which must be a single line."""
     lines = [line for line in output.splitlines() if line.startswith("leeway: ")]
     assert len(lines) == 1, output
     assert "Traceback" not in output
@@ -50,7 +50,7 @@ def test_a_disk_without_space_for_the_folder_is_refused_before_anything_starts(m
 @pytest.mark.timeout(600)
 def test_a_full_disk_ends_the_run_with_one_sentence_and_the_run_can_be_resumed(mounts):
     disk = mounts.tmpfs("disk", 96)
-    # a checkpoint per step: its failed write ends a run; weights wait for space until max_lag
+    # a failed checkpoint write ends the run at once; publishing would wait for space until max_lag is reached
     often = ("--learner.checkpoint_every", "1")
     process = start(disk, "--learner.num_steps", "400", "--actors.eval_every", "0", *often)
     wait_for_steps(process, disk, 4, timeout_s=LIMIT_S)
@@ -76,7 +76,7 @@ def test_an_unreachable_cluster_is_refused_in_time(tmp_path):
 
 @pytest.fixture
 def other_ray(monkeypatch):
-    """The process and the address of another cluster on this machine, which RAY_ADDRESS names."""
+    """Start another Ray cluster on this machine and set RAY_ADDRESS to it; yield its process and address."""
     folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # a socket's path has to be short
     port = free_port()
     address = f"127.0.0.1:{port}"
@@ -118,7 +118,7 @@ def test_a_run_beside_another_ray_neither_joins_nor_disturbs_it(tmp_path, other_
 
 
 def fill_up(disk: Path) -> Path:
-    """Fill a disk that others write to; remove the returned file to free the space."""
+    """Fill a disk to which other processes write; remove the returned file to free the space."""
     ballast = disk / "ballast"
     with ballast.open("wb", buffering=0) as file, contextlib.suppress(OSError):
         while True:

@@ -20,7 +20,7 @@ SHORT = (
     *("--task.num_heldout", "32", "--task.num_train", "512", "--weight_sync.max_lag", "0"),
     *("--pools.exact.max_running_samples", "24", "--pools.fast.max_running_samples", "40"),
 )
-"""A step's 8 groups at lag 0: pool `exact` has room for 3 and `fast` for 5."""
+"""Overrides for a short run: at lag 0, pool `exact` has room for 3 of the 8 groups of a step, and `fast` for 5."""
 
 
 @pytest.fixture
@@ -133,7 +133,7 @@ HOSTS = "node-1 learner\nnode-2 exact\nnode-3 fast\nnode-4 fast\n"
 
 @pytest.fixture
 def checkout(tmp_path):
-    """A folder whose launch/cluster.sh records its calls and the host file, and whose scontrol lists four nodes."""
+    """Return a folder with a launch/cluster.sh that records its calls, and a scontrol that lists four nodes."""
     for path, text in (("launch/cluster.sh", RECORDER), ("bin/scontrol", f"#!/bin/sh\nprintf '{NODES}\\n'\n")):
         (tmp_path / path).parent.mkdir(exist_ok=True)
         (tmp_path / path).write_text(text)
@@ -142,7 +142,7 @@ def checkout(tmp_path):
 
 
 def calls_of(checkout: Path, command: list[str], **environment: str) -> list[str]:
-    """Return the calls of launch/cluster.sh by a script, which leaves no file behind."""
+    """Run a script and return its calls of launch/cluster.sh; assert that it leaves no file behind."""
     (checkout / "calls").unlink(missing_ok=True)
     path = f"{checkout / 'bin'}:{os.environ['PATH']}"
     subprocess.run(command, cwd=checkout, env={"PATH": path, **environment}, check=True, timeout=60)
@@ -166,7 +166,7 @@ def test_a_job_of_slurm_resumes_the_run_of_its_name_also_after_a_requeue(checkou
         create_run(checkout, run)
         calls = calls_of(checkout, ["bash", *script], SLURM_JOB_NAME=name, **job, **restarts)
         assert calls == ["up", f"resume runs/{run} --learner.num_steps 9", "down"]
-    assert (checkout / "settings").read_text() == "/tmp/leeway-job-7.1 \n", "the earlier hosts may belong to other jobs"
+    assert (checkout / "settings").read_text() == "/tmp/leeway-job-7.1 \n", "the requeued job reuses old files"
 
 
 def create_run(checkout: Path, name: str) -> None:

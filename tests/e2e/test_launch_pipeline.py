@@ -14,7 +14,7 @@ pytestmark = pytest.mark.full
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """The run and the folder of its model, the demo's with four layers of random weights."""
+    """Return a finished run and the folder of its model: the demo model with four layers of random weights."""
     folder = tmp_path_factory.mktemp("runs")
     model_path = folder / "model"
     shutil.copytree(ROOT / "examples" / "demo_model", model_path)

@@ -109,7 +109,7 @@ class Shares:
 
 
 class Life(LiveRun):
-    """The run, and state that a test leaves for later ones."""
+    """The run, and state that a test passes to later tests."""
 
     def __init__(self, folder: Path) -> None:
         self.prometheus_port = free_port()
@@ -121,7 +121,7 @@ class Life(LiveRun):
         rewarded = ("--task.rewards", json.dumps([f"{reward}:exact"]), "--actors.reward_processes", "1")
         super().__init__(folder, *ENDLESS, *rewarded, *own, "--tracking.prometheus_port", str(self.prometheus_port))
         self.failed = ""
-        """The test that failed."""
+        """Name of the test that failed; '' if none has."""
         self.family: list[psutil.Process] = []
         self.engine_sockets: list[Path] = []
         self.acknowledged: dict[tuple, dict] = {}
@@ -129,7 +129,7 @@ class Life(LiveRun):
         self.output = ""
 
     def resume(self, *overrides: object) -> None:
-        """Start `leeway resume`, like `start` for `leeway train`."""
+        """Start `leeway resume`, as `start` does for `leeway train`."""
         self.process = subprocess.Popen(
             [sys.executable, "-m", "leeway", "resume", str(self.folder), *map(str, overrides)],
             cwd=ROOT,
@@ -154,7 +154,7 @@ class Life(LiveRun):
 
     @contextlib.contextmanager
     def slowed_down(self) -> Iterator[None]:
-        """Slow down rewards within the block; otherwise a starting engine gets little of two cores."""
+        """Slow down rewards within the block; otherwise the run leaves a starting engine too little CPU."""
         self._slow.touch()
         yield
         self._slow.unlink()
@@ -194,7 +194,7 @@ def acknowledged(run: Life, capsys: pytest.CaptureFixture[str]) -> dict[tuple, d
 
 def test_a_run_trains_on_concurrent_samples_within_the_bound(run: Life):
     run.wait_for_steps(12)
-    # rare if steps are short: an actor that waits for a lease gets it when a version is published
+    # rare if steps are short: waiting actors get leases at a publication, so most samples use one version
     run.wait_for("a sample across an update", lambda: any(row["lag/in_flight"] > 0 for row in run.steps()))
     rows = run.steps()
     assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
@@ -210,13 +210,13 @@ def test_a_run_trains_on_concurrent_samples_within_the_bound(run: Life):
 def test_files_and_ports_of_a_run_are_private(run: Life):
     family = [psutil.Process(run.process.pid), *descendants(run.process)]
     listening = {address for each in family for address in listening_on(each)}
-    assert listening, "nothing listens, so the test shows nothing"
+    assert listening, "no process listens: the test proves nothing"
     assert not [ip for ip, _ in listening if ip.removeprefix("::ffff:") not in ("127.0.0.1", "::1")]
     # unlike rglob, os.walk tolerates a version of weights that is deleted meanwhile
     everything = [Path(at, name) for at, folders, files in os.walk(run.folder) for name in (*folders, *files)]
     ports = {port for ip, port in listening if ip == "127.0.0.1"}
     services = {int((run.folder / name).read_text()) for name in ("buffer/port", "weights/PORT")}
-    assert services <= ports, "the services of the buffer and of the weights listen"
+    assert services <= ports, "a service does not listen on its port"
     assert ports_without_keys(ports) == []
     assert len(everything) > 50
     assert not [path for path in (run.folder, *everything) if is_open_to_others(path)]
@@ -254,13 +254,13 @@ def test_status_metrics_top_and_export_work_during_a_run(run: Life, tmp_path, re
     status, _, errors = leeway_here(capsys, "export", run.folder, tmp_path / "model")
     assert status == 0, errors
     assert {"config.json", "model.safetensors"} <= {path.name for path in (tmp_path / "model").iterdir()}
-    assert run.process.poll() is None, "the run ended when it was exported from"
+    assert run.process.poll() is None, "the export ended the run"
 
 
 def suspended_at_work(run: Life, engine: psutil.Process) -> bool:
-    """Suspend the engine of actor 1 in the middle of its samples; resume it at once if it has none.
+    """Suspend the engine of actor 1; if it has no running samples, resume it and return False.
 
-    An engine that is suspended for longer than `UPDATE_TIMEOUT_S` counts as dead, and its actor too.
+    An engine that is suspended for longer than `UPDATE_TIMEOUT_S` counts as dead, and so does its actor.
     """
 
     def polled_at() -> int:
@@ -303,7 +303,7 @@ def test_actors_can_be_added_terminated_and_removed(run: Life, capsys):
         assert row["buffer/failed_lease"] == before["buffer/failed_lease"]
     with run.slowed_down():
         run.wait_for("the actor's restart", lambda: is_back(run.actors()["actor-1"], old))
-    assert (run.actors()["actor-1"]["restarts"], run.events("restart")) == (0, []), "it was planned"
+    assert (run.actors()["actor-1"]["restarts"], run.events("restart")) == (0, []), "a planned exit counts as a restart"
     before = run.steps()[-1]
     assert leeway_here(capsys, "scale", run.folder, "--pool", "first", "--count", 1)[0] == 0
     for count, pool, why in ((0, "first", "keep at least 1"), (2, "second", "unknown pool 'second'")):
@@ -329,7 +329,7 @@ def test_a_killed_service_or_actor_is_restarted(run: Life):
         (old, *_) = run.processes(role)
         run.kill(role)
         run.wait_for_restart(text)
-        # its process may have no command line yet
+        # a new process may have no command line yet
         run.wait_for(f"another {role}", lambda role=role, old=old: [e for e in run.processes(role) if e.pid != old.pid])
     run.kill("actor", 0)
     run.wait_for_restart("actor.0 died")
@@ -429,13 +429,9 @@ def test_the_api_reads_the_status_metrics_samples_and_model_of_a_run(run: Life, 
 
 
 def test_the_output_of_a_run_names_what_starts_and_each_path_once(run: Life):
-    assert "loading vLLM in 1 actor" in run.output
-    named = [line for line in run.output.splitlines() if str(run.folder) in line]
-    assert [line.rpartition(str(run.folder))[2] for line in named if "WARN" not in line] == [
-        "",
-        "/model",
-        "/report.html",
-    ]
+    assert "loading vLLM in 1 actor and the model in 1 learner stage" in run.output
+    named = [line for line in run.output.splitlines() if str(run.folder) in line and "/logs/" not in line]
+    assert [line.rpartition(str(run.folder))[2] for line in named] == ["", "/model", "/report.html"]
 
 
 def test_the_summary_covers_all_launches_of_a_run(run: Life):
@@ -445,9 +441,9 @@ def test_the_summary_covers_all_launches_of_a_run(run: Life):
     assert [row["step"] for row in run.steps()] == list(range(1, num_steps + 1)), "one row per step"
     assert {row["buffer/ledger_gap"] for row in run.steps()} == {0}
     counted = [row["restarts"] for row in run.steps()]
-    assert counted == sorted(counted), "each row is from the learner that counts"
+    assert counted == sorted(counted), "a row of a replaced learner follows a row of its successor"
     assert summary["trained_trajectories"] == summary["ledger"]["uses"] - summary["ledger"]["redone_uses"]
-    # if all attempts at a sample were lost with killed processes, its group continues without it
+    # a sample whose attempts were all lost with killed processes is missing from its group
     missing = num_steps * 8 * 8 - summary["trained_trajectories"]
     assert missing <= summary["ledger"]["failed"]
     assert 0 < summary["lag_mean"] <= summary["lag_max"] <= summary["max_lag"] == 4
@@ -460,11 +456,11 @@ def test_the_summary_covers_all_launches_of_a_run(run: Life):
     assert evaluations[0]["start"] == 0 < evaluations[-1]["start"]
     assert len(evaluations) >= 3, "no evaluation during the run"
     status = json.loads((run.folder / "status.json").read_text())
-    assert status["buffer"]["ledger"] == ledger, "the ledger of the end"
+    assert status["buffer"]["ledger"] == ledger, "status.json must hold the final ledger"
     assert status["published"] == f"{num_steps} (start {evaluations[-1]['start']})"
 
 
-def test_a_profile_of_a_run_predicts_its_rate(run: Life):
+def test_a_profile_of_a_run_predicts_its_throughput(run: Life):
     from leeway.launch.config import load_config
     from leeway.launch.run_folder import RunFolder
     from leeway.planning.plans import predict, world_of
@@ -473,7 +469,7 @@ def test_a_profile_of_a_run_predicts_its_rate(run: Life):
     profile = profile_of([RunFolder(run.folder)])
     assert profile.engines["first"].law.seconds(8, 80) > 0
     assert 2 <= profile.samples.lengths.mean <= 8
-    assert profile.learner.score_token_s > 0, "trajectory balance has a reference"
+    assert profile.learner.score_token_s > 0, "the reference of trajectory balance must have a cost"
     predicted = predict(world_of(load_config(run.folder / "config.toml"), profile), samples=8000)
     rows = run.steps()[-LAST_STEPS + 3 :]
     seconds = rows[-1]["finished_s"] - rows[0]["finished_s"]
@@ -542,7 +538,7 @@ def test_the_folder_of_a_run_cannot_be_reused(run: Life, capsys):
 
 @pytest.mark.full
 @pytest.mark.parametrize("loss", ["trajectory_balance", "oapl"])
-def test_samples_of_a_run_train_another_run_by_any_loss_without_actors(run: Life, tmp_path, loss):
+def test_another_run_trains_on_the_samples_of_a_run_with_any_loss_and_without_actors(run: Life, tmp_path, loss):
     store = run.folder / "buffer" / "data.mdb"
     before = store.read_bytes()
     command = (
@@ -617,7 +613,7 @@ def ports_without_keys(ports: set[int]) -> list[int]:
 
 
 def trajectories(run: Path, out: Path) -> pa.Table:
-    """Return all stored trajectories in the order of their groups; the store has no faults."""
+    """Return all stored trajectories in the order of their groups; assert that the store has no faults."""
     with Inspection.open(run) as inspection:
         assert check_store(inspection.store)["faults"] == []
         export(inspection, out)

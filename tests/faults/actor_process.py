@@ -2,7 +2,7 @@
 
 `python -m tests.faults.actor_process OPTIONS` leases and pushes until it is terminated, and appends one line per event
 to a file: `epoch E`, `lease GROUP INDEX...`, `push GROUP INDEX`, `OUTCOME GROUP INDEX` and `refused REASON`. After a
-refusal it tries what a zombie could: it renews its leases (`lost N of M`), reports their samples as failed, and exits.
+refusal it acts as a zombie might: it renews its leases (`lost N of M`), reports their samples as failed, and exits.
 With `requeue_share` it adds `prefix GROUP INDEX TOKENS SECOND` for each partial sample that it was leased and `requeued
 GROUP INDEX TOKENS SECOND` for each acknowledged one; SECOND is monotonic time of the lease request or the reply.
 """
@@ -64,12 +64,12 @@ class ActorProcess:
     """An actor process and the events that it wrote, for the parent process."""
 
     def __init__(self, folder: Path, service, name: str, *, environment: dict[str, str] | None = None, **options):
-        """Start it. Processes of one name write to separate files.
+        """Start the process. Processes of one name write to separate files.
 
         Args:
-            folder: for the events and the log.
+            folder: folder for the events and the log.
             service: a `service_process.Service`.
-            name: of the client.
+            name: client name.
             environment: variables added to those of the test.
             options: more `Options`.
         """
@@ -180,7 +180,7 @@ def main(options: Options) -> int:
 
 
 _MOST_TOKENS = 8000
-"""Tokens up to which a sample grows by requeueing; longer ones than the run allows would be quarantined."""
+"""Maximum number of tokens of a requeued sample; the buffer would quarantine samples longer than the run allows."""
 
 
 def _requeue(client: BufferClient, lease: p.Lease, num_tokens: dict[int, int], log_event: Callable[..., None]) -> None:

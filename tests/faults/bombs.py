@@ -13,7 +13,7 @@ from leeway.buffer import schema
 from leeway.common.rpc.messages import ClientIdentity
 
 ANNOUNCED_BYTES = 2 * 2**30
-"""Size in the header of the frame that `announce_a_large_frame` never completes."""
+"""Size of the frame that `announce_a_large_frame` announces but never completes."""
 
 Frames = list[bytes]
 

@@ -38,9 +38,9 @@ class MemoryLimit:
         """Writing a process id to this file limits that process from its next allocation on."""
         enter = f"echo 0 >{self.processes}; echo 1000 >/proc/self/oom_score_adj"
         self.prefix = ["sh", "-c", f'{enter}; exec "$0" "$@"']
-        """Prefix of a command that runs it under the limit, as the first process of the group to be killed.
+        """Command prefix that runs a command under the limit, as the first process of the group to be killed.
 
-        A lower priority of being killed would need a privilege.
+        Protecting the other processes from the kill instead would need a privilege.
         """
 
     def allow(self, room_bytes: int | None) -> None:
@@ -53,22 +53,22 @@ class MemoryLimit:
             try:
                 self._write("memory.limit_in_bytes", limit)
             except OSError:
-                limit += 2**20  # the kernel itself needs some
+                limit += 2**20  # the kernel itself needs some memory
             else:
                 return
         raise AssertionError(f"the kernel accepts no limit up to {limit} bytes")
 
     @contextlib.contextmanager
     def exhaust(self) -> Iterator[None]:
-        """Use up the memory left by another process in the group; the kernel kills the process started with `prefix`.
+        """Let another process of the group use up the memory; the kernel then kills the process started with `prefix`.
 
-        Otherwise a process at its limit may run for long, while the kernel repeatedly reclaims the cache of its files.
+        Otherwise a process at its limit may run for long, while the kernel repeatedly reclaims its page cache.
         """
         neighbour = subprocess.Popen([sys.executable, "-c", _NEIGHBOUR, str(self.processes)])
         try:
             yield
         finally:
-            neighbour.kill()  # or the kernel killed it as the last process of the group
+            neighbour.kill()  # unless the kernel has killed it, as the last process of the group
             assert neighbour.wait() == -signal.SIGKILL, "the neighbour exited by itself: memory was not exhausted"
 
     def add(self, pid: int) -> None:

@@ -1,4 +1,4 @@
-"""`launch/cluster.sh` on simulated hosts, called as by a user whose machine reaches them by ssh."""
+"""`launch/cluster.sh` on simulated hosts, called as by a user on a machine that reaches them by ssh."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Cluster:
         """Write the host file; start nothing.
 
         Args:
-            hosts: of the cluster.
-            folder: for the caller's home and the host file.
-            pools: of each host in turn, as `a,b`.
+            hosts: hosts of the cluster.
+            folder: folder for the caller's home and the host file.
+            pools: pools of each host, in the order of the hosts, such as `a,b`.
         """
         self.hosts = hosts
         self.home = folder / "caller"
@@ -39,7 +39,7 @@ class Cluster:
         self.host_file.write_text("# made by a test\n" + "\n".join(lines) + "\n")
 
     def call(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        """Run the script until it exits."""
+        """Run the script and wait until it exits."""
         return subprocess.run(
             [str(SCRIPT), *arguments],
             env={**self.environment, **environment},
@@ -56,7 +56,7 @@ class Cluster:
         return done.stdout
 
     def states(self) -> dict[str, str]:
-        """Return the state of each host by `status`: "up" or "lost"."""
+        """Return the state of each host as reported by `status`: "up" or "lost"."""
         done = self.call("status")
         assert done.returncode in (0, 1), done.stderr
         lines = (line.split(":")[0:2] for line in done.stdout.splitlines() if line.startswith("10."))

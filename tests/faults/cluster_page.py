@@ -30,7 +30,7 @@ class Outcome:
 
     @property
     def num_lost(self) -> int:
-        """Return how many acknowledged samples are not stored; so short a run evicts none."""
+        """Return how many acknowledged samples are not stored; these short runs evict no samples."""
         return sum(max(0, count - self.by_actor.get(actor, 0)) for actor, count in self.acknowledged.items())
 
     @property
@@ -92,10 +92,10 @@ class Page:
             "",
             f"Written by `make faults` on {time.strftime('%Y-%m-%d')}, {_machine()}. The hosts are network "
             "namespaces of that machine, each with its own address, process table, /tmp and /dev/shm, joined by "
-            "`launch/cluster.sh`; so all of them together have its cores, and samples/s compare settings, not machine "
+            "`launch/cluster.sh`; they share its cores, so samples/s compare settings, not machine "
             "sizes. The config is `examples/pools.toml`: pool `exact` serves in float32, `fast` in bfloat16 with twice "
-            "the samples in flight. Accuracy is greedy over the held-out problems. Acknowledged lost: what each actor "
-            "counted as acknowledged, minus what is stored.",
+            "the samples in flight. Accuracy is greedy over the held-out problems. Acknowledged lost: number "
+            "of samples that actors counted as acknowledged, minus the number stored.",
             "",
             "| " + " | ".join(HEADER) + " |",
             "|" + "---|" * len(HEADER),

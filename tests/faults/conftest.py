@@ -56,13 +56,13 @@ def pytest_sessionfinish(session):
 
 @pytest.fixture
 def show(request):
-    """`show("50 kills, 0 lost")`: a note for the table; notes are joined by commas."""
+    """Return `show("50 kills, 0 lost")`, which adds a note to the table; notes are joined by commas."""
     return request.config.stash[_RECORDER].shown[request.node.nodeid].notes.append
 
 
 @pytest.fixture
 def start_service(tmp_path):
-    """`start_service(**arguments of Service)`: a service, closed after the test; by default in tmp_path/buffer."""
+    """Return `start_service(folder, **arguments of Service)`; the services are closed after the test."""
     running = []
 
     def start(folder=None, **arguments) -> Service:
@@ -82,13 +82,13 @@ def quick_clients(monkeypatch):
 
 @pytest.fixture
 def service(start_service):
-    """A service with the default facts and config of `service_process`."""
+    """Return a service with the default facts and config of `service_process`."""
     return start_service()
 
 
 @pytest.fixture
 def connect(service):
-    """`connect(name, role)`: a client of `service` that is closed after the test."""
+    """Return `connect(name, role)`, which makes a client of `service`; the clients are closed after the test."""
     clients = []
 
     def make(name, role="actor"):
@@ -103,7 +103,7 @@ def connect(service):
 
 @pytest.fixture
 def load_on():
-    """`load_on(service, **arguments of Load)`: a running load whose clients are closed after the test."""
+    """Return `load_on(service, **arguments of Load)`, which starts a load; its clients are closed after the test."""
     loads = []
 
     def start(service, **arguments) -> Load:
@@ -117,7 +117,7 @@ def load_on():
 
 @pytest.fixture
 def mounts(tmp_path):
-    """Small disks that are unmounted after the processes on them have exited."""
+    """Yield `Mounts` for small disks, which are unmounted after the processes on them have exited."""
     folder = tmp_path / "disks"
     folder.mkdir()
     made = Mounts(folder)
@@ -127,7 +127,7 @@ def mounts(tmp_path):
 
 @pytest.fixture
 def start_actor(tmp_path):
-    """`start_actor(service, name, **options)`: an ActorProcess that is killed after the test."""
+    """Return `start_actor(service, name, **options)`; the actor processes are killed after the test."""
     started = []
 
     def start(service, name, **options) -> ActorProcess:
@@ -141,7 +141,7 @@ def start_actor(tmp_path):
 
 @pytest.fixture
 def cluster(hosts, tmp_path):
-    """A cluster on the module's `hosts`, on which nothing runs yet."""
+    """Yield a cluster on the module's `hosts`, on which nothing runs yet."""
     made = Cluster(hosts, tmp_path)
     yield made
     for host in hosts:

@@ -1,8 +1,8 @@
 """Simulated hosts on this machine, for tests of a cluster.
 
 A host has its own network with an address on a common bridge, and its own process table, host name, /tmp, /dev/shm
-and home. It sees the checkout and optionally one shared folder, for the runs. `Hosts.ssh` replaces ssh. A host exits
-with its first process, which exits with the test process in every case, crashes included.
+and home. It sees the checkout and optionally one shared folder, for the runs. `Hosts.ssh` replaces ssh. A host stops
+when its first process exits, which happens when the test process exits or crashes.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Host:
         self.name = f"host-{number}"
         self.address = f"{net}.{number}"
         self._device, self._bridge, self._folder = f"{bridge}p{number}", bridge, folder
-        # the checkout may be below /tmp
+        # a checkout below /tmp must stay visible under the new /tmp of the host
         self._seen = [*([shared] if sees_shared else []), *([CHECKOUT] if CHECKOUT.is_relative_to("/tmp") else [])]
         self._first: subprocess.Popen[str] | None = None
         self._pid = 0
@@ -113,7 +113,7 @@ class Host:
         self._first = None
 
     def prefix(self) -> list[str]:
-        """Return the prefix of a command that runs it on the host."""
+        """Return the command prefix that runs a command on the host."""
         return ["nsenter", "-t", str(self._pid), "-n", "-m", "-p", "-u", "-i", "--"]
 
     def inside(self, *command: str) -> str:
@@ -185,7 +185,7 @@ class Host:
 
 
 class Hosts(Sequence[Host]):
-    """Hosts on a bridge to which this machine is connected too. A context manager."""
+    """Context manager of hosts on a bridge to which this machine is connected too."""
 
     def __init__(
         self,
@@ -199,7 +199,7 @@ class Hosts(Sequence[Host]):
         Args:
             shared: folder visible to the hosts under its own path.
             count: number of hosts.
-            environment: of a login shell, added to HOME and PATH.
+            environment: variables of a login shell, in addition to HOME and PATH.
             seen_by: indices of the hosts that see the folder; None for all.
         """
         number = random.SystemRandom().randrange(1, 250)

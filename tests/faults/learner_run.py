@@ -34,7 +34,7 @@ from leeway.common.staleness import PolicyVersion
 ROOT = Path(__file__).parents[2]
 GROUP_SIZE, GROUPS_PER_STEP, VOCABULARY = 4, 3, 32
 MANY = 1000
-"""Lag bound that allows recording the groups of all steps before the first one."""
+"""Lag bound so large that the groups of all steps can be recorded before the first step."""
 
 
 def make_model(folder: Path, *, tied: bool = False, num_layers: int = 2) -> None:
@@ -54,7 +54,7 @@ def make_model(folder: Path, *, tied: bool = False, num_layers: int = 2) -> None
 
 
 def new_sample(lease, index: int, version: PolicyVersion, random: np.random.Generator, **fields) -> Trajectory:
-    """Return a sample of uniform tokens whose reward is the share of small token ids."""
+    """Return a sample of uniform tokens whose reward is the fraction of small token ids."""
     length = int(random.integers(2, 8))
     tokens = random.integers(0, VOCABULARY, 4 + length).astype(np.int32)
     made = {
@@ -194,9 +194,9 @@ class LearnerRun:
         """Create the folder and start the service.
 
         Args:
-            folder: of the run.
+            folder: run folder.
             recorded: a folder that `record` filled, which is copied; None for an empty buffer and bounded lags.
-            updates_per_step: M.
+            updates_per_step: updates per step (M).
             model: arguments of `make_model`.
         """
         self.folder = folder
@@ -274,7 +274,7 @@ class LearnerRun:
         return [rank.wait(90) for rank in ranks]
 
     def reports(self) -> list[dict]:
-        """Return the reports of all finished steps, redone steps again."""
+        """Return the reports of all finished steps, including every repetition of a redone step."""
         return json_rows(self.folder / "reports.jsonl")
 
     @property
@@ -299,7 +299,7 @@ class LearnerRun:
         return sorted(int(path.parent.name.split("-")[1]) for path in found)
 
     def newest_state(self) -> dict[str, torch.Tensor]:
-        """Return all tensors of the newest checkpoint except random generators: weights and moments."""
+        """Return the weights and the optimizer's moments in the newest checkpoint, by name."""
         return load_checkpoint(self.checkpoints / f"step-{self.steps_saved()[-1]:08d}")
 
     def kill(self) -> None:

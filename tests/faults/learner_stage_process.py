@@ -31,7 +31,7 @@ def run_rank(spec_path: Path, rank: int, log: Path) -> None:
     with log.open("w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    assert "tests.world.learner" not in sys.modules, "it changes the learner, so that forks and scripts would differ"
+    assert "tests.world.learner" not in sys.modules, "it changes the learner: forks and scripts would differ"
     warnings.filterwarnings("error", category=UserWarning, module="learner")
     main(spec_path, rank)
 
@@ -79,7 +79,7 @@ def context_of(spec: dict) -> RunContext:
 
 
 def keep_reports(path: Path) -> None:
-    """Append every report to a file, redone steps too, which metrics.jsonl omits."""
+    """Append every report to a file, including those of redone steps, which metrics.jsonl omits."""
     make = stage_file.step_report
 
     def make_and_keep(*args, **kwargs):
@@ -132,7 +132,7 @@ def nan_gradient(rank: int, value: dict) -> None:
 
 
 def take_every_update(_rank: int, _value: object) -> None:
-    """Take every update, finite or not."""
+    """Apply every update, even if its gradient is not finite."""
     result = optimizer.UpdateResult
     optimizer.UpdateResult = lambda _taken, *others: result(True, *others)
 
@@ -194,7 +194,7 @@ def slow_steps(_rank: int, seconds: float) -> None:
 
 
 def flush_before_steps(_rank: int, limit_s: float) -> None:
-    """Let every step wait until earlier versions are written; the publisher has room for two."""
+    """Delay every step until all versions are written; the learner skips a version while two are unwritten."""
     take = Stage._take_step
 
     def take_later(self, *args):
@@ -205,7 +205,7 @@ def flush_before_steps(_rank: int, limit_s: float) -> None:
 
 
 def clock_from_first_checkpoint(_rank: int, checkpoints: str) -> None:
-    """Start the publisher's clock at the first checkpoint in this folder, however late that is."""
+    """Start the publisher's clock at the first checkpoint in this folder."""
     began_s = []
 
     def clock():

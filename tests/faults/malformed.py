@@ -1,8 +1,8 @@
 """Malformed messages generated from a seed, and a process that sends them at a steady rate.
 
-Every message is broken in a known way, so that the correct reaction is known: `SET_ASIDE` are always quarantined.
-`RESEALED` have valid checksums over changed content, so that some are valid messages of another meaning; no trajectory
-of them may be stored.
+Every message is broken in a known way, so the correct reaction is known: `SET_ASIDE` are always quarantined.
+`RESEALED` have valid checksums over changed content, so some are valid messages with another meaning; the
+service must not store their trajectories.
 """
 
 import random
@@ -47,11 +47,11 @@ class Source:
         self, run_id: str, epoch: int, seed: int, *, lease: p.Lease = UNKNOWN_LEASE, client: ClientIdentity = CLIENT
     ) -> None:
         """Args:
-        run_id: of the run.
-        epoch: of the client `NAME`.
-        seed: of the sequence.
+        run_id: run ID.
+        epoch: epoch of the client `NAME`.
+        seed: seed of the sequence.
         client: identity of that client at the service.
-        lease: of which the trajectories claim to be samples.
+        lease: lease that the trajectories name.
         """
         self._chance = random.Random(seed)
         self._push = p.Push(NAME, epoch)
@@ -116,7 +116,7 @@ class Source:
         return [self._header(body), body]
 
     def _unverified_schema(self) -> list[bytes]:
-        # The type is unknown, so that Arrow verifies nothing after it.
+        # The type is unknown, so Arrow verifies nothing after it.
         changed = bytearray(self._flipped(self._body[: self._schema_ends]) + self._body[self._schema_ends :])
         changed[:_PREFIX_BYTES] = self._body[:_PREFIX_BYTES]
         changed[self._type_at] = self._chance.randrange(6, 256)

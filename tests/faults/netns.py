@@ -30,7 +30,7 @@ def missing() -> str:
 
 
 class Link:
-    """A link whose near end is this process and whose far end runs commands with `prefix`. A context manager."""
+    """Context manager of a link; its near end is this process, and `prefix` runs commands at its far end."""
 
     def __init__(self) -> None:
         number = random.SystemRandom().randrange(2**16)
@@ -42,7 +42,7 @@ class Link:
         self.near, self.far = (f"{base[0]}.{int(base[1]) + end}" for end in (1, 2))
         """Addresses of the two ends."""
         self.prefix = ["ip", "netns", "exec", self._name]
-        """Prefix of a command that runs it at the far end."""
+        """Command prefix that runs a command at the far end."""
 
     def __enter__(self) -> Link:
         _run("ip", "netns", "add", self._name)

@@ -1,4 +1,4 @@
-"""A proxy between clients and the service that delays, reorders and duplicates whole messages, seeded, in both ways."""
+"""A proxy between clients and the service that randomly delays, reorders and duplicates messages in both directions."""
 
 import heapq
 import itertools
@@ -10,13 +10,13 @@ import zmq
 
 
 class Proxy:
-    """A proxy bound to `address`, with one connection to the service for each client. A context manager."""
+    """Context manager of a proxy bound to `address`, with one connection to the service for each client."""
 
     def __init__(self, service_address: str, *, seed: int, max_delay_s: float = 0.05, duplicates: float = 0.2) -> None:
         """Args:
-        service_address: to which messages are forwarded.
-        seed: of all random choices.
-        max_delay_s: each message is delayed by a uniform time up to this, so that messages overtake one another.
+        service_address: address to which messages are forwarded.
+        seed: seed of all random choices.
+        max_delay_s: maximum delay of a message; delays are uniform, so messages overtake one another.
         duplicates: share of messages that are forwarded twice, each copy with its own delay.
         """
         self._service_address = service_address

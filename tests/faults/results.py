@@ -69,7 +69,7 @@ class Recorder:
             "passed. A *control* is the same injection with the protection switched off: it passes if the loss "
             "occurs, which proves that the tests of its row detect it.",
             "",
-            "| # | injection, or what is switched off | result | what it showed |",
+            "| # | injection, or disabled protection | result | observations |",
             "|---|---|---|---|",
         ]
         lines += [test.line() for test in tests]

@@ -69,17 +69,17 @@ class Service:
         log: Path | None = None,
         prefix: Sequence[str] = (),
     ) -> None:
-        """Start it.
+        """Start the process.
 
         Args:
-            folder: of the store; the log is beside it.
-            facts: of the run.
-            config: of the service.
+            folder: store folder.
+            facts: facts of the run.
+            config: config of the service.
             entry: arguments of Python: the module, or a script that patches it first.
             host: address to bind; None for a Unix socket.
             environment: variables added to those of the test.
             log: file for stderr; by default beside the folder.
-            prefix: of the command.
+            prefix: command prefix.
         """
         self.folder, self.facts, self.config, self._prefix = folder, facts, config, prefix
         self._entry, self._environment, self._host = list(entry), environment or {}, host
@@ -217,21 +217,21 @@ class Load:
         """Connect all clients; `start` starts the threads.
 
         Args:
-            address: of the service.
-            facts: of its run.
+            address: address of the service.
+            facts: facts of its run.
             num_actors: number of clients that push.
-            num_completion_tokens: of every trajectory.
+            num_completion_tokens: completion tokens of every trajectory.
             groups: number of groups that an actor leases and pushes at once.
-            pause_s: between these; without a learner that draws, a load without pauses uses up all leases.
+            pause_s: seconds between these; without pauses and a learner that draws, a load uses up all leases.
             draws: whether the learner draws and finishes steps; otherwise it only publishes version 0.
-            keys: of the run's clients, if the service requires them.
+            keys: keys of the run's clients, if the service requires them.
         """
         self._facts, self._draws = facts, draws
         self._size = {"num_completion_tokens": num_completion_tokens, "groups": groups, "pause_s": pause_s}
         self._stop = threading.Event()
         self.outcomes = _Outcomes()
         self.drawn: dict[int, list[int]] = {}
-        """Records of each step."""
+        """Record ids drawn for each step."""
         self.errors: list[BaseException] = []
         make = partial(BufferClient, keys=keys)
         self.learner = make(address, run_id=facts.run_id, role="learner", name="learner")
@@ -263,7 +263,7 @@ class Load:
             raise self.errors[0]
 
     def close(self) -> None:
-        """Close the clients, pending requests included."""
+        """Close the clients, even with requests pending."""
         self._stop.set()
         for client in (self.learner, *self.actors):
             client.close(0.1)
@@ -328,9 +328,9 @@ class StoreContents:
     keys: set[Key]
     """Samples with a record that passes its checksum and holds the tokens that were pushed."""
     num_duplicates: int
-    """Records of a sample that has another record already."""
+    """Number of records beyond the first record of each sample."""
     torn: list[str]
-    """Records that differ from what was pushed."""
+    """Descriptions of the records that differ from the pushed samples."""
     report: dict
     """Report of `verify`."""
 

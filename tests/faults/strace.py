@@ -15,7 +15,7 @@ class Strace:
         """Attach to the process.
 
         Args:
-            pid: of the process.
+            pid: process ID.
             log: file to which the calls are written.
             trace: names of the traced calls, separated by commas.
             inject: fault for these calls, in strace's syntax (`fdatasync:delay_enter=5000`).

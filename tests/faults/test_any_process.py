@@ -1,7 +1,7 @@
 """Kill each process of a run in turn: the run recovers within a minute, or ends within a minute and reports the cause.
 
-An engine has twice the start-up time of the run if that is longer than a minute: importing vLLM in two processes takes
-half a minute of CPU time, for which it competes with the processes that train.
+For actors and engines, the bound is twice the start-up time of the run if that is longer than a minute: importing vLLM
+in two processes takes half a minute of CPU time on cores that the training processes use too.
 """
 
 import json
@@ -26,7 +26,7 @@ STEPS_AFTER = 5
 
 @pytest.fixture
 def start_run(tmp_path):
-    """`start_run(*overrides)`: a run that trains, closed after the test."""
+    """Return `start_run(*overrides)`, which starts a run and waits until it trains; runs are closed after the test."""
     runs = []
 
     def start(*overrides: str) -> LiveRun:
@@ -48,8 +48,8 @@ def at_work(run: LiveRun) -> dict[str, int]:
 
 
 def seconds_to_recover(run: LiveRun, kill: Callable[[], None], bound_s: float) -> float:
-    """Kill a process; return the seconds until all processes work again and steps are taken. Fail after `bound_s`."""
-    run.wait_for("all to work", lambda: len(at_work(run)) == NUM_PROCESSES)
+    """Kill a process; return the seconds until all processes work again and take steps. Fail after `bound_s`."""
+    run.wait_for("all processes to work", lambda: len(at_work(run)) == NUM_PROCESSES)
     before, num_restarts = at_work(run), len(run.events("restart"))
     killed_s = time.monotonic()
     kill()
@@ -64,7 +64,7 @@ def seconds_to_recover(run: LiveRun, kill: Callable[[], None], bound_s: float) -
 def test_a_run_recovers_from_a_kill_of_any_role(start_run, show):
     began_s = time.monotonic()
     run = start_run("--weight_sync.transport", "network", "--buffer.dispatch", "longest_first")
-    run.wait_for("all to work", lambda: len(at_work(run)) == NUM_PROCESSES)
+    run.wait_for("all processes to work", lambda: len(at_work(run)) == NUM_PROCESSES)
     started_s = time.monotonic() - began_s
     engine_bound_s = max(BOUND_S, 2 * started_s)
     deaths = {

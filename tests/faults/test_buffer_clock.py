@@ -1,7 +1,7 @@
 """The wall clock of the service or of an actor jumps by a day, or stops.
 
 libfaketime changes only the wall clock (DONT_FAKE_MONOTONIC), as a clock step by hand or by NTP does. CLOCK_MONOTONIC
-never jumps on a running kernel, so that faking it would test an impossible case.
+never jumps on a running kernel, so faking it would test an impossible case.
 """
 
 import subprocess
@@ -76,7 +76,7 @@ def lease_and_wait(load: Load, wait_s: float) -> tuple[str, float]:
 
 @pytest.fixture
 def join(request):
-    """`join(service)`: a learner and an actor whose threads are not started."""
+    """Return `join(service)`, which connects a learner and an actor without starting their threads."""
 
     def make(service) -> Load:
         load = Load(service.address, facts=service.facts, num_actors=1)

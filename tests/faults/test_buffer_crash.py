@@ -44,7 +44,7 @@ def test_a_killed_service_loses_nothing_acknowledged_and_recovers_at_once(durabi
         killed_at_s, num_before = time.monotonic(), len(load.outcomes)
         service.start()
         load.wait_for(1)
-        # The first one may have been in flight when the service was killed.
+        # The first acknowledgement may have been in flight when the service was killed.
         first = next(at for at in load.outcomes.times_s[num_before:] if at > killed_at_s + 0.02)
         recoveries_s.append(first - killed_at_s)
     load.end()
@@ -53,17 +53,17 @@ def test_a_killed_service_loses_nothing_acknowledged_and_recovers_at_once(durabi
     kept = StoreContents.read(service.folder)
     kept.check(load.acknowledged)
     drawn = [record for records in load.drawn.values() for record in records]
-    assert len(drawn) == len(set(drawn)), "a sample was trained twice"
+    assert len(drawn) == len(set(drawn)), "a sample was used for training twice"
     assert status.ledger["gap"] == 0
     recoveries_s.sort()
     assert recoveries_s[-1] <= bound(2.0)
     show(
-        f"durability '{durability}': {num_kills} kills, {len(load.acknowledged)} acknowledged, 0 lost, 0 doubled, "
-        f"ledger closed, recovery median {recoveries_s[num_kills // 2]:.2f} s, longest {recoveries_s[-1]:.2f} s"
+        f"durability '{durability}': {num_kills} kills, {len(load.acknowledged)} acknowledged, 0 lost, 0 stored twice, "
+        f"ledger gap 0, recovery median {recoveries_s[num_kills // 2]:.2f} s, longest {recoveries_s[-1]:.2f} s"
     )
 
 
-@pytest.mark.fault(1, "acknowledgement before the commit, 1 kill or a few", control=True)
+@pytest.mark.fault(1, "acknowledgement before the commit, 1 to 5 kills", control=True)
 def test_a_service_that_acknowledges_before_the_commit_loses_samples_on_a_kill(start_service, load_on, show):
     service = start_service(entry=EARLY_ACKNOWLEDGEMENT, facts=MANY)
     load = load_on(service, facts=MANY, draws=False, groups=16)
@@ -74,7 +74,7 @@ def test_a_service_that_acknowledges_before_the_commit_loses_samples_on_a_kill(s
         num_lost = lost(service.folder, load.acknowledged)
         if num_lost:
             break
-        service.start()  # it was killed just after one of the late commits
+        service.start()  # nothing was lost: the kill came just after a late commit
     assert num_lost > 0
     show(f"{num_lost} of {len(load.acknowledged)} acknowledged lost")
 
@@ -96,7 +96,7 @@ def test_a_kill_at_any_system_call_of_a_commit_loses_and_tears_nothing(
     load.end()
     service.stop()
     StoreContents.read(service.folder).check(load.acknowledged)
-    show(f"at the 1st to {num_kills}th {call}: {len(load.acknowledged)} acknowledged, 0 lost, 0 torn, 0 doubled")
+    show(f"at the 1st to {num_kills}th {call}: {len(load.acknowledged)} acknowledged, 0 lost, 0 torn, 0 stored twice")
 
 
 @pytest.mark.fault(2, "kill -9 at every system call that makes a new store", tools=("strace",), full=True)
@@ -163,7 +163,7 @@ def cut_power(service, load, image, copy) -> set:
     """Copy a consistent snapshot of the disk; return the samples acknowledged up to then."""
     service.signal(signal.SIGSTOP)
     try:
-        # Wait until the client has received the acknowledgements that were sent: they count.
+        # Wait until the client has received the acknowledgements already sent: these samples must not be lost.
         settle()
         acknowledged = load.acknowledged
         copy_snapshot(image, copy)
@@ -176,7 +176,7 @@ def cut_power(service, load, image, copy) -> set:
 def test_a_power_cut_loses_nothing_acknowledged(mounts, start_service, load_on, tmp_path, show):
     disk, image = mounts.ext4("disk", 128)
     service = start_service(disk / "buffer", facts=MANY)
-    # with pauses, because it would use up its leases before the last cut
+    # with pauses: a faster load would use up its leases before the last cut
     load = load_on(service, draws=False, num_actors=1, groups=2, pause_s=0.02)
     chance = random.Random(3)
     num_acknowledged = []

@@ -30,7 +30,7 @@ PAGE = 4096
 
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory):
-    """(folder of a store of waiting samples, their keys); copy it before damaging it."""
+    """Return (folder of a store of samples ready to draw, their keys); tests copy the folder before they damage it."""
     folder = tmp_path_factory.mktemp("stored") / "buffer"
     service = Service(folder, MANY_STEPS)
     load = Load(service.address, facts=MANY_STEPS, num_completion_tokens=300, draws=False)
@@ -48,7 +48,7 @@ def stored(tmp_path_factory):
 
 @pytest.fixture
 def copy(stored, tmp_path):
-    """A copy of the store, and the acknowledged samples."""
+    """Return a copy of the store, and the acknowledged samples."""
     folder, acknowledged = stored
     return Path(shutil.copytree(folder, tmp_path / "buffer")), acknowledged
 
@@ -104,7 +104,7 @@ def groups_without(folder, records: set[int]) -> int:
 
 @pytest.fixture
 def connect_to():
-    """`connect_to(service)`: a load without actors, whose learner begins a new incarnation."""
+    """Return `connect_to(service)`, which makes a load without actors, whose learner begins a new incarnation."""
     loads = []
 
     def connect(service):
@@ -147,7 +147,7 @@ def test_every_flipped_bit_is_found_and_no_damaged_sample_is_served(copy, start_
     )
 
 
-@pytest.mark.fault(9, "checksums are not looked at", control=True)
+@pytest.mark.fault(9, "checksums are not verified", control=True)
 def test_without_checksums_flipped_bits_are_served(copy, start_service, connect_to, show):
     folder, acknowledged = copy
     tokens = [sample_tokens(key, 300).tobytes() for key in acknowledged]
@@ -166,7 +166,7 @@ def test_without_checksums_flipped_bits_are_served(copy, start_service, connect_
 
 
 def pages(folder) -> dict[str, list[int]]:
-    """Return the pages of the file by the type in their headers; free pages keep their old header."""
+    """Return page numbers by the type in the page header; free pages keep their old header."""
     data = (folder / "data.mdb").read_bytes()
     kinds: dict[str, list[int]] = {"meta": [], "branch": [], "leaf": [], "record": []}
     for page in range(len(data) // PAGE):
@@ -238,7 +238,7 @@ def test_a_zeroed_page_is_refused_or_detected_and_never_crashes_the_service(stor
             outcomes[kind][outcome(copied, MANY_STEPS, acknowledged)] += 1
             shutil.rmtree(copied.parent)
     for kind in ("meta", "branch", "leaf"):
-        # A free page keeps its old type; without it the store is whole.
+        # A page of this type may be free: zeroing it does no damage.
         assert set(outcomes[kind]) <= {"refused", "whole"}, outcomes
         assert outcomes[kind]["refused"] or not FULL, outcomes
     show("; ".join(f"{kind} pages: {as_text(counts)}" for kind, counts in outcomes.items()))

@@ -49,7 +49,7 @@ def test_a_failed_write_stops_acknowledgements_and_ends_the_service(call, start_
     )
 
 
-@pytest.mark.fault(4, "the error of a commit is not heard", control=True, tools=("strace",), full=True)
+@pytest.mark.fault(4, "commit errors are ignored", control=True, tools=("strace",), full=True)
 def test_a_service_that_ignores_a_failed_fsync_loses_samples(start_service, load_on, tmp_path, show):
     service = start_service(entry=IGNORES_ERRORS, facts=MANY)
     load = load_on(service, facts=MANY, draws=False)
@@ -167,12 +167,12 @@ def test_producers_wait_while_the_disk_is_full_and_nothing_is_dropped(mounts, st
     assert status.ledger["gap"] == 0
     StoreContents.read(service.folder).check(load.acknowledged)
     show(
-        f"full for {pick(2, 10)} s: the service runs on and reports it, 0 acknowledged meanwhile; resumed "
+        f"full for {pick(2, 10)} s: the service keeps running and reports it, 0 acknowledged meanwhile; resumed "
         f"{resumed_s:.2f} s after space was freed, 0 of {len(load.acknowledged)} lost, 0 dropped"
     )
 
 
-@pytest.mark.fault(6, "the error of a commit is not heard", control=True, root=True, full=True)
+@pytest.mark.fault(6, "commit errors are ignored", control=True, root=True, full=True)
 def test_a_service_that_ignores_a_full_disk_loses_samples(mounts, start_service, load_on, tmp_path, show):
     disk = mounts.tmpfs("disk", 48)
     service = start_service(disk / "buffer", facts=MANY, entry=IGNORES_ERRORS, log=tmp_path / "log")

@@ -35,7 +35,7 @@ LAST = 2**52
 
 @pytest.fixture
 def join(request):
-    """`join(service, name)`: a client that is closed after the test."""
+    """Return `join(service, name, role)`, which connects a client; the clients are closed after the test."""
 
     def make(service, name, role="actor"):
         client = BufferClient(service.address, run_id=service.facts.run_id, role=role, name=name)
@@ -48,7 +48,7 @@ def join(request):
 
 @pytest.fixture
 def raw_socket(request):
-    """`raw_socket(service)`: a socket for arbitrary messages."""
+    """Return `raw_socket(service)`, which opens a socket for arbitrary messages."""
 
     def make(service) -> zmq.Socket:
         context = zmq.Context()
@@ -61,7 +61,7 @@ def raw_socket(request):
 
 
 class Probe:
-    """Requests the status of the service continuously and measures the longest wait; a context manager."""
+    """Context manager that requests the status of the service continuously and measures the longest wait."""
 
     def __init__(self, client):
         self._client, self._stop, self.longest_s = client, threading.Event(), 0.0
@@ -233,7 +233,7 @@ def push_invalid(client) -> list[tuple[str, p.RowResult]]:
     return [(reason, future.result(60)) for reason, future in pushed]
 
 
-@pytest.mark.fault(25, "NaN, infinite, out of range, of disagreeing lengths, or empty")
+@pytest.mark.fault(25, "trajectories with NaN, infinite or out-of-range values, different lengths, or no completion")
 def test_an_invalid_trajectory_is_quarantined_with_its_reason_and_never_drawn(start_run, join, show):
     service, learner = start_run()
     results = push_invalid(join(service, "actor-0"))
@@ -267,7 +267,7 @@ def test_control_without_validation_the_learner_draws_invalid_trajectories(start
 
 @pytest.fixture
 def start_run(start_service, join):
-    """`start_run(**arguments of Service)`: a service and its learner, which has published a version."""
+    """Return `start_run(**arguments of Service)`, which starts a service and a learner that publishes a version."""
 
     def start(**arguments):
         service = start_service(**arguments)
@@ -324,12 +324,12 @@ def _time_to_refuse(service, frames) -> float:
 
 
 def memory_mib(service, key) -> int:
-    """Return a line of the process's status; VmHWM is its peak memory."""
+    """Return a line of /proc/PID/status in MiB; VmHWM is the peak memory."""
     lines = Path(f"/proc/{service.pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) // 1024 for line in lines if line.startswith(key))
 
 
-@pytest.mark.fault(24, "bombs, thrown at the service")
+@pytest.mark.fault(24, "bombs, sent to the service")
 def test_bombs_neither_stop_the_service_nor_fill_its_memory(start_service, join, raw_socket, show):
     service = start_service()
     socket = raw_socket(service)
@@ -355,7 +355,7 @@ def test_bombs_neither_stop_the_service_nor_fill_its_memory(start_service, join,
     show(f"memory grew by {grown} MiB at most, no answer later than {probe.longest_s:.2f} s")
 
 
-@pytest.mark.fault(24, "no limits of size", control=True, full=True)
+@pytest.mark.fault(24, "no size limits", control=True, full=True)
 def test_control_without_limits_bombs_fill_the_memory(start_service, join, raw_socket, show):
     service = start_service(entry=UNLIMITED)
     client = join(service, "bomber")

@@ -13,7 +13,7 @@ from tests.full import pick
 
 MIB = 2**20
 ROOM = 128 * MIB
-"""Bytes above the memory of the service without senders."""
+"""Memory limit in bytes above the memory use of the idle service."""
 STUCK_S = 30.0
 SMALL_INBOX = f"leeway.buffer.service.INBOX_BYTES={16 * MIB}"
 LARGE_INBOX = f"leeway.buffer.service.INBOX_BYTES={4096 * MIB}"
@@ -33,7 +33,7 @@ def limit():
 
 @pytest.fixture
 def start_limited(start_service, limit):
-    """`start_limited(constants)`: a service whose memory is counted from its start; the limit is not set yet."""
+    """Return `start_limited(*constants)`, which starts a service whose memory is counted; no limit is set yet."""
 
     def start(*constants):
         entry = ("-m", "tests.world.service", *constants)
@@ -43,7 +43,7 @@ def start_limited(start_service, limit):
 
 
 def flood(service, start_actor, load_on, limit, stopped_s=None, **options) -> list[ActorProcess]:
-    """Set the limit just above the service's memory; let actors send large trajectories while the service stops."""
+    """Limit memory just above that of the service; let actors send large trajectories while the service is stopped."""
     actors = [
         start_actor(service, f"actor-{number}", groups=300, num_completion_tokens=8000, **options)
         for number in range(4)
@@ -88,14 +88,14 @@ def test_senders_wait_before_the_memory_of_the_service_is_used_up(start_limited,
 @pytest.mark.fault(28, "no credit", control=True, root=True)
 def test_control_without_credit_the_service_is_oom_killed(start_limited, start_actor, load_on, limit, show):
     service = start_limited(LARGE_INBOX)
-    # a short stop, or clients reconnect meanwhile, and libzmq 4.3.5 may abort the service first (zeromq/libzmq#4841)
+    # a short stop: after a longer one clients reconnect, and libzmq 4.3.5 may abort the service (zeromq/libzmq#4841)
     flood(service, start_actor, load_on, limit, stopped_s=2.0, bounded=False)
     assert service.wait(60) == -signal.SIGKILL
     show("the service was killed")
 
 
 @needs_cgroups
-@pytest.mark.fault(28, "the service is killed for its memory", root=True, full=True)
+@pytest.mark.fault(28, "the service is OOM-killed", root=True, full=True)
 def test_an_oom_killed_service_loses_nothing_acknowledged(start_limited, load_on, limit, show):
     service = start_limited()
     load = load_on(service, draws=False, num_completion_tokens=4000)
@@ -116,7 +116,7 @@ def test_an_oom_killed_service_loses_nothing_acknowledged(start_limited, load_on
 
 
 @needs_cgroups
-@pytest.mark.fault(28, "an actor is killed for its memory", root=True, full=True)
+@pytest.mark.fault(28, "an actor is OOM-killed", root=True, full=True)
 def test_leases_of_an_oom_killed_actor_are_issued_again(start_service, start_actor, load_on, limit, show):
     service = start_service(facts=MANY, environment=SHORT_LEASES)
     load = load_on(service, draws=False)

@@ -42,7 +42,7 @@ def link():
 
 @pytest.fixture
 def far_service(link, tmp_path, monkeypatch):
-    """A service at the far end of the link, with the clients' default request timeout."""
+    """Yield a service at the far end of the link, with the clients' default request timeout."""
     monkeypatch.setattr(client_module, "REQUEST_TIMEOUT_S", 10.0)
     running = Service(tmp_path / "buffer", MANY, entry=SMALL_INBOX, host=link.far, prefix=link.prefix)
     yield running
@@ -114,7 +114,7 @@ def test_a_cut_link_is_detected_soon_and_work_resumes_once_it_is_back(link, far_
         link.cut()
         cut_at = time.monotonic()
         time.sleep(CUT_S)
-        # The second actor's notice as well: both have one.
+        # the first notice of each of the two actors
         found_s += [at - cut_at for at in notices.times_s[:2]]
         num_dropped = link.num_dropped()
         link.heal()
@@ -239,7 +239,7 @@ def test_control_without_credit_an_actor_on_a_slow_link_grows(link, far_service,
 
 @pytest.fixture
 def load_through_proxy():
-    """`load_through_proxy(service, **arguments of Load)`: a load that connects through a proxy, and the proxy."""
+    """Return `load_through_proxy(service, **arguments of Load)`, which starts a load and its proxy."""
     with contextlib.ExitStack() as running:
 
         def start(service, **arguments):
@@ -287,7 +287,7 @@ def test_control_without_deduplication_the_ledger_breaks_or_the_service_dies(
     service.stop()
     faults = StoreContents.read(service.folder).report["faults"]
     assert faults
-    show(f"verify finds {len(faults)} faults, as '{faults[0][:80]}'")
+    show(f"verify finds {len(faults)} faults, such as '{faults[0][:80]}'")
 
 
 def half_open(link, service, actors, direction) -> None:

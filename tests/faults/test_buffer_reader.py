@@ -1,4 +1,4 @@
-"""Row 8 of the fault matrix: a reader keeps a read transaction open, so that freed pages cannot be reused."""
+"""Row 8 of the fault matrix: a reader keeps a read transaction open, so freed pages cannot be reused."""
 
 import subprocess
 import sys
@@ -18,12 +18,12 @@ LIVE_TRAJECTORIES = pick(400, 2000)
 TOKENS = 4000
 SMALL_STORE = CONFIG.model_copy(update={"capacity_trajectories": LIVE_TRAJECTORIES})
 SLACK_BYTES = 32 * MIB
-"""Bytes that the small file of the short run may have beyond its live data before pushes wait."""
+"""Maximum size in bytes by which the file of the short run may exceed its live data."""
 
 
 @pytest.fixture
 def start_reader():
-    """`start_reader(folder)`: a process that keeps a read transaction open."""
+    """Return `start_reader(folder)`, which starts a process that keeps a read transaction open."""
     started = []
 
     def start(folder) -> subprocess.Popen:

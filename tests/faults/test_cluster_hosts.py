@@ -69,7 +69,7 @@ def test_up_starts_ray_on_every_host_is_idempotent_and_down_removes_everything(c
 
 
 def check_token(cluster, hosts) -> None:
-    """The token is required, is on no command line, and is in a file of mode 0600."""
+    """Check that the token is required, is on no command line, and is in a file of mode 0600."""
     token = (cluster.home / ".ray" / "auth_token").read_text()
     for host in hosts:
         assert token not in host.inside("ps", "-eo", "args")
@@ -85,7 +85,7 @@ def check_token(cluster, hosts) -> None:
 
 
 def check_ports(hosts) -> None:
-    """Only the ports that docs/cluster.md lists are open."""
+    """Check that only the ports that docs/cluster.md lists are open."""
     documented = {PORT, *range(PORT + 12, PORT + 18), *range(20002, 21000)}
     for host in hosts:
         ports = {int(each.rsplit(":", 1)[1]) for each in host.listening() if not each.startswith("127.")}
@@ -93,7 +93,7 @@ def check_ports(hosts) -> None:
         assert ports <= documented
 
 
-@pytest.mark.fault("cluster", "a host loses its power and is started anew, then `up`", root=True, full=True)
+@pytest.mark.fault("cluster", "a host loses power and boots again, then `up`", root=True, full=True)
 def test_up_rejoins_a_host_that_lost_power(cluster, hosts):
     cluster.up()
     before = raylets(hosts)
@@ -108,7 +108,7 @@ def test_up_rejoins_a_host_that_lost_power(cluster, hosts):
 
 
 @pytest.mark.fault(
-    "cluster", "a host is taken out of the host file, another put into a pool, then `up`", root=True, full=True
+    "cluster", "a host is removed from the host file, another gets one more pool, then `up`", root=True, full=True
 )
 def test_up_stops_a_removed_host_and_restarts_one_whose_pools_changed(cluster, hosts):
     cluster.up()
@@ -188,7 +188,7 @@ def test_up_names_hosts_without_leeway(cluster, hosts, tmp_path):
     assert done.stderr.splitlines() == [f"cluster.sh: {host.address} {advice}" for host in hosts]
 
 
-@pytest.mark.fault("cluster", "a host loses its power", root=True, full=True)
+@pytest.mark.fault("cluster", "a host loses power", root=True, full=True)
 def test_a_dead_host_is_detected_within_100_s(cluster, hosts, show):
     cluster.up()
     wait_until_connected(hosts)
@@ -196,7 +196,7 @@ def test_a_dead_host_is_detected_within_100_s(cluster, hosts, show):
     took_s = cluster.lost_after_s(hosts[FAST].address, 100)
     hosts[FAST].power_on()
     cluster.up()
-    assert took_s > 51, "a cut of 30 s would lose the host: the next TCP retry comes after 51 s"
+    assert took_s > 51, "too soon: a cut of 30 s would lose the host, as the next TCP retry comes after 51 s"
     show(f"reported as lost after {took_s:.0f} s, back after `up`")
 
 

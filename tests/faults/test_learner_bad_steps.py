@@ -1,4 +1,4 @@
-"""Steps without a finite loss or gradient are skipped on all ranks, kept and counted; three in a row end the run."""
+"""Steps without a finite loss or gradient are skipped on all ranks and counted; three in a row end the run."""
 
 import pytest
 from tests.faults.learner_run import GROUP_SIZE, GROUPS_PER_STEP, LearnerRun, RandomActor, record
@@ -12,7 +12,7 @@ REPLICAS = {"num_replicas": 2, "num_stages": 2}
 
 @pytest.fixture
 def start_run(tmp_path):
-    """`start_run(num_steps)`: a run with `num_steps` recorded steps (0: an empty buffer), closed after the test."""
+    """Return `start_run(num_steps)`, which makes a run with `num_steps` recorded steps (0: an empty buffer)."""
     runs = []
 
     def start(num_steps: int = 0) -> LearnerRun:
@@ -46,7 +46,7 @@ def test_a_nan_gradient_on_one_rank_skips_the_step_on_all_ranks_and_keeps_its_ba
     show("step skipped, version stays, its samples filtered and kept, no tensor of any rank touched")
 
 
-@pytest.mark.fault(25, "updates are taken whatever the gradient", control=True)
+@pytest.mark.fault(25, "non-finite updates are applied", control=True)
 def test_a_nan_gradient_corrupts_the_weights_if_the_update_is_taken(start_run, show):
     run = start_run(6)
     run.train(None, {"nan_gradient": {"rank": 0, "updates": [3]}, "take_every_update": True}, num_steps=3, **REPLICAS)

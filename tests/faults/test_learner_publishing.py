@@ -14,14 +14,14 @@ NUM_STEPS = 30
 
 @pytest.fixture
 def run(tmp_path):
-    """A run whose steps are all recorded, with a lag bound so large that admission never closes."""
+    """Yield a run whose steps are all recorded, with a lag bound so large that admission never closes."""
     record(tmp_path / "recorded", NUM_STEPS)
     run = LearnerRun(tmp_path / "run", recorded=tmp_path / "recorded")
     yield run
     run.close()
 
 
-@pytest.mark.fault(6, "no room in the weights folder for one of two stages, then there is")
+@pytest.mark.fault(6, "no space in the weights folder for one of two stages, then freed")
 @pytest.mark.parametrize("rank", [0, 1])
 def test_training_continues_while_no_version_can_be_written_and_publishes_the_last(run, rank, show):
     freed = run.folder / "freed"
@@ -34,12 +34,12 @@ def test_training_continues_while_no_version_can_be_written_and_publishes_the_la
     assert run.finish(ranks) == [0, 0], run.logs()
     assert store.newest() == PolicyVersion(1, NUM_STEPS)
     assert read(store.folder, PolicyVersion(1, NUM_STEPS)), "every tensor checked"
-    # two were started before the disk was found full; the last one is published at the end
+    # two writes were started before the disk was found full; the last one is published at the end
     assert set(store.committed()) <= {PolicyVersion(1, version) for version in (0, 1, NUM_STEPS)}
     show(f"{NUM_STEPS} steps trained without room for weights; with room again the last version is published")
 
 
-@pytest.mark.fault(6, "no room in the weights folder for longer than PUBLISH_TIMEOUT_S")
+@pytest.mark.fault(6, "no space in the weights folder for longer than PUBLISH_TIMEOUT_S")
 def test_a_disk_that_stays_full_ends_the_learner_with_a_reason_and_a_checkpoint(run, show):
     run.constants["leeway.learner.stage.PUBLISH_TIMEOUT_S"] = 2.0
     hooks = {"full_disk": {"rank": 1, "until": str(run.folder / "never")}, "slow_steps": 0.2}
@@ -54,7 +54,7 @@ def test_a_disk_that_stays_full_ends_the_learner_with_a_reason_and_a_checkpoint(
     show(f"the learner exits after {time.monotonic() - began_s:.0f} s with folder and reason, checkpoints kept")
 
 
-@pytest.mark.fault(6, "the same, where every version is published whatever happens", control=True)
+@pytest.mark.fault(6, "every version is published, even while earlier ones are unwritten", control=True)
 def test_a_learner_that_publishes_every_version_stalls(run, show):
     hooks = {"full_disk": {"rank": 1, "until": str(run.folder / "freed")}, "publish_regardless": True}
     run.start(None, hooks, num_steps=NUM_STEPS)
@@ -65,7 +65,7 @@ def test_a_learner_that_publishes_every_version_stalls(run, show):
 
 
 def test_a_skipped_version_is_published_while_admission_waits_for_it(tmp_path):
-    """A step makes four versions, with room for two: its last one is skipped, and no group is leased without it."""
+    """A step makes four versions, of which two are queued: the last one is skipped, but admission needs it."""
     run = LearnerRun(tmp_path / "bounded", updates_per_step=4)
     try:
         with RandomActor(run.address):

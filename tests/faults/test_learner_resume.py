@@ -1,6 +1,6 @@
 """A learner is repeatedly killed and resumed; its result is bit-identical to that of an uninterrupted learner.
 
-The batches of all steps are recorded beforehand, so that no actor is needed and only the learner affects the result.
+The batches of all steps are recorded beforehand, so no actor is needed and only the learner affects the result.
 """
 
 import random
@@ -40,7 +40,7 @@ class Recorded:
         self.algorithm, options, self.updates_per_step = KINDS[kind]
         # a redone step may batch other samples for scoring, and in float32 their packing changes the last bits
         exact = {"precision": "float64"}
-        # the tests below train other numbers of steps, on which a decaying rate would depend
+        # the tests below train other numbers of steps, on which a decaying learning rate would depend
         constant = {"lr_schedule": "constant"}
         self.config = {"num_steps": NUM_STEPS, "checkpoint_every": 2, **exact, **constant, **options, **config}
         self.folder = folder
@@ -64,7 +64,7 @@ class Recorded:
         run.train(self.algorithm, hooks, **{**self.config, **config})
 
     def check(self, run: LearnerRun) -> None:
-        """Assert bit-identical losses, weights and moments, and that no sample is trained twice or left out."""
+        """Assert bit-identical losses, weights and moments, and that each sample is used exactly once."""
         assert losses_of(run) == self.losses
         assert counts_of(run) == self.counts
         different = differences(run.newest_state(), self.state, 0)
@@ -262,7 +262,7 @@ def test_all_ranks_exit_after_one_is_killed_and_a_restart_gives_the_same_result(
     for victim in (0, 1):
         recorded.start(run, num_steps=NUM_STEPS + 1)
         run.wait_until_ready()
-        # no step is recorded after the last one
+        # no batch is recorded for the step after this one, so all ranks wait
         run.wait_until(lambda: run.step == NUM_STEPS, f"step {NUM_STEPS}")
         time.sleep(0.3)
         exited_s.append(seconds_to_exit(run, victim))
@@ -273,7 +273,7 @@ def test_all_ranks_exit_after_one_is_killed_and_a_restart_gives_the_same_result(
     show(f"{kills}: the others exited within {max(exited_s):.1f} s; bit-identical result")
 
 
-@pytest.mark.fault(16, "the coordinator says nothing while it waits for a batch", control=True)
+@pytest.mark.fault(16, "the coordinator sends no heartbeats while it waits for a batch", control=True)
 def test_without_heartbeats_a_rank_does_not_detect_that_another_died(recording, run_of, show):
     recorded = recording(BALANCE)
     run = run_of(recorded)
@@ -301,7 +301,7 @@ def test_a_flipped_byte_is_detected_and_the_previous_checkpoint_is_used(tmp_path
         assert (run.checkpoints / "damaged-step-00000006").exists()
     finally:
         run.close()
-    show("found at the start, the log of every rank names the file; resumed from step 4, steps 5 and 6 are redone")
+    show("detected at startup; the log of every rank names the file; resumed from step 4, steps 5 and 6 are redone")
 
 
 @pytest.mark.fault(17, "newest checkpoint corrupt: the result of the run", full=True)
@@ -329,11 +329,11 @@ def test_without_checksums_a_learner_resumes_from_a_corrupt_checkpoint(recording
 
 
 def flip_a_byte(checkpoint: Path) -> Path:
-    """Flip a bit of a number in the middle of a tensor of rank 0; return the file."""
+    """Flip the lowest bit of a byte in the middle of a tensor of rank 0; return the file."""
     file = checkpoint / "__0_0.distcp"
     content = bytearray(file.read_bytes())
-    # the longest run without a zero byte is numbers, not padding of the container
+    # the longest range without a zero byte holds numbers, not padding of the container
     start = max(content.split(b"\0"), key=len)
-    content[content.index(start) + len(start) // 2] ^= 0x40
+    content[content.index(start) + len(start) // 2] ^= 0x01  # in any byte of a float32 a value that stays finite
     file.write_bytes(content)
     return file

@@ -16,8 +16,8 @@ from leeway.launch.errors import ExitStatus
 pytestmark = pytest.mark.timeout(600)
 
 BOUND_S = 25.0
-"""Seconds from the signal to the exit of the last process; job managers kill after 30 s. Half of it is imports in
-processes that start or report then, so that it differs between machines: the page has the time of each case."""
+"""Seconds from the signal to the exit of the last process; job managers kill after 30 s. About half of it is
+imports in processes that start or report, so it differs between machines; the results page has all times."""
 Send = Callable[[LiveRun, signal.Signals], None]
 
 
@@ -40,7 +40,7 @@ def to_all_processes(run: LiveRun, number: signal.Signals) -> None:
 
 
 def phase_is(*phases: str) -> Callable[[LiveRun], bool]:
-    """Return a predicate: whether the run reports one of these phases."""
+    """Return a predicate that is true while the run reports one of these phases."""
 
     def matches(run: LiveRun) -> bool:
         try:
@@ -84,7 +84,7 @@ def seconds_to_end(run: LiveRun, send: Send, number: signal.Signals) -> float:
 
 @pytest.fixture
 def start_run(tmp_path):
-    """`start_run(*overrides)`: a run, closed after the test."""
+    """Return `start_run(*overrides)`, which starts a run; runs are closed after the test."""
     runs = []
 
     def start(*overrides: str) -> LiveRun:
@@ -101,7 +101,7 @@ def start_run(tmp_path):
 @pytest.mark.parametrize(("number", "send"), [(number, send) for number, ways in WAYS.items() for send in ways])
 def test_a_signal_ends_a_run_soon_and_its_report_is_written(start_run, show, number, send, phase):
     num_steps = "2" if phase == "export" else "100000"
-    # evaluation after an export takes seconds, so that a signal during the export does not come too late
+    # evaluation after an export takes seconds, so a signal during the export does not come too late
     num_heldout = "1024" if phase == "export" else "16"
     numbers = ("--learner.num_steps", num_steps, "--task.num_heldout", num_heldout)
     run = start_run(*numbers, "--learner.checkpoint_every", "100000")

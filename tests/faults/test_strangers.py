@@ -77,7 +77,7 @@ class LockedBuffer:
         return len(self.load.outcomes)
 
     def check(self, data: bytes) -> None:
-        """Assert that invalid bytes from a holder of a key are quarantined, and that nothing acknowledged is lost."""
+        """Assert that invalid bytes from a client with a key are quarantined, and that nothing acknowledged is lost."""
         client = BufferClient(
             self.address,
             run_id=ENDLESS.run_id,
@@ -107,7 +107,7 @@ class LockedBuffer:
 
 
 class LockedWeights:
-    """The same for the weight service; its traffic is a client that fetches the same version repeatedly."""
+    """A weight service that requires keys; its traffic is a client that fetches the same version repeatedly."""
 
     hello = staticmethod(
         lambda: weights_protocol.PROTOCOL.encode(
@@ -182,7 +182,7 @@ SERVICES = {"buffer": LockedBuffer, "weights": LockedWeights}
 
 @pytest.fixture
 def start_locked(tmp_path, keys_file, keys, load_on):
-    """`start_locked("weights")`: a service that requires keys, closed after the test."""
+    """Return `start_locked("weights")`, which starts a service that requires keys; it is closed after the test."""
     running = []
 
     def start(name, kind=None):
@@ -207,7 +207,7 @@ def is_answered(address: str, options: dict, message: bytes, within_s: float) ->
 
 
 @pytest.mark.parametrize("name", SERVICES)
-@pytest.mark.fault(27, "strangers: no key, PLAIN, wrong keys, garbage, a pickle", full=True)
+@pytest.mark.fault(27, "unauthenticated clients: no key, PLAIN, wrong keys, garbage, a pickle", full=True)
 def test_unauthenticated_clients_are_refused_without_effect_on_good_traffic(name, start_locked, keys, tmp_path, show):
     began, service, trap = time.monotonic(), start_locked(name), tmp_path / "unpickled"
     service.start_traffic()
@@ -223,7 +223,7 @@ def test_unauthenticated_clients_are_refused_without_effect_on_good_traffic(name
     service.check(strangers.pickled(trap))
     assert not trap.exists(), "unpickled code was run"
     lines = [line for line in service.log.splitlines() if "key is not of this run" in line]
-    assert 1 <= len(lines) <= 2 + (time.monotonic() - began) // 60, "at most once a minute, and the rest at the end"
+    assert 1 <= len(lines) <= 2 + (time.monotonic() - began) // 60, "logged at most once a minute, and at the end"
     assert "127.0.0.1" in lines[0]
     everything = service.log.encode()
     shown = [
@@ -235,7 +235,7 @@ def test_unauthenticated_clients_are_refused_without_effect_on_good_traffic(name
 
 
 @pytest.mark.parametrize("name", SERVICES)
-@pytest.mark.fault(27, "the list of keys that are let in", control=True)
+@pytest.mark.fault(27, "the list of accepted keys", control=True)
 def test_control_without_the_key_list_any_key_is_accepted(name, start_locked, keys, show):
     service = start_locked(name, f"unlisted-{name}")
     wrong = strangers.unauthenticated_sockets(keys)["wrong key"]
@@ -244,7 +244,7 @@ def test_control_without_the_key_list_any_key_is_accepted(name, start_locked, ke
 
 
 @pytest.mark.parametrize("name", SERVICES)
-@pytest.mark.fault(27, f"{NUM_SLOW} sockets that say nothing, half a greeting or half a handshake", full=True)
+@pytest.mark.fault(27, f"{NUM_SLOW} sockets that send nothing, half a greeting or half a handshake", full=True)
 def test_slow_sockets_are_closed_and_good_traffic_continues(name, start_locked, show):
     service = start_locked(name)
     process = psutil.Process(service.pid)
@@ -264,11 +264,11 @@ def test_slow_sockets_are_closed_and_good_traffic_continues(name, start_locked, 
             sender.send_signal(signal.SIGCONT if is_slow else signal.SIGSTOP)
             if is_slow:
                 wait_until(lambda: process.num_fds() > at_rest + NUM_SLOW // 2, "the slow sockets")
-            else:  # the sender keeps its ends and opens no others
+            else:  # a stopped sender opens no new connections
                 cut_off_s.append(wait_until(lambda: process.num_fds() < at_rest + 50, "the cut-off", CUT_OFF_S))
             before, began = service.progress, time.monotonic()
             wait_until(lambda before=before: service.progress > before + 10, "good traffic meanwhile")
-            if FULL:  # clients and service share the cores, and the short run measures only twice
+            if FULL:  # not in the short run, whose two measurements on shared cores are too few
                 time.sleep(1.5)
                 rates[is_slow].append((service.progress - before) / (time.monotonic() - began))
             most = max(most, process.num_fds())
@@ -276,9 +276,9 @@ def test_slow_sockets_are_closed_and_good_traffic_continues(name, start_locked, 
         sender.kill()
         sender.wait(60)
         sender.stdout.close()
-    wait_until(lambda: process.num_fds() < at_rest + 20, "the descriptors to be given back")
+    wait_until(lambda: process.num_fds() < at_rest + 20, "the descriptors to be closed")
     assert most <= at_rest + 2 * NUM_SLOW
-    shown = f"at most {most - at_rest} descriptors, closed within {max(cut_off_s):.1f} s, all given back"
+    shown = f"at most {most - at_rest} descriptors, closed within {max(cut_off_s):.1f} s, none left open"
     if FULL:
         ratio = statistics.median(rates[True]) / statistics.median(rates[False])
         assert ratio >= 0.5

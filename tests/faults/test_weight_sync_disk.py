@@ -117,7 +117,7 @@ def test_publishing_waits_for_space_and_readers_keep_the_old_version(num_stages:
     assert reader.errors == []
     assert reader.fetches == sorted(reader.fetches)
     assert all(stage.waiting_for == "" for stage in stages)
-    publish(4)  # a version that was read while 3 was committed is kept until the next
+    publish(4)  # removes version 1, which the reader held open while 3 was committed
     for stage in stages:
         stage.close()
     assert WeightStore(folder).committed() == [v(3), v(4)]
@@ -129,7 +129,7 @@ def test_publishing_waits_for_space_and_readers_keep_the_old_version(num_stages:
     )
 
 
-@pytest.mark.fault(6, "a version is not tried again when there was no space for it", control=True, root=True)
+@pytest.mark.fault(6, "a version whose write found no space is not retried", control=True, root=True)
 def test_a_publisher_without_retries_loses_the_version(mounts, show):
     folder = mounts.tmpfs("weights", 8)
     publisher = publisher_of(folder, timeout_s=0.0)
@@ -143,10 +143,10 @@ def test_a_publisher_without_retries_loses_the_version(mounts, show):
     with pytest.raises(PublishFailed, match="No space left on device"):
         publisher.publish(v(2), tensors_of(2))
     assert WeightStore(folder).newest() == v(0)
-    show("the learner exits with the reason; version 1 is never published")
+    show("publishing fails with the reason; version 1 is never published")
 
 
-@pytest.mark.fault(6, "room for one more version, which a killed learner has half written", root=True)
+@pytest.mark.fault(6, "space for one more version, partly used by the leftovers of a killed learner", root=True)
 def test_leftovers_of_a_killed_learner_do_not_block_the_next_one_on_a_small_disk(mounts, show):
     folder = mounts.tmpfs("weights", 3)
     first = publisher_of(folder, keep_versions=1)
@@ -218,7 +218,7 @@ def test_a_damaged_delta_makes_no_file_and_the_whole_file_is_used(tmp_path: Path
         except WeightsCorrupt:
             assert not out.exists()
         else:
-            # an unused byte, as in the header of a compressed frame
+            # the changed byte is unused, as in the header of a compressed frame
             assert out.read_bytes() == (folder / "0.1" / file).read_bytes()
             out.unlink()
     with Puller.of_folder(folder, DTYPE).fetch(v(1)) as staged:

@@ -45,7 +45,7 @@ def document_bytes(folder: Path) -> int:
     return (folder / "0.0" / "manifest.json").stat().st_size
 
 
-@pytest.mark.fault(26, "weight service killed again and again while a version is fetched")
+@pytest.mark.fault(26, "weight service killed repeatedly while a version is fetched")
 def test_a_fetch_continues_after_kills_of_the_service_without_refetching(folder, service, tmp_path, show):
     total = publish(folder, 0, **SIZE).whole_bytes("float32")
     kills = pick(3, 10)
@@ -83,7 +83,7 @@ def test_the_next_actor_of_a_host_resumes_the_transfer_of_a_killed_one(folder, s
             assert waiting.wait(60) == 0
             took_s = time.monotonic() - began
         again = wire.sent_bytes - total - 2 * document_bytes(folder)
-        first.start()  # for the context manager; it fetches everything again
+        first.start()  # the context manager ends a running process; this one fetches everything again
     assert again <= 2 * WINDOW_BYTES
     show(f"{again / CHUNK_BYTES:.1f} of {total / CHUNK_BYTES:.0f} chunks fetched twice, {took_s:.1f} s to the end")
 
@@ -100,7 +100,7 @@ def test_a_stopped_actor_delays_the_others_on_its_host_for_a_bounded_time(folder
             assert waiting.wait(60) == 0
         took_s = time.monotonic() - began
         stopped.send(signal.SIGCONT)
-        assert stopped.wait(60) == 0, "it must finish with the other actor's staged version or its own"
+        assert stopped.wait(60) == 0, "the continued actor did not stage the version"
     assert took_s < bound(2 * UPDATE_TIMEOUT_S)
     show(f"delayed by {took_s:.1f} s: takeover after {UPDATE_TIMEOUT_S / 4:g} s, then the rest of the transfer")
 
@@ -116,7 +116,7 @@ def fetch_through(wire: Wire, staging_dir: Path) -> tuple[HostStaging, Manifest]
     return staging, manifest
 
 
-@pytest.mark.fault(26, "flipped bits in chunks and requests on their way", full=True)
+@pytest.mark.fault(26, "bits flipped in transit, in chunks and requests", full=True)
 def test_chunks_with_flipped_bits_are_requested_again_and_never_staged(folder, service, tmp_path, show):
     publish(folder, 0, **SIZE)
     num_flipped = 0
@@ -133,7 +133,7 @@ def test_chunks_with_flipped_bits_are_requested_again_and_never_staged(folder, s
 
 @pytest.mark.fault(26, "checksums of chunks and tensors", control=True)
 def test_without_checksums_flipped_bits_are_staged(folder, tmp_path, monkeypatch, show):
-    """The service runs in this process, so that its checksums are disabled as well."""
+    """Run the service in this process, to disable its checksums as well."""
     publish(folder, 0, **SIZE)
     for module in (messages, rpc_client, rpc_server):
         monkeypatch.setattr(module, "checksum", lambda _: 0)
@@ -251,7 +251,7 @@ def test_a_stage_killed_in_its_upload_leaves_no_version_and_the_next_one_resumes
     with Puller.of_folder(folder, "float32").fetch(v(1, 1)) as staged:
         assert_holds(staged, 1, **SIZE)
     document = (folder / "0.0" / "part-0.json").stat().st_size + document_bytes(folder)
-    # bytes in flight at each of two kills, and in each of three processes those after a piece that was overtaken
+    # each of two kills loses a window in flight; each of three processes may resend one after a reordering
     assert again <= document + (2 + 3) * WINDOW_BYTES
     show(f"2 kills, {max(0, again - document) / CHUNK_BYTES:.0f} of {total / CHUNK_BYTES:.0f} chunks uploaded twice")
 

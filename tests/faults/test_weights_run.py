@@ -23,12 +23,12 @@ pytestmark = pytest.mark.timeout(900)
 
 LEASE_S = 3.0
 CAPACITY = 4 * GROUPS_PER_STEP * GROUP_SIZE
-"""Samples that may be outstanding at max_lag = 4, of which an actor may be one version behind."""
+"""Maximum number of outstanding samples at max_lag = 4 and max_actor_lag = 1."""
 
 
 @pytest.fixture
 def start_run(tmp_path):
-    """`start_run(*overrides)`: a run, closed after the test."""
+    """Return `start_run(*overrides)`, which starts a run; runs are closed after the test."""
     runs = []
 
     def start(*overrides: str) -> LiveRun:
@@ -105,7 +105,7 @@ def test_at_max_lag_0_training_is_synchronous(start_run, show):
     steps = run.steps()
     assert (summary["lag_max"], summary["lag_mean"], len(steps)) == (0, 0, 12)
     for row in steps:
-        assert row["mismatch/lag0_tokens"] == row["batch/completion_tokens"], "tokens of another version were trained"
+        assert row["mismatch/lag0_tokens"] == row["batch/completion_tokens"], "a step trained on stale tokens"
         assert row["mismatch/lag0_abs"] < 1e-3
     assert summary["overlap_frac"] < 0.01
     began = {0: 0.0} | {row["version"]: row["finished_s"] for row in steps}
@@ -187,7 +187,7 @@ def test_stopped_stages_a_damaged_version_and_a_stopped_actor_keep_the_lag_bound
     )
 
 
-@pytest.mark.fault(26, "over ZeroMQ: weight service killed -9; an actor killed at version 50 joins anew", full=True)
+@pytest.mark.fault(26, "over ZeroMQ: kill -9 of the weight service, and of an actor at version 50", full=True)
 def test_a_run_survives_a_killed_weight_service_and_an_actor_that_joins_late(start_run, show):
     run = start_run("--learner.num_steps", "100000", "--weight_sync.transport", "network")
     run.wait_for("version 50", lambda: run.newest().version >= 50)

@@ -39,7 +39,7 @@ def config(staging_dir: Path | str) -> WeightSyncConfig:
 
 
 class Process:
-    """One of these programs as a process. A context manager that kills it on exit."""
+    """Context manager of a process that runs one of these programs; it is killed on exit."""
 
     def __init__(self, *arguments: object) -> None:
         self._arguments = [str(argument) for argument in arguments]
@@ -85,9 +85,9 @@ class Wire(Proxy):
 
     def __init__(self, service_address: str, *, seed: int = 0, max_delay_s: float = 0.004, flips: float = 0.0) -> None:
         """Args:
-        service_address: to which messages are forwarded.
-        seed: of all random choices.
-        max_delay_s: as in `Proxy`.
+        service_address: address to which messages are forwarded.
+        seed: seed of all random choices.
+        max_delay_s: maximum delay of a message, as in `Proxy`.
         flips: share of the messages in which one bit is flipped.
         """
         super().__init__(service_address, seed=seed, max_delay_s=max_delay_s, duplicates=0.0)

@@ -215,7 +215,7 @@ def problem(answer="42"):
     ],
 )
 async def test_a_faulty_reward_fails_only_its_own_sample(scorer, caplog, completion, reason):
-    # the limit holds for the other samples too, and cores may be busy
+    # the limit also applies to the valid samples, which take longer on busy cores
     scores = await scorer(timeout_s=5.0 if "took longer" in reason else 20.0)
     bad = completion.split(", ")
     completions = ["42", *bad, "41"]
@@ -239,7 +239,7 @@ async def test_a_process_is_reused_and_has_no_stdin_and_no_heavy_imports(scorer)
 async def test_a_pending_alarm_of_one_call_does_not_affect_the_next_sample(scorer, caplog):
     scores = await scorer()
     assert [(await scores.score(problem(), each)).reward for each in ("leaves an alarm", "naps")] == [1.0, 1.0]
-    assert caplog.text == "", "no retry"
+    assert caplog.text == "", "the second sample was retried"
 
 
 async def test_an_async_function_keeps_one_event_loop_and_times_out_if_it_blocks(scorer):
@@ -247,7 +247,7 @@ async def test_an_async_function_keeps_one_event_loop_and_times_out_if_it_blocks
     results = await asyncio.gather(*(scores.score(problem(), each) for each in ("a", "")))
     assert [each.reward for each in results] == [1.0, None]
     assert (await scores.score(problem(), "b")).reward == 1.0
-    scores._lanes[0]._timeout_s = 1.0  # longer for the calls before, because cores may be busy
+    scores._lanes[0]._timeout_s = 1.0  # the earlier calls needed a longer limit, because cores may be busy
     with pytest.raises(RewardFailed, match=r"took longer than 1 s"):
         await scores.score(problem(), "blocked")
 
@@ -322,12 +322,12 @@ async def test_a_reward_without_network_cannot_connect(scorer, has_network):
 
 
 async def test_a_kernel_that_cannot_cut_the_network_is_an_error_at_start(scorer, tmp_path):
-    # simulates forbidden namespaces, whose limit only root may set
+    # simulate a kernel that forbids namespaces: only root could forbid them
     site = tmp_path / "sitecustomize.py"
     site.write_text("import ctypes\nCDLL = ctypes.CDLL\n" + REFUSES)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(tmp_path))
-        with pytest.raises(TaskError, match=r"reward_network = false, but the kernel refuses: .*not permitted.*user"):
+        with pytest.raises(TaskError, match=r"network = false, but the kernel refuses isolation: .*permitted.*user"):
             await scorer(has_network=False)
 
 
@@ -466,7 +466,7 @@ task.rewards = [{rewards}]
 
 @pytest.fixture
 def check(tmp_path):
-    """`check(*names)`: start `leeway check-reward` on these functions; kill it at the end of the test."""
+    """Return `check(*names)`, which starts `leeway check-reward` on these functions; it is killed after the test."""
     started = []
 
     def start(*names, limit=5.0):

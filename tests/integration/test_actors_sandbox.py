@@ -24,12 +24,12 @@ from tests.world.waiting import bound, wait_until
 
 @pytest.fixture(params=[True, False], ids=["isolated", "limits only"])
 def is_isolated(request, monkeypatch):
-    """Run with kernel isolation, and as on a kernel without it."""
+    """Run the test with kernel isolation, and again as on a kernel without it."""
     try_way = code._try
     if not request.param:
         monkeypatch.setattr(code, "_try", lambda rule, way: "no" if way.isolated else try_way(rule, way))
     elif not code._best_isolation("code", CodeRule())[0].isolated:
-        pytest.skip("this kernel isolates nothing")
+        pytest.skip("this kernel offers no isolation")
     return request.param
 
 
@@ -206,7 +206,7 @@ def test_an_isolated_program_has_no_network_no_other_processes_and_no_other_file
     try_way = code._try
     monkeypatch.setattr(code, "_try", lambda rule, way: "no" if way.as_nobody > as_nobody else try_way(rule, way))
     if not code._best_isolation("code", CodeRule())[0].isolated:
-        pytest.skip("this kernel isolates nothing")
+        pytest.skip("this kernel offers no isolation")
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         attempts = {
@@ -231,7 +231,7 @@ def is_a_test(process):
 
 def test_a_killed_sandbox_ends_its_program():
     if not code._best_isolation("code", CodeRule())[0].isolated:
-        pytest.skip("this kernel isolates nothing")
+        pytest.skip("this kernel offers no isolation")
     before = set(psutil.Process().children(recursive=True))
 
     def programs():

@@ -118,7 +118,7 @@ def test_a_user_defined_algorithm_is_validated_trained_and_saved_in_the_config(t
     ("source", "message"),
     [
         ("ALGORITHM = 3", "is not an Algorithm: write NAME = Algorithm"),
-        ("OTHER = 3", "the file does not define 'ALGORITHM', but OTHER"),
+        ("OTHER = 3", "the file does not define 'ALGORITHM'; it defines OTHER"),
         ("1 / 0", "failed: ZeroDivisionError: division by zero"),
         ("import sys\nsys.exit()", "exited the process with status 0"),
         ("raise SystemExit('set KEY')", "exited the process with status 1: set KEY"),

@@ -1,4 +1,4 @@
-"""All steps of the GPU benchmark on the CPU, with and without optional packages."""
+"""Run all steps of the GPU benchmark on the CPU, with and without optional packages."""
 
 import json
 import os

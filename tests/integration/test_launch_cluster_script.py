@@ -1,4 +1,4 @@
-"""launch/cluster.sh with fake hosts: the calls that it makes and what it refuses; and its script on a host."""
+"""launch/cluster.sh with fake hosts: its calls and its errors; and launch/cluster_host.sh, its script on a host."""
 
 import os
 import re
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "launch" / "cluster.sh"
 HEAD, EXACT, FAST = "10.9.0.1", "10.9.0.2", "10.9.0.3"
 SSH = """#!/usr/bin/env bash
-# [-o OPTION]... HOST COMMAND; HOST.VERB has the reply of a host to a verb, and a host with HOST.gone is unreachable.
+# [-o OPTION]... HOST COMMAND; HOST.VERB has the reply of a host to a command, and a host with HOST.gone is unreachable.
 options=
 while [ "$1" = -o ]; do options+=" $2" && shift 2; done
 cd "FOLDER"
@@ -69,7 +69,7 @@ class FakeCluster:
         return done.returncode, done.stderr
 
     def calls_of(self, verb: str) -> list[str]:
-        """Return the calls of a verb since the last query."""
+        """Return the calls of a subcommand since the last call of this method."""
         calls = self.folder / "calls"
         lines = calls.read_text().splitlines() if calls.exists() else []
         calls.unlink(missing_ok=True)
@@ -157,7 +157,7 @@ def test_the_clock_of_a_host_is_compared_at_the_time_of_its_reply(cluster):
     assert "clock" not in cluster.call("up", cluster.file)[1]
     (cluster.folder / f"{FAST}.late").unlink()
     cluster.answer(EXACT, "clock", "-100")
-    # minus the delay until the host reads its clock
+    # 100 s minus the delay until the host reads its clock
     assert re.search(r"its clock is (8\d|9\d|100) s behind", cluster.call("up", cluster.file)[1])
 
 
@@ -176,7 +176,7 @@ def test_a_machine_without_a_required_tool_gets_one_sentence(tmp_path):
 
 @pytest.fixture
 def host(tmp_path):
-    """`host(VERB, ...)` calls the script in a separate checkout, whose `leeway` sends SIGHUP to itself."""
+    """Return `host(VERB, ...)`, which calls the script in a checkout whose `leeway` sends SIGHUP to itself."""
     (tmp_path / "launch").mkdir()
     script = Path(shutil.copy(ROOT / "launch" / "cluster_host.sh", tmp_path / "launch"))
     leeway = tmp_path / ".venv" / "bin" / "leeway"
@@ -209,7 +209,7 @@ def test_an_interrupt_reaches_only_its_run_and_no_process_with_a_reused_pid(host
     try:
         for run, process in (("a.1", ours), ("a.3", others)):
             (tmp_path / "state" / "ray-6379" / f"run-{run}.pid").write_text(f"{process.pid}\n")
-        time.sleep(0.1)  # until both are `sleep`
+        time.sleep(0.1)  # until both run `sleep`
         for run in ("a.3", "a.4", "a.1"):
             assert host("interrupt", run).returncode == 0
         assert ours.wait(60) == -signal.SIGTERM

@@ -1,4 +1,4 @@
-"""A verb imports only what it needs: torch and Transformers each take seconds and memory."""
+"""A command imports only the modules that it needs: torch and Transformers each take seconds and memory."""
 
 import subprocess
 import sys
@@ -27,7 +27,7 @@ def imported(code: str) -> list[str]:
 
 
 @pytest.mark.parametrize("verb", ["status", "top", "report", "scale --count 1", "buffer ls"])
-def test_verbs_that_show_or_control_a_run_do_not_import_torch(verb):
+def test_commands_that_show_or_control_a_run_do_not_import_torch(verb):
     assert imported(f"from leeway.launch.cli import main; main({[*verb.split(), 'no-such-run']})") == []
 
 

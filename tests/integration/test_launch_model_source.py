@@ -1,4 +1,4 @@
-"""A model of the Hub: its download, and its cache on later launches."""
+"""A model of the Hugging Face Hub: its download, and the use of its cache by later launches."""
 
 import socket
 from pathlib import Path

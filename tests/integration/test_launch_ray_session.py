@@ -70,7 +70,7 @@ print(json.dumps(found | {"left": [each.name for each in session.parent.iterdir(
 
 @pytest.fixture(scope="module")
 def found():
-    """The observations of a process that started and ended Ray."""
+    """Return the observations of a process that started and ended Ray."""
     place = tempfile.mkdtemp(prefix="r-", dir="/tmp")  # the names of Ray's sockets are long
     environment = {**os.environ, "RAY_TMPDIR": place, "CUDA_VISIBLE_DEVICES": "0"}
     ended = subprocess.run(
@@ -112,7 +112,7 @@ def test_the_session_is_in_a_private_folder_and_removed_with_ray(found):
     assert session.parents[1].name == f"leeway-{os.geteuid()}-ray"
     assert around[2] == "0o700", "Ray makes its own folders accessible to all users"
     (left,) = found["left"]
-    assert left.startswith("session_of_another_"), "of a process with our pid in another container"
+    assert left.startswith("session_of_another_"), "the session of another container was removed"
 
 
 def test_gpus_are_hidden_from_a_role_that_reserved_none(found):
@@ -137,9 +137,9 @@ def test_the_session_of_a_killed_launcher_is_removed_and_that_of_a_live_one_stay
     for name in names | {"session_latest", "other"}:
         (folder / name / "logs").mkdir(parents=True)
     host.make_sessions_folder()
-    assert len([*folder.iterdir()]) == 4, "it was just written to, maybe by a process in another container"
+    assert len([*folder.iterdir()]) == 4, "a session just written to, maybe in another container, was removed"
     monkeypatch.setattr(host, "_QUIET_S", -1.0)
-    assert not host._is_quiet(folder / "session_gone_1"), "two launchers may remove the same one"
+    assert not host._is_quiet(folder / "session_gone_1"), "a session removed by another launcher counts as quiet"
     assert host.make_sessions_folder() == folder
     left = {each.name for each in folder.iterdir()}
     assert left == {f"session_2026-11-26_09-00-00_1_{os.getpid()}", "session_latest", "other"}

@@ -17,14 +17,14 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def store():
-    """A socket that accepts connections like Ray's GCS."""
+    """Yield a socket that accepts connections like Ray's GCS."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield server
 
 
 @pytest.fixture
 def children(tmp_path):
-    """Children of this process with the names of Ray's processes."""
+    """Start children of this process with the names of Ray's processes."""
     started = []
     folder = tmp_path / "site-packages" / "ray"
     folder.mkdir(parents=True)
@@ -40,7 +40,7 @@ def children(tmp_path):
 
 @pytest.fixture
 def watching():
-    """`watching(address, logs, **options)` makes a RayWatch that is closed with the test."""
+    """Return `watching(address, logs, **options)`, which makes a RayWatch; the watches are closed after the test."""
     made = []
 
     def make(*arguments, **options) -> RayWatch:
@@ -72,7 +72,7 @@ def test_a_dead_process_of_ray_is_named_with_its_log(watching, store, children, 
 
 def test_all_processes_of_ray_are_ended_and_no_others(watching, store, children, tmp_path):
     watch = watching(address_of(store), tmp_path)
-    # like a server of multiprocessing if Ray was imported before
+    # like a multiprocessing server started after Ray was imported: its command line contains a path of Ray
     code = f"import time; sys_path = ['{tmp_path}/site-packages/ray/thirdparty_files']; time.sleep(60)"
     other = subprocess.Popen([sys.executable, "-c", code])
     watch.end_all()
@@ -123,7 +123,7 @@ def test_processes_of_a_killed_launcher_are_ended_and_others_stay(store, childre
     ).stdout
     *left, reaper = (psutil.Process(int(pid)) if psutil.pid_exists(int(pid)) else None for pid in output.split())
     psutil.wait_procs([each for each in (reaper, *left) if each is not None and end == "killed"], timeout=60)
-    assert reaper is None or not reaper.is_running(), "it survives the launcher"
+    assert reaper is None or not reaper.is_running(), "the reaper survives the launcher"
     alive = [each for each in left if each is not None and each.is_running()]
     assert len(alive) == (0 if end == "killed" else 2)
     for each in alive:
@@ -134,7 +134,7 @@ def test_the_reaper_imports_neither_packages_nor_the_current_folder(watching, st
     (tmp_path / "signal.py").write_text("import no_such_module")
     monkeypatch.chdir(tmp_path)
     watch = watching(address_of(store), Path("logs"))
-    assert {"-S", "-E"} <= set(watch._reaper.args), "it could import Ray"
+    assert {"-S", "-E"} <= set(watch._reaper.args), "the reaper could import Ray"
     watch.close()
     assert watch._reaper.returncode == 0
 

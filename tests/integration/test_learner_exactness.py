@@ -1,8 +1,8 @@
 """Every split of a step gives the loss and gradients of the unsplit, unpacked model, in float64.
 
-Every schedule with its chunks, on 1, 2 and 4 stages of 1 and 2 replicas, with several budgets, for three families and
-all algorithms; a case takes one step and records the gradients just before the optimizer uses them. `make test` runs
-each schedule with every second algorithm or budget, and each algorithm with every second schedule.
+The cases combine every schedule with 1, 2 and 4 stages, 1 and 2 replicas, several budgets, three model families and all
+algorithms. A case takes one step and records the gradients just before the optimizer uses them. `make test` runs each
+schedule with every second algorithm or budget, and each algorithm with every second schedule.
 """
 
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ SHAPE = {
 FAMILIES = {
     "llama": LlamaConfig(**SHAPE, tie_word_embeddings=True),
     "qwen3": Qwen3Config(**SHAPE, tie_word_embeddings=False),
-    # soft caps, windows shorter than the sequences, scaled and tied embeddings
+    # adds soft caps, windows shorter than the sequences, and scaled embeddings
     "gemma2": Gemma2Config(**SHAPE, sliding_window=8, query_pre_attn_scalar=4),
 }
 SCHEDULES = {
@@ -73,7 +73,7 @@ SHORT_SHAPE = (2, 2)
 
 @dataclass(frozen=True)
 class Split:
-    """One way to run the step; the result may depend only on family and algorithm."""
+    """One way to run the step. The result may depend on family and algorithm, but on nothing else."""
 
     family: str
     schedule: str
@@ -220,7 +220,7 @@ def gradients_of_plain(
         states = out.hidden_states[-1] if critic is None else critic.model(tokens[None]).last_hidden_state
         values.append(head(states[0, predicting])[:, 0])
     leaves = Leaves(torch.cat(logprobs), torch.cat(values) if algorithm.needs.critic else None)
-    reference_T = leaves.logprobs_T.detach().float().double()  # scores are rounded to what the buffer stores
+    reference_T = leaves.logprobs_T.detach().float().double()  # the buffer stores float32
     inputs = batch.loss_inputs(leaves, leaves, reference_T)
     graph = {"logprobs_T": leaves.logprobs_T, "values_T": leaves.values_T}
     loss = loss_for(algorithm)(type(inputs)(**{**vars(inputs), **graph})).loss

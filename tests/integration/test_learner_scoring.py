@@ -48,7 +48,7 @@ def scored_by_hand(run, sample, model="model"):
 
 
 def check(run, pushed, models):
-    """Check that each sample has the scores of the model of its prompt."""
+    """Check that each sample has the scores of the model assigned to its prompt."""
     for sample, found in zip(pushed, run.scores().values(), strict=True):
         by_hand = scored_by_hand(run, sample, models[sample.prompt_id % len(models)])
         np.testing.assert_allclose(found, by_hand, rtol=0, atol=1e-5)

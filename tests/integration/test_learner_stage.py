@@ -104,7 +104,7 @@ def test_the_death_of_a_rank_is_detected_by_its_closed_connection(tmp_path):
 
 
 def one_rank(folder: Path, mesh: Mesh) -> None:
-    """Run on each process of that test: rank 1 dies while rank 0 waits with a timeout of an hour."""
+    """Run on each process of the test above: rank 1 dies while rank 0 waits with a timeout of an hour."""
     ranks = Agreement(mesh.place.rank, 3600.0)
     if mesh.place.rank == 0:
         with pytest.raises(StageLost) as caught:

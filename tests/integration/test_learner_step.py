@@ -59,7 +59,7 @@ CASES = {
 SHAPES = [(1, 1), (2, 2), *([(1, 2)] if FULL else ())]
 """Replicas and stages."""
 WITHOUT_STAGES = CASES if FULL else ("balance", "ppo", "ppo-several", "ppo-epochs", "model")
-"""Cases of a single process; with them `make test` runs each path through the step once."""
+"""Cases that a single process trains: enough that `make test` runs each path through the step once."""
 SPLITS = [(name, shape) for shape in SHAPES for name in CASES if shape != (1, 1) or name in WITHOUT_STAGES]
 IN_FLOAT32 = {
     f"{kind}-{precision}": Case(
@@ -130,7 +130,7 @@ class Unsplit:
             batch = build(rows, version)
             with torch.no_grad():
                 old = self.leaves(rows)
-                # scores are rounded to what the buffer stores
+                # the buffer stores scores in float32
                 reference_T = self.leaves(rows, self.reference).logprobs_T.float().double()
             plan = minibatches(batch.group_B, config.num_minibatches, config.num_epochs, (SEED, step))
             for number, sequences in enumerate(plan):
@@ -142,7 +142,7 @@ class Unsplit:
     def _update(self, part, rows, old, reference_T, where) -> None:
         leaves = self.leaves(rows)
         inputs = part.loss_inputs(leaves, old, reference_T)
-        # replace the leaves by the graph of the model
+        # backpropagate through the model, not only to its outputs
         graph = {"logprobs_T": leaves.logprobs_T, "values_T": leaves.values_T}
         loss = loss_for(self.case.algorithm)(type(inputs)(**{**vars(inputs), **graph})).loss
         for optimizer in self.optimizers:

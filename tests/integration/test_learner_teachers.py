@@ -1,6 +1,6 @@
 """Several teachers: each scores its own prompts, and a mixed batch has the scores and gradient of the unsplit models.
 
-In float64, on one stage and on two, in one pass and in two; the latter with off-loaded teachers.
+Runs in float64 on one and on two stages, with one pass and with two passes; two passes use offloaded teachers.
 """
 
 from pathlib import Path
@@ -94,7 +94,7 @@ def unsplit(folder) -> dict[str, torch.Tensor]:
             by_teacher = [torch.cat([logprobs_of(models[name], row) for row in rows]) for name in TEACHERS]
             own = [logprobs_of(models[TEACHERS[TEACHER_OF_PROMPT[row.prompt_id]]], row) for row in rows]
         reference_T = torch.cat(own).float()
-        assert all((reference_T - each).abs().max() > 1 for each in by_teacher), "each single teacher differs"
+        assert all((reference_T - each).abs().max() > 1 for each in by_teacher), "one teacher gives these scores"
         leaves = Leaves(torch.cat([logprobs_of(models["student"], row) for row in rows]))
         inputs = build(rows, 0, 300).loss_inputs(leaves, leaves, reference_T.double())
         loss_for(ALGORITHM)(type(inputs)(**{**vars(inputs), "logprobs_T": leaves.logprobs_T})).loss.backward()

@@ -228,7 +228,7 @@ def other_value(value, chance):
 
 
 def answer_of(value, chance):
-    """Return the row's answer, in a notation of real rows."""
+    """Return the row's answer, in a notation found in real data."""
     choice = chance.randrange(8)
     if choice == 0 and value.denominator == 1:
         return int(value)

@@ -14,7 +14,7 @@ def test_busy_intervals_are_the_union_of_all_requests(requests, takes):
     clock = BusyClock(lambda: now)
     intervals = []
     for now in range(60):
-        # starts before ends: two requests that touch are one interval
+        # at equal times, starts precede ends: requests that touch form one interval
         for start, length in requests:
             if start == now and length:
                 clock.enter()

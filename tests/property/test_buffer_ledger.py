@@ -99,7 +99,7 @@ class ScheduledBuffer(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(NAMES), leave_out=st.integers(0, 1), is_newest=st.booleans())
     def work(self, name, leave_out, is_newest):
-        """Generate all new leases of the actor, or all but one sample each, with any version that it may use."""
+        """Generate the samples of all new leases of the actor, or all but one per lease, with any valid version."""
         self.lease(name, 100)
         for lease, epoch in self.leases[name]:
             if epoch != self.epochs[name]:
@@ -118,7 +118,7 @@ class ScheduledBuffer(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(NAMES), data=st.data())
     def push(self, name, data):
-        """Push a sample of any lease ever granted, sometimes without reward or malformed."""
+        """Push a sample of one of the latest leases, sometimes without a reward or malformed."""
         if not self.leases[name]:
             return
         lease, epoch = data.draw(st.sampled_from(self.leases[name][-6:]))
@@ -145,7 +145,7 @@ class ScheduledBuffer(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(NAMES), goes_on=st.booleans(), is_newest=st.booleans(), data=st.data())
     def requeue(self, name, goes_on, is_newest, data):
-        """Requeue some samples of any lease ever granted, some of them with tokens."""
+        """Requeue some samples of one of the latest leases, some of them with tokens."""
         if not self.leases[name]:
             return
         lease, epoch = data.draw(st.sampled_from(self.leases[name][-6:]))
@@ -184,9 +184,9 @@ class ScheduledBuffer(RuleBasedStateMachine):
 
     @rule()
     def restart_learner(self):
-        # Groups of abandoned versions fall due together, after the steps to be redone: too many to be used in time.
+        # Groups of abandoned versions must all be used soon after the redone steps: too many, so some are dropped.
         self.rolled_back |= self.checkpoint[1] < self.version + self.num_applied
-        # A skipped step may be taken when it is redone: groups admitted after it are then one version older.
+        # A redone step may take updates that were skipped before: the lag of groups admitted after it then grows.
         self.rolled_back |= self.skipped
         self.skipped = False
         self.learner_restarted = True
@@ -220,7 +220,7 @@ class ScheduledBuffer(RuleBasedStateMachine):
 
     @rule(num_skipped=st.integers(0, 4), is_published=st.booleans())
     def finish(self, num_skipped, is_published):
-        """Finish a step, some of its updates skipped."""
+        """Finish a step and skip some of its updates."""
         if not self.drawn:
             return
         self.num_applied += max(0, self.updates_per_step - self.num_updates - num_skipped)
@@ -235,7 +235,7 @@ class ScheduledBuffer(RuleBasedStateMachine):
 
     @rule(num_steps=st.integers(1, 4))
     def train(self, num_steps):
-        """Train steps without faults."""
+        """Train for some steps without faults."""
         for _ in range(num_steps):
             self.publish()
             self.work("a", 0, True)
@@ -285,7 +285,7 @@ class ScheduledBuffer(RuleBasedStateMachine):
             shutil.rmtree(self.folder)
 
     def progress(self):
-        """Assert that steps can be trained after any schedule."""
+        """Assert that training can continue after any schedule."""
         self.restart_actor("a")
         self.publish()
         for _ in range(6):

@@ -24,7 +24,7 @@ GROUPS_PER_STEP = 2
 
 @st.composite
 def configs(draw):
-    """Return any valid settings."""
+    """Draw any valid settings."""
     sampler = draw(st.sampled_from(SAMPLERS))
     replay_sampler = draw(st.sampled_from(sorted(set(SAMPLERS) - {"on_policy_share"})))
     in_order = (replay_sampler if sampler == "on_policy_share" else sampler) == "fifo"
@@ -109,7 +109,7 @@ class Replay(RuleBasedStateMachine):
                 break
 
     def is_within_bound(self, step, version):
-        """Return whether all groups recorded for this step may be trained at this version."""
+        """Return whether all groups recorded for this step may be used for training at this version."""
         last, groups = version + self.updates_per_step - 1, self.recorded[step].group_ids
         return self.buffer.store.read(
             lambda tx: all(last - tx.groups.require(each).oldest_effective(tx.state) <= self.bound for each in groups)
@@ -161,7 +161,7 @@ class Replay(RuleBasedStateMachine):
 
     @rule(num_skipped=st.sampled_from([0, 0, 0, 1, 2, 4]))
     def finish(self, num_skipped):
-        """Finish a step, some of its last updates skipped; steps drawn ahead then start at a lower version."""
+        """Finish a step and skip some of its last updates; steps drawn ahead then start at a lower version."""
         if not self.drawn:
             return
         version = self.version + max(0, self.updates_per_step - num_skipped)
@@ -175,7 +175,7 @@ class Replay(RuleBasedStateMachine):
 
     @rule(num_steps=st.integers(1, 5), restarts=st.sampled_from([False, False, True]), data=st.data())
     def train(self, num_steps, restarts, data):
-        """Train steps without faults; then a new learner may redo the steps after the checkpoint."""
+        """Train for some steps without faults; then a new learner may redo the steps after the checkpoint."""
         for _ in range(num_steps):
             self.generate(4, data)
             self.draw()

@@ -52,7 +52,7 @@ def test_sequences_stay_whole_and_a_micro_batch_holds_each_prompt_once(shapes, r
     assert sorted(np.concatenate(packed.members)) == list(range(len(rows)))
     for m, (members, bounds, places) in enumerate(zip(packed.members, packed.bounds, packed.places, strict=True)):
         if not len(members):
-            assert (bounds.tolist(), places.tolist()) == ([0, 1], [0]), "attention needs a sequence"
+            assert (bounds.tolist(), places.tolist()) == ([0, 1], [0]), "attention needs one sequence"
             continue
         np.testing.assert_array_equal(packed.tokens_ML[m, places], np.concatenate([rows[i] for i in members]))
         np.testing.assert_array_equal(np.diff(bounds), [len(rows[i]) for i in members])

@@ -45,7 +45,7 @@ def test_the_real_buffer_keeps_every_invariant_in_thousands_of_schedules(environ
 
 
 def _refill_settings(seed, refill):
-    """Return settings that make a run set groups of equal rewards aside, and faults."""
+    """Return settings with which a run sets groups of equal rewards aside, and fault rates."""
     chance = Random(seed)
     knobs = choose_knobs(chance)._replace(group_size=chance.choice((2, 2, 3)), refill=refill)
     return knobs, choose_faults(chance)
@@ -103,7 +103,7 @@ def test_a_failing_seed_reports_the_command_that_reproduces_it():
 
 
 def _force_contract(knobs, monkeypatch):
-    """Set the contract of invalid settings, which would be refused."""
+    """Install a contract with invalid settings, which its constructor would refuse."""
     contract = StalenessContract.__new__(StalenessContract)
     contract.config = StalenessConfig.model_construct(**{name: getattr(knobs, name) for name in (
         "max_lag", "max_actor_lag", "publish_every", "on_stale")})  # fmt: skip

@@ -1,4 +1,4 @@
-"""The theorem of docs/staleness.md: schedules that satisfy its premises never train a token beyond the bound."""
+"""The theorem of docs/staleness.md: schedules that satisfy its premises never train on a token beyond the bound."""
 
 import pytest
 from hypothesis import given
@@ -18,7 +18,7 @@ def contracts(draw):
 
 
 class Run:
-    """The model of a learner and its groups in the theorem."""
+    """The theorem's model of a learner and its groups."""
 
     def __init__(self, contract, capacity):
         self.contract = contract
@@ -141,7 +141,7 @@ def test_a_bound_that_no_group_can_meet_is_refused_with_the_smallest_valid_bound
 
 @pytest.mark.parametrize("sizes", [(0, 1), (1, 0)])
 def test_a_step_without_groups_or_updates_is_refused(sizes):
-    with pytest.raises(ValueError, match="a step needs at least one"):
+    with pytest.raises(ValueError, match="expected at least 1"):
         StalenessContract(StalenessConfig(), *sizes)
 
 
@@ -168,7 +168,8 @@ def test_a_group_is_admitted_exactly_if_its_step_can_use_its_oldest_possible_tok
 def test_with_max_lag_0_nothing_is_admitted_between_a_step_and_its_publication():
     contract = StalenessContract(StalenessConfig(max_lag=0), 2)
     assert contract.admit(0, version=1, published=1) == ""
-    assert contract.admit(0, version=1, published=0) == "the learner is at version 1, the newest published is 0"
+    reason = "the learner is at version 1, but the newest published version is 0"
+    assert contract.admit(0, version=1, published=0) == reason
     assert "2 groups are outstanding" in contract.admit(2, version=1, published=1)
 
 
@@ -210,7 +211,7 @@ def test_a_step_waits_only_for_open_groups_that_benefit(chosen, left, still_open
     for place in waits:
         assert 0 <= still_open[place] < max(chosen), "older than a chosen group, and not yet stale"
     if not waits:
-        # No exchange with an open group helps: the groups at risk stay at risk, or none is.
+        # Waiting for an open group cannot help: it would save no late group, or no group is late.
         others = sorted(due for due in [*left, *still_open] if due >= 0)
         late = [due for i, due in enumerate(others) if due < 1 + i // 2]
         assert all(due >= max(chosen) or due > max(late, default=-1) for due in still_open if due >= 0)

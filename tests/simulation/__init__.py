@@ -6,7 +6,7 @@ seeds       `simulate`: the run of one seed, and totals over many
 actor       SimActor: leases, starts and finishes samples, pulls weights
 learner     SimLearner: draws, trains, publishes, writes checkpoints
 shelf       Shelf: the published versions, in increasing order
-witness     Witness: a record of what was sampled and trained, and the invariants; shares no code with the policy
+witness     Witness: a record of sampling and training, and the invariants; shares no code with the policy
 book        Book: the buffer as a dictionary of groups (depth "policy": 100,000 seeds in a minute)
 core        CoreBuffer: the real `BufferCore` in an LMDB transaction (depth "system")
 mutations   each check of the policy, disabled in turn

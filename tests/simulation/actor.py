@@ -72,7 +72,7 @@ class SimActor:
         self.request = 0
         self.is_waiting = False
         self.was_refused = False
-        """The last reply had no lease: request less often."""
+        """True if the last reply had no lease; the actor then requests less often."""
         self.seq = 0
         self.held: dict[int, Held] = {}
         self.running: list[tuple[Held, int, PolicyVersion]] = []
@@ -207,7 +207,7 @@ class SimActor:
         offered = newest
         if world.happens(world.faults.late_weights):
             if world.random.random() < 0.3:
-                self.newest_seen = max(self.newest_seen, newest)  # but the transfer fails its checksum
+                self.newest_seen = max(self.newest_seen, newest)  # seen, but its transfer fails the checksum
                 return True
             offered = world.shelf.any(world.random) or newest
         self.newest_seen = max(self.newest_seen, offered)

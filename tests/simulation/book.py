@@ -40,7 +40,7 @@ class Group:
 
     @property
     def in_flight(self) -> set[int]:
-        """Return the samples that an actor generates."""
+        """Return the samples that an actor is generating."""
         return self.missing - self.requeued if self.lease_id else set()
 
 
@@ -63,7 +63,7 @@ class Book:
         self._answers: dict[tuple[str, int], tuple[int, Leased]] = {}
         self._outcomes: dict[Key, bool] = {}
         self._groups: dict[int, Group] = {}
-        """Open groups, and complete ones that are not closed."""
+        """Groups that are open, or complete but not closed."""
         self._leases: dict[int, Group] = {}
         self._draws: dict[int, Batch] = {}
         self._pending: set[int] = set()
@@ -173,7 +173,7 @@ class Book:
     def requeue(
         self, name: str, epoch: int, lease: p.Lease, indices: Sequence[int], partials: dict[int, Tokens], goes_on: bool
     ) -> None:
-        """Requeue samples with their tokens, or only save the tokens if the actor goes on."""
+        """Requeue samples with their tokens, or only save the tokens if the actor continues."""
         self._check(name, epoch)
         group = self._leases.get(lease.lease_id)
         if group is None or group.owner != (name, epoch):
@@ -201,7 +201,7 @@ class Book:
             self._lose(group)
 
     def restart(self) -> None:
-        """Reset the deadlines and the lag that the learner allowed."""
+        """Reset the deadlines and the lag allowed by the learner."""
         self._allowed = None
         for group in self._leases.values():
             group.due_at = self._clock() + LEASE_TIMEOUT_S

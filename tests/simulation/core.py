@@ -1,6 +1,6 @@
 """The real buffer: `BufferCore` over a real LMDB environment, in one write transaction per seed.
 
-The transaction is aborted at the end, so that nothing is synced. Between two requests, all state that the service
+The transaction is aborted at the end, so nothing is synced. Between two requests, all state that the service
 keeps in memory for one turn is flushed and discarded, as in a commit.
 """
 
@@ -36,7 +36,7 @@ _LOGPROBS = np.full(4, -0.5, np.float32)
 
 
 class Environment:
-    """An LMDB environment in which no seed leaves data."""
+    """An LMDB environment that is empty at the start of every seed."""
 
     def __init__(self) -> None:
         shared_memory = Path("/dev/shm")
@@ -75,7 +75,7 @@ class Turns:
     read = write
 
     def close(self) -> None:
-        """Keep what was written, as a store does."""
+        """Do nothing: the data stays, as when a store is closed."""
 
     def abort(self) -> None:
         """Discard everything."""
@@ -128,7 +128,7 @@ class CoreBuffer:
     def requeue(
         self, name: str, epoch: int, lease: p.Lease, indices: Sequence[int], partials: dict[int, Tokens], goes_on: bool
     ) -> None:
-        """Requeue samples with their tokens, or only save the tokens if the actor goes on."""
+        """Requeue samples with their tokens, or only save the tokens if the actor continues."""
         rows = []
         for index, tokens in partials.items():
             sample = Sample(Key(name, epoch, 0), lease, index, tokens.oldest, tokens.newest)

@@ -28,13 +28,13 @@ class Knobs(NamedTuple):
     on_stale: Literal["drop", "wait"]
     num_actors: int
     own_actor_lag: int
-    """A in the configuration of the actors: larger if it is unset there and a step has several updates."""
+    """A as the actors compute it: larger if it is unset in their config and a step has several updates."""
     refill: float = 0.0
     """`buffer.refill_uninformative`; ignored at depth "policy", which has no rewards."""
 
     @property
     def actors_contract(self) -> StalenessContract:
-        """Return the policy as the actors know it."""
+        """Return the policy that the actors apply."""
         return _actors_contract(self)
 
     @property
@@ -75,7 +75,7 @@ _RATES = Faults(
 
 
 def choose_knobs(random: Random) -> Knobs:
-    """Choose valid settings; small ones, so that the lag bound is often reached."""
+    """Choose valid settings, with small values, so that the lag bound is often reached."""
     updates, actor_lag = random.choice((1, 1, 1, 2, 3)), random.choice((0, 0, 1, 2))
     publish_every = random.choice((1, 1, 2, 3))
     least = actor_lag + publish_every - 1 + updates - 1

@@ -32,7 +32,7 @@ class SimLearner:
         self.is_waiting = self.was_refused = False
         self.lag_control = world.random.choice(("off", "tight", "any"))
         self.unconfirmed = 0
-        """Reports without a reply yet; the next draw waits for their replies."""
+        """Number of reports without a reply; the next draw waits for the replies."""
         self.queue: list[PolicyVersion] = []
         """Versions that are being published."""
         self.has_skipped_publication = False
@@ -62,7 +62,7 @@ class SimLearner:
             self.world.send("draw", self, (self.step + 1, self.version, self.incarnation, self.allowed()))
 
     def allowed(self) -> int | None:
-        """Return an allowed lag, as lag control may report it; any sequence is valid, extreme values too."""
+        """Return a lag that lag control could allow; any sequence of values is valid."""
         if self.lag_control == "any":
             return self.world.random.choice((None, self.world.random.randrange(self.world.knobs.max_lag + 2)))
         return 0 if self.lag_control == "tight" else None

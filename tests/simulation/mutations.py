@@ -1,8 +1,8 @@
 """Mutations of the policy: each check disabled in turn, with the invariant that then breaks.
 
-A mutation is tested only if it breaks exactly one invariant, which is named beside it. "bound", "last line", "wait",
-"room", "actor_lag", "min_version", "abandoned", "spans", "engine" and "progress" are invariants of `witness`, and of
-`world` if a run makes no progress.
+A mutation is tested only if it breaks exactly one invariant, which is named beside it: "bound", "wait", "room",
+"actor_lag", "min_version", "abandoned", "spans" or "engine" of `witness`, "progress" of `world`, or "last line", the
+check by which the learner itself refuses stale tokens.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Mutation(NamedTuple):
         """Return the failure of the first seed that fails without the check.
 
         Raises:
-            AssertionError: no seed fails, so that the simulation does not cover the check.
+            AssertionError: no seed fails, so the simulation does not cover the check.
         """
         with self.applied():
             for seed in self.seeds:
@@ -154,7 +154,7 @@ MUTATIONS = {
     "an actor waits for a version of an abandoned incarnation": Mutation(
         ((StalenessContract, "may_start", _wait_forever),),
         "progress",
-        # A step may be skipped when it is redone, so that no version as new as the lease requires is published.
+        # A redone step may be skipped; then no version is published that is as new as the lease requires.
         seeds=range(1700, 4000),
         knobs=Knobs(0, 0, 1, 1, 1, 1, "drop", 1, 0),
         faults=NO_FAULTS._replace(skips=0.5, learner_deaths=1.0),

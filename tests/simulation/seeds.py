@@ -25,15 +25,15 @@ class Outcome(NamedTuple):
     trace: list[str]
     trace_hash: str
     num_steps: int
-    """Steps of the last learner's line of training."""
+    """Number of the last step that the last learner finished."""
     num_trained: int
     """Number of updates."""
     greatest_lag: int
     num_dropped: int
-    """Number of samples."""
+    """Number of dropped samples."""
     num_final_rounds: int
     num_set_aside: int
-    """Groups of equal rewards set aside until the last step was drawn."""
+    """Number of groups of equal rewards set aside until the last step was drawn."""
 
 
 class SimulationFailed(AssertionError):
@@ -56,7 +56,7 @@ def simulate(
     """Run one seed.
 
     Args:
-        seed: of all randomness.
+        seed: seed of all random choices.
         env: LMDB environment of the real buffer; None for depth "policy", without it.
         num_events: random events before the steps without faults.
         trace: record every event.
@@ -74,9 +74,9 @@ class Totals(NamedTuple):
     num_seeds: int
     num_updates: int
     num_dropped: int
-    """Number of samples."""
+    """Number of dropped samples."""
     num_at_bound: int
-    """Number of seeds in which some token was trained with a lag of exactly `max_lag`."""
+    """Number of seeds in which an update used a token with a lag of exactly `max_lag`."""
 
     @classmethod
     def of(cls, seeds: range, env: Environment | None = None) -> Totals:

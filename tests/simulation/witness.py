@@ -60,7 +60,7 @@ class Witness:
         """Version that sampled the first token of each sample."""
         self.committed: set[Key] = set()
         self.steps: dict[Key, set[int]] = {}
-        """Steps of the current line of training that used the sample."""
+        """Steps that used the sample, without those undone by a learner restart."""
         self.drawn: dict[int, list[list[Key]]] = {}
         """Groups of each step, as last drawn."""
         self.num_set_aside = 0
@@ -72,7 +72,7 @@ class Witness:
     def learner_started(self, incarnation: int, version: int, step: int, reached: tuple[int, int]) -> None:
         """Record a learner start; earlier learners had reached the step and version `reached`.
 
-        A redone step may advance the version where it was skipped before, so steps are compared too.
+        A redone step may advance the version although it was skipped before, so steps are compared too.
         """
         self.rolled_back |= step < reached[0] or version < reached[1]
         self.starts.append((incarnation, version, step))
@@ -89,20 +89,20 @@ class Witness:
         """Record the start of a sample on version `served`, by an actor that had seen version `seen`."""
         same = served.incarnation == lease.newest.incarnation
         if same and served.version < lease.min_version:
-            raise Broken("min_version", f"{served} started a request of {lease}")
+            raise Broken("min_version", f"a request of {lease} started on {served}")
         if served.incarnation < seen.incarnation:
             raise Broken("abandoned", f"a request started on {served} although {seen} was seen")
         if served.incarnation < lease.newest.incarnation:
             raise Broken("abandoned", f"a request of {lease} started on {served}")
         if self.effective(lease.newest) - self.effective(served) > self._knobs.max_actor_lag:
-            raise Broken("actor_lag", f"{served} started a request of {lease}")
+            raise Broken("actor_lag", f"a request of {lease} started on {served}")
         if served.incarnation == seen.incarnation and seen.version - served.version > self._knobs.own_actor_lag:
-            raise Broken("actor_lag", f"{served} started a request although {seen} was seen")
+            raise Broken("actor_lag", f"a request started on {served} although {seen} was seen")
 
     def resumed(self, newest: PolicyVersion, served: PolicyVersion) -> None:
         """Record that a sample resumed after tokens of this version."""
         if served < newest:
-            raise Broken("spans", f"{served} resumed after a token of {newest}")
+            raise Broken("spans", f"a sample resumed on {served} after a token of {newest}")
 
     def applied(self, served: PolicyVersion, version: PolicyVersion) -> None:
         """Record an engine's change of version."""
@@ -119,7 +119,7 @@ class Witness:
             self.committed.add(key)
 
     def effective(self, sampled: PolicyVersion) -> int:
-        """Return the version with which a token counts: at most the one from which any later learner resumed."""
+        """Return the version that counts for lags: at most the one from which any later learner resumed."""
         return min([sampled.version, *(version for number, version, _ in self.starts if number > sampled.incarnation)])
 
     def lag(self, keys: Sequence[Key], version: int) -> int:
@@ -132,16 +132,16 @@ class Witness:
         self.greatest_lag = max(self.greatest_lag, lag)
         self.num_trained += 1
         if lag > self._knobs.max_lag:
-            raise Broken("bound", f"step {step} trains a lag of {lag} at version {version}: {keys}")
+            raise Broken("bound", f"step {step} trains on a lag of {lag} at version {version}: {keys}")
         if num_groups != self._knobs.groups_per_step:
             raise Broken("size", f"step {step} has {num_groups} groups")
         for key in keys:
             used = self.steps.setdefault(key, set())
             used.add(step)
             if key not in self.committed:
-                raise Broken("lost", f"step {step} trains {key}, which was never committed")
+                raise Broken("lost", f"step {step} trains on {key}, which was never committed")
             if len(used) > 1:
-                raise Broken("twice", f"{key} is trained in the steps {sorted(used)}")
+                raise Broken("twice", f"{key} is used in the steps {sorted(used)}")
 
     def step_drawn(self, step: int, groups: list[list[Key]], num_set_aside: int) -> None:
         """Record a drawn or redone step, with the number of uninformative groups set aside since the run began.
@@ -159,7 +159,7 @@ class Witness:
                 raise Broken("informative", f"step {step} has {keys}, of equal rewards; {passed} were set aside for it")
 
     def counted(self, gap: int, committed: int, dropped: int, outstanding: int) -> None:
-        """Check the ledger, and the number of groups that are leased and not yet trained."""
+        """Check the ledger, and the number of groups that are leased and not yet used."""
         self.num_dropped = dropped
         if gap:
             raise Broken("ledger", f"a gap of {gap} samples")

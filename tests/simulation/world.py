@@ -22,8 +22,8 @@ NUM_EVENTS = 100
 NUM_FINAL_STEPS = 1
 """Steps that must be finished after all faults are disabled."""
 FINAL_ROUNDS = 40
-"""Rounds of 5 seconds for these steps: more than it takes to lease an expired group again, and as many for each set
-of groups that may be set aside before."""
+"""Maximum number of 5 s rounds for these steps, enough to lease an expired group again; multiplied by 1 + refill, since
+groups that are set aside take further rounds."""
 
 
 class Buffer(Protocol):
@@ -62,7 +62,7 @@ class World:
     """A simulated run."""
 
     publishes_skipped = True
-    """Whether the learner publishes a skipped version as soon as the disk has space."""
+    """True if the learner publishes a skipped version as soon as the disk has space."""
 
     def __init__(self, seed: int, knobs: Knobs, faults: Faults, env: Environment | None, trace: list[str] | None):
         self.random = Random(seed)
@@ -93,7 +93,7 @@ class World:
         return self.now_s
 
     def happens(self, chance: float) -> bool:
-        """Return whether a fault of this chance happens now."""
+        """Return whether a fault with this probability happens now."""
         return chance > 0.0 and self.random.random() < chance
 
     @staticmethod

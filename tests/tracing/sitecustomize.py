@@ -1,6 +1,6 @@
 """Record which functions of Leeway run, and when, in every process of a traced run; `python -m tests.walks` reads it.
 
-Python imports a module of this name at its start if it lies on PYTHONPATH, so every process of the run is traced.
+Python imports a module of this name at its start if its folder is in PYTHONPATH, so every process of the run is traced.
 Environment: LEEWAY_TRACE is the folder for the records, LEEWAY_TRACE_EXACT the functions whose every call and return is
 recorded, LEEWAY_TRACE_KEY the config key whose reads are recorded.
 

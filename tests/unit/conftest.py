@@ -13,7 +13,7 @@ from tests.world.command import leeway_here
 
 @pytest.fixture(autouse=True, scope="session")
 def low_priority():
-    """Yield the cores to the runs with engines that `make test` starts in parallel."""
+    """Lower the process priority, so engines that `make test` runs in parallel get the cores first."""
     os.nice(5)
 
 

@@ -98,7 +98,7 @@ class FakeEngine:
         return Generation(tokens, logprobs, (VersionSpan(self.version, 0, len(tokens)),), why).after(prefix)
 
     def finish(self):
-        """Complete all running requests; later ones take no time."""
+        """Complete all running requests; later requests take no time."""
         self.seconds = 0.0
         for limit in self.limits:
             limit.reschedule(0.0)
@@ -201,7 +201,7 @@ class FakeBuffer:
         self.pushed = []
         self.failed = []
         self.requeued = []
-        """Lease, samples, their partial rollouts, and whether the actor continues with them."""
+        """Lease, samples, partial rollouts and `goes_on` (the actor keeps the samples) of each requeue request."""
         self.saved = []
         """Saved partial rollouts of the samples that are leased next."""
         self.requeue_at = 0
@@ -250,7 +250,7 @@ class FakeBuffer:
 
 
 class TextDecoder:
-    """Decodes token ids to their numbers as text."""
+    """Decodes token ids to decimal numbers, separated by spaces."""
 
     def decode(self, token_ids):
         return " ".join(map(str, token_ids))

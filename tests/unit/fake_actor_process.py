@@ -1,4 +1,4 @@
-"""An actor as its pools see it, without a process: its handle never replies, and its place is set by the test."""
+"""Fake actor process for tests of actor pools: its handle never replies, and the test sets its placement."""
 
 from pathlib import Path
 from types import SimpleNamespace

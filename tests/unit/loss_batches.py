@@ -161,7 +161,7 @@ def permuted(inputs: LossInputs, order: torch.Tensor) -> tuple[LossInputs, torch
 
 
 def evaluate(config, inputs) -> tuple[float, torch.Tensor, torch.Tensor, dict]:
-    """Return the loss, its gradients by log-probabilities and by values (0 if it reads none), and its metrics."""
+    """Return the loss, its gradients w.r.t. log-probabilities and values (zeros for unused inputs), and its metrics."""
     leaves = [inputs.logprobs_T.detach().clone().requires_grad_(), inputs.values_T.detach().clone().requires_grad_()]
     output = loss_for(config)(replace(inputs, logprobs_T=leaves[0], values_T=leaves[1]))
     slopes = torch.autograd.grad(output.loss, leaves, allow_unused=True, materialize_grads=True)
@@ -169,7 +169,7 @@ def evaluate(config, inputs) -> tuple[float, torch.Tensor, torch.Tensor, dict]:
 
 
 def gradient(config, inputs) -> tuple[float, torch.Tensor]:
-    """Return the loss and its gradient by log-probabilities."""
+    """Return the loss and its gradient with respect to the log-probabilities."""
     return evaluate(config, inputs)[:2]
 
 

@@ -1,4 +1,4 @@
-"""A made-up profile of the demo, with round figures for engines and learner."""
+"""Made-up profile of the demo with round numbers for the costs of engines and learner."""
 
 from pathlib import Path
 

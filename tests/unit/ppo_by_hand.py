@@ -10,7 +10,7 @@ VALUE_COEF, VALUE_CLIP = 0.5, 0.2
 
 @dataclass
 class Result:
-    """Loss, its slopes by the log-probability and value of every token, and token counts by kind."""
+    """Loss, its gradients with respect to the log-probability and value of every token, and token counts by kind."""
 
     loss: float
     slope_T: list[float]
@@ -28,7 +28,7 @@ def difference(one_T, other_T):
 
 
 def weights(inputs, proximal_T, corrections):
-    """Return rho per token after truncation and masks, the kept tokens, and the number changed by each correction."""
+    """Return rho per token after truncation and masks, the kept tokens, and how many tokens each correction changes."""
     log_rho = [limited(x) for x in difference(proximal_T, inputs.behaviour_logprobs_T)]
     weight, kept, counts = [math.exp(x) for x in log_rho], [True] * len(log_rho), {}
     for each in corrections:
@@ -112,7 +112,7 @@ def advantages(inputs, proximal_T, config):
 
 @dataclass
 class Term:
-    """Objective of one token, its slope by log u, and whether the low or the high bound clips it."""
+    """Objective of one token, its derivative with respect to log u, and whether the low or the high bound clips it."""
 
     objective: float
     slope: float
@@ -141,7 +141,7 @@ def share(config, inputs, tokens):
 
 
 def ppo(config, inputs) -> Result:
-    """Return the whole loss with slopes that are derived by hand."""
+    """Return the loss with gradients that are derived by hand."""
     num_tokens = inputs.logprobs_T.numel()
     proximal_T = proximal(config, inputs)
     named = next((each for each in config.corrections if each.type in SURROGATES), None)
@@ -152,7 +152,7 @@ def ppo(config, inputs) -> Result:
     result = Result(0.0, [0.0] * num_tokens, [0.0] * num_tokens, list(weight), counts)
     log_u = difference(inputs.logprobs_T, proximal_T)
     for tokens in tokens_of(inputs):
-        # each token has 1 / L of the sequence's objective; the shares of a mean over sequences include that factor
+        # a token counts 1 / L of the sequence's objective; with mean_over = "sequences", share() includes that factor
         per_sequence = len(tokens) if kind == "sequence_clip" and config.mean_over != "sequences" else 1
         for t in tokens:
             a, total = advantage[t], sum(log_u[i] for i in tokens)

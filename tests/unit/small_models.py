@@ -1,4 +1,4 @@
-"""What the tests of the learner's stages share: small models of every family, and a packed batch."""
+"""Helpers for tests of the learner's stages: small models of every family, and a packed batch."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,7 +28,7 @@ TINY = {
 
 @dataclass(frozen=True)
 class Model:
-    """A model to be split."""
+    """Model that the tests split into stages."""
 
     family: str
     tied: bool
@@ -39,7 +39,7 @@ class Model:
         return f"{self.family}-{'tied' if self.tied else 'untied'}" + "".join(f"-{key}" for key in self.changes)
 
     def save(self, folder: Path, **changes: object) -> Path:
-        """Write it with weights that are nowhere near zero or one, so that nothing hides."""
+        """Save the model with noise on all weights: norm weights of 1 and biases of 0 would hide errors."""
         config = transformers.CONFIG_MAPPING[self.family](
             **{**TINY, "tie_word_embeddings": self.tied, **self.changes, **changes}
         )
@@ -70,7 +70,7 @@ def load(folder, index=0, total=1, **changes):
 
 
 def run(stages: list[StageModule], packed: PackedBatch) -> torch.Tensor:
-    """What the last stage says: [M, L]."""
+    """Return the output of the last stage: [M, L]."""
     batch = DeviceBatch(packed, CPU)
     outputs = []
     for stage in stages:
@@ -91,14 +91,14 @@ def config_of(family="llama", **changes):
 
 
 def assert_close(found: torch.Tensor, expected: torch.Tensor, name: str = "") -> None:
-    """Equal to 1e-12 of the largest entry."""
+    """Check equality to within 1e-12 of the largest expected entry (at least 1)."""
     assert float((found - expected).detach().abs().max()) <= 1e-12 * max(1.0, float(expected.detach().abs().max())), (
         name
     )
 
 
 def tiny_checkpoint(folder: Path, *, tied: bool) -> LlamaForCausalLM:
-    """A model as small as one can be, saved in a folder."""
+    """Save a minimal model in a folder and return it."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=16,

@@ -125,9 +125,7 @@ def test_a_folder_without_a_reward_model_is_rejected_before_start(tmp_path):
     check_task(task(tmp_path / "good"), model_folder=DEMO, max_prompt_tokens=512, vocab_size=18)
     assert "this folder has no model (config.json)" in rejection(tmp_path / "nothing")
     make(tmp_path / "policy", LlamaForCausalLM)
-    assert "is of type LlamaForCausalLM; a reward model is a ...ForSequenceClassification" in rejection(
-        tmp_path / "policy"
-    )
+    assert "is of type LlamaForCausalLM; use a ...ForSequenceClassification model" in rejection(tmp_path / "policy")
     make(tmp_path / "two", num_labels=2)
     assert "has 2 outputs, but a reward is one number" in rejection(tmp_path / "two")
     make(tmp_path / "other", vocab_size=7)

@@ -45,7 +45,7 @@ def test_an_engine_on_a_shared_gpu_gets_its_cache_size_in_bytes(args_on, monkeyp
     made = args_on(False, gpus=0.5, gpu_memory_share=0.4, dtype="bfloat16")
     share = 0.4 * 24 * GIB
     assert share - 2.2 * GIB < made.kv_cache_memory_bytes < share - 2 * GIB
-    assert made.gpu_memory_utilization * 24 * GIB < share - 1.9 * GIB, "only KV cache and weights need free memory"
+    assert made.gpu_memory_utilization * 24 * GIB < share - 1.9 * GIB, "vLLM needs free memory for cache and weights"
     explicit = args_on(False, gpus=0.5, kv_cache_gib=3)
     assert explicit.kv_cache_memory_bytes == 3 * GIB
     assert explicit.gpu_memory_utilization == pytest.approx(3 / 24, abs=1e-3)

@@ -73,6 +73,6 @@ os.kill(os.getpid(), signal.SIGKILL)
         (path / "users.lock").touch()
     sockets = EngineSockets()
     for path in fetched:
-        shutil.rmtree(path)  # fails if removed: an actor reuses what a killed one fetched
+        shutil.rmtree(path)  # fails if removed: a later actor reuses the weights in it
     assert not left.exists()
     sockets.remove()

@@ -10,7 +10,7 @@ from tests.unit.fake_actor import Clock
 
 
 def step(latencies, prompt_tokens=0, preempted=0, ended=()):
-    """Return vLLM's statistics of one step; `latencies` of the samples that also ran in the previous step."""
+    """Return vLLM's statistics of one step; `latencies` belong to samples that also ran in the previous step."""
     return SimpleNamespace(
         num_generation_tokens=len(latencies) + (prompt_tokens > 0),
         inter_token_latencies_iter=list(latencies),

@@ -120,9 +120,9 @@ async def pauses_of(num_polls: int, monkeypatch) -> list[float]:
 async def test_verification_is_polled_early_and_then_at_growing_intervals(monkeypatch):
     slept = await pauses_of(60, monkeypatch)
     polled_s = list(itertools.accumulate(slept))
-    # verification of a tiny model takes milliseconds and is noticed as early as by polling every 10 ms
+    # verification of a tiny model takes milliseconds: the first poll comes as early as with an interval of 10 ms
     assert polled_s[0] <= 0.01
-    # any other verification is noticed late by at most half of its duration
+    # the end of a longer verification is noticed after a delay of at most half of its duration
     assert all(slept[poll] <= 0.01 + 0.5 * polled_s[poll - 1] for poll in range(1, len(slept)))
     assert sorted(slept) == slept
     assert max(slept) == 0.2

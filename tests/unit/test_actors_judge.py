@@ -176,7 +176,7 @@ async def test_a_sample_past_its_time_limit_gets_no_score_and_a_reason(monkeypat
     with judge_server(answer) as server:
         (function,) = load_task(task(server.endpoint)).rewards
         scores = asyncio.create_task(load_reward(function)([PROBLEM, PROBLEM], ["busy", "well"]))
-        await until(lambda: rated and len(server.requests) > rated[0] + 1)  # a 429 since
+        await until(lambda: rated and len(server.requests) > rated[0] + 1)  # at least one more 429 reply
         jump(monkeypatch, 60.0)
         busy, idle = await asyncio.wait_for(scores, 60)
     assert (busy, idle) == (NoScore(TOOK_TOO_LONG, "60 s, the endpoint last answered 429"), 1.0)

@@ -92,7 +92,7 @@ def test_predicted_lengths_of_a_prompt_apply_to_its_samples():
     assert num_started(trained_gate(seen, usual=50.0)) == usual, "without a prediction the usual length applies"
 
 
-def test_samples_share_prompt_blocks_if_the_engine_does():
+def test_samples_share_prompt_blocks_if_the_cache_shares_prompts():
     seen, shared = [[40] * K] * 100, KvCache(200, 16, shares_prompts=True)
     apart = num_started(trained_gate(seen, shared._replace(shares_prompts=False)), prompt=64)
     assert apart == pytest.approx(200 / 7, abs=3)
@@ -250,7 +250,7 @@ def test_the_cache_is_nearly_full_and_preemptions_are_rare():
     assert preempted < 0.01
     unknown, preempted = simulate(admits_all=False, predicts=False)
     assert preempted < 0.01
-    assert unknown < running, "less knowledge keeps more space free"
+    assert unknown < running, "without predicted lengths, more space is kept free"
 
 
 # --- slots ----------------------------------------------------------------------------------------

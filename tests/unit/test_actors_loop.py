@@ -225,7 +225,7 @@ async def test_a_sample_resumes_from_its_prefix_once_the_engine_serves_that_vers
     await actor.start()
     running = asyncio.create_task(actor.run())
     await until(lambda: len(buffer.pushed) == 3)
-    store.version = new  # the version of sample 1's first token comes late
+    store.version = new  # the version that generated sample 1's first token is published only now
     await asyncio.wait_for(running, 60)
     report = actor.report()
     await actor.stop()
@@ -237,7 +237,7 @@ async def test_a_sample_resumes_from_its_prefix_once_the_engine_serves_that_vers
     assert [pushed[i].started_s for i in range(3)] == [5.0] * 3
     assert {one.finish_reason for one in buffer.pushed} == {"stop"}
     assert {one.reward for one in buffer.pushed} == {0.5}
-    assert len(engine.seeds) == 3, "the third was complete and lacked only its reward"
+    assert len(engine.seeds) == 3, "the third sample was complete and lacked only its reward"
     assert report.num_tokens == 2 + 3 + 4, "only tokens generated here count"
 
 
@@ -317,7 +317,7 @@ async def test_shutdown_without_a_buffer_closes_the_store_and_stops_the_engine(m
     async with asyncio.timeout(60):
         await actor.stop()
         await running
-    assert actor._maker.counts.num_tokens_lost == 2 * K * 2, "the fake engine had two tokens per sample"
+    assert actor._maker.counts.num_tokens_lost == 2 * K * 2, "the fake engine had generated two tokens per sample"
     gone.set()
     assert store.closed
     assert engine.stopped
@@ -527,7 +527,7 @@ async def test_an_actor_leases_nothing_ahead_if_admission_is_near_its_bound():
     running = asyncio.create_task(actor.run())
     await until(lambda: buffer.granted >= 20)
     num_requests = len(buffer.requests)
-    actor._num_departed = 1000  # as if 1000 samples had ended since
+    actor._num_departed = 1000  # as if 1000 samples had ended since the last grant
     await until(lambda: len(buffer.requests) > num_requests + 1)
     assert actor._num_ahead == 0.0
     await asyncio.wait_for(running, 60)

@@ -20,7 +20,7 @@ PROBLEM = Problem("q", "q", {})
 
 
 class Odd:
-    """Like a tensor of some library, it converts neither to a list nor to a number."""
+    """Value like a tensor of another library: it converts neither to a list nor to a number."""
 
     def tolist(self):
         raise KeyError("values")
@@ -237,7 +237,7 @@ async def test_a_call_that_times_out_ends_its_process_and_fails_only_its_sample(
     results = await asyncio.gather(*pending, return_exceptions=True)
     assert [getattr(one, "reward", None) for one in results] == [1.0, None, 1.0]
     assert str(results[1]) == "reward failed: f: took longer than 60 s"
-    assert tries() == [answers, ["stuck"]], "once with the others and once alone: each try costs a timeout"
+    assert tries() == [answers, ["stuck"]], "tried once with the others and once alone: each try takes a full timeout"
     assert all(process.ended == any("stuck" in call for call in process.calls) for process in processes)
     await scores.close()
     assert all(process.ended for process in processes)
@@ -251,7 +251,7 @@ async def test_a_process_that_exits_is_replaced_and_reported(processes, caplog):
     assert str(results[1]) == "reward failed: f: the reward process ended with exit status 3"
     assert "prompt: 'q'\n  completion: 'bad'" in caplog.text
     tries = [call for process in processes for call in process.calls if "bad" in call]
-    assert tries == [answers, ["bad"]], "once with the others and once alone: each try costs a process"
+    assert tries == [answers, ["bad"]], "tried once with the others and once alone: each try kills a process"
     assert (await scores.score(PROBLEM, "d")).reward == 1.0
 
 

@@ -185,7 +185,7 @@ def test_white_space_and_case_distinguish_rows(write):
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_a_prompt_that_falls_in_both_splits_is_never_trained(write, order):
+def test_a_prompt_that_falls_in_both_splits_is_never_used_for_training(write, order):
     rows = [{"question": each, "answer": "1"} for n in range(80) for each in (f"{n}+1", f"{n} + 1")[::order]]
     task = load_task(write(rows, template="{question:compact}"))
     assert task.rows == "160 read, 80 used, 80 duplicate, 0 skipped"
@@ -231,7 +231,7 @@ def test_a_template_selects_the_prompt_column(write, tmp_path):
     plan = check(made, tmp_path / "runs" / "one")
     assert "rows       30 read, 30 used, 0 duplicate, 0 skipped" in plan.describe()
     config.write_text(to_toml(made))
-    assert load_config(config) == made, "as a resumed run reads it"
+    assert load_config(config) == made, "a resumed run reads the same config"
 
 
 def test_a_single_reward_may_be_a_string_with_a_path_relative_to_the_config(tmp_path):
@@ -358,7 +358,7 @@ def test_a_short_prompt_with_many_tokens_is_found_before_start(write, tmp_path):
 def test_the_prompts_with_the_most_bytes_are_checked(write, tmp_path, monkeypatch):
     monkeypatch.setattr("leeway.actors.tasks.task.MAX_CHECKED_PROMPTS", 5)
     rows = [{"question": f"{n:05d}+12345", "answer": "1"} for n in range(600)]
-    rows[321]["question"] = "\u732b" * 5  # 15 bytes, but fewer characters than any other
+    rows[321]["question"] = "\u732b" * 5  # 15 bytes, but fewer characters than any other question
     with pytest.raises(TaskError, match=r"^5 of the 5 checked among .* has 11 tokens"):
         check_task(write(rows), model_folder=DEMO, max_prompt_tokens=4, vocab_size=16)
 

@@ -340,7 +340,7 @@ FUNCTIONAL = {"input": "1\n2", "output": "3", "testtype": "functional"}
             [{"call": f"*{given}", "name": "add", "wanted": [[one], one]} for given, one in (([1, 2], 3), ([3, 4], 7))],
         ),
         (
-            {"inputs": [[1], [2]], "outputs": [[1], []], "fn_name": "f"},  # not wrapped: the function returns a list
+            {"inputs": [[1], [2]], "outputs": [[1], []], "fn_name": "f"},  # not wrapped: the function returns lists
             {},
             [{"call": "*[1]", "name": "f", "wanted": [[1]]}, {"call": "*[2]", "name": "f", "wanted": [[]]}],
         ),

@@ -145,7 +145,7 @@ def test_a_failed_import_of_a_reward_file_leaves_no_module_behind(tmp_path, file
             load_reward(load_task(config).rewards[0])
 
 
-def test_rows_of_a_separate_heldout_parquet_file_are_never_trained(tmp_path, file_task):
+def test_rows_of_a_separate_heldout_parquet_file_are_never_used_for_training(tmp_path, file_task):
     for name, numbers in (("train", range(20)), ("test", range(15, 25))):
         table = pa.table({"question": [f"{n}+1" for n in numbers], "answer": [str(n + 1) for n in numbers]})
         pq.write_table(table, tmp_path / f"{name}.parquet")
@@ -215,7 +215,7 @@ def test_the_error_for_long_prompts_has_their_count_and_the_longest_length(file_
 
     split = task(Letters())
     lengths = [len(problem.text) for problem in (*split.train, *split.heldout)]
-    assert sorted(set(lengths)) == [7, 8], "one digit or two"
+    assert sorted(set(lengths)) == [7, 8], "numbers of one or two digits"
     with pytest.raises(TaskError, match=rf"^{lengths.count(8)} of the task's 61 prompts are longer .* = 7; .* has 8"):
         split.check_lengths(7)
     with pytest.raises(TaskError, match=r"max_prompt_tokens = 8, shorten"):
@@ -321,7 +321,7 @@ def test_the_held_out_split_of_a_large_file_is_bounded(tmp_path, file_task, monk
         changes = {"heldout_path": str(tmp_path / "test.jsonl")}
     task = load_task(file_task.model_copy(update=changes))
     assert len(task.heldout) == 5
-    assert own_file or not any(held_out(problem.question) for problem in task.train), "other held-out rows never train"
+    assert own_file or not any(held_out(problem.question) for problem in task.train), "no held-out row is trained on"
     assert len(load_task(file_task.model_copy(update={**changes, "num_heldout": 7})).heldout) == 7
 
 

@@ -37,7 +37,7 @@ async def test_a_request_waits_for_the_minimum_version_of_its_lease():
     report = actor.report()
     (update,) = report.updates
     assert update.version == (0, 3)
-    assert update.load_s == 0.005  # of the fake engine
+    assert update.load_s == 0.005  # set by the fake engine
     assert update.pause_s == pytest.approx(0.01)
     assert before_s <= update.end_s <= wall_time()
     assert actor.report().updates == [], "an update is reported once"
@@ -145,7 +145,7 @@ async def test_a_refused_version_is_retried_after_growing_pauses():
         reads.append(len(store.fetched))
         clock.now_s += 0.1
     assert reads[5] == 1
-    # after 1, 2, 4, 8, 10 and 10 seconds
+    # the first fetch, and retries after pauses of 1, 2, 4, 8, 10 and 10 seconds
     assert reads[-1] == 7
     store.corrupt = set()
     clock.now_s += 10
@@ -237,7 +237,7 @@ async def test_an_update_completes_even_if_it_is_cancelled():
 
 @pytest.mark.parametrize("rounds", range(5))
 async def test_the_follower_stops_if_it_is_cancelled_while_a_new_version_arrives(rounds, monkeypatch):
-    # usual at the end of a run: the reply that ends it also reports the newest version
+    # happens at the end of a run: the reply that ends the run also reports the newest version
     monkeypatch.setattr("leeway.actors.weights.POLL_S", 60)
     actor = make_actor(FakeBuffer(0))
     await actor.start()

@@ -63,7 +63,7 @@ def test_without_a_correction_the_weight_is_the_raw_ratio():
 
 def test_truncation_and_masks_compose_in_any_order():
     parts = (SequenceTIS(cap=0.8), IcePop(low=0.4), GeometricMask(low=0.5, high=5.0), GSPO())
-    # sequence_tis gives 0.8 (of 1), 0.8 (of 6) and 0.375; icepop drops 6 and 0.25, geometric_mask the sequence with 6
+    # sequence_tis caps the products 1 and 6 at 0.8; icepop masks ratios 6 and 0.25, geometric_mask the second sequence
     expected = [0.8, 0.8, 0.0, 0.375, 0.375, 0.0]
     first = weights(*parts)
     assert first[0] == pytest.approx(expected, abs=1e-12)
@@ -88,7 +88,7 @@ def test_log_ratios_are_clamped_before_they_become_weights(dtype):
         behaviour_logprobs_T=torch.tensor([-1e4, 0.0, 0.0], dtype=dtype),
     )
     assert importance_weights(far, []).weight_T.tolist() == pytest.approx([math.exp(20), math.exp(-20), math.exp(-20)])
-    # the sequence has 20 - 20 - 20, because each token is clamped first
+    # the log ratio of the sequence is 20 - 20 - 20, because each token is clamped first
     product = importance_weights(far, [SequenceTIS(cap=1e30)]).weight_T
     assert product.tolist() == pytest.approx([math.exp(-20)] * 3)
 
@@ -102,7 +102,7 @@ SURROGATES = {
 
 
 def surrogate(kind, advantage, u):
-    """Return the objective, its slope by each token, and the clipped tokens of one sequence with token ratios u."""
+    """Return objective, gradient and clipped tokens (low, high) of one sequence with token ratios u."""
     inputs = make_inputs(groups=[0], lengths=[len(u)])
     leaf_T = (inputs.proximal_logprobs_T + torch.tensor(u, dtype=torch.float64).log()).requires_grad_()
     advantage_T = torch.full((len(u),), advantage, dtype=torch.float64)

@@ -46,7 +46,7 @@ def test_a_loss_does_not_depend_on_the_order_of_sequences(config):
 
 
 @every(CONFIGS)
-def test_a_loss_does_not_depend_on_the_numbers_of_groups_and_prompts(config):
+def test_a_loss_does_not_depend_on_the_ids_of_groups_and_prompts(config):
     inputs = make_inputs()
     renamed = replace(inputs, group_B=torch.tensor([2, 0, 1])[inputs.group_B], prompt_B=100 - inputs.prompt_B)
     assert_same(config, inputs, renamed)
@@ -74,7 +74,7 @@ def test_a_loss_declares_the_smallest_unit_by_which_its_gradient_is_separable(co
     assert not is_coupled[separable]
     if config.type != "off_policy_ppo":  # its clipping may hide dependencies
         smallest = next(unit for unit, coupled in is_coupled.items() if not coupled)
-        assert separable == smallest, "declare the smaller unit to train in one pass"
+        assert separable == smallest, "declare the smaller unit, which allows training in one pass"
 
 
 def couples(config, inputs, unit_B):
@@ -116,7 +116,7 @@ def test_groups_of_one_have_no_gradient(config):
     alone = list(range(len(LENGTHS)))
     assert config.needs.groups
     inputs = make_inputs(groups=alone)
-    if config.type == "oapl":  # otherwise it pulls towards the behaviour policy
+    if config.type == "oapl":  # unless both policies are equal, OAPL pulls towards the behaviour policy
         inputs = replace(inputs, behaviour_logprobs_T=inputs.logprobs_T)
     assert gradient(config, inputs)[1].abs().max() < 1e-14
 
@@ -222,7 +222,7 @@ def test_comparing_prompts_equals_comparing_merged_groups(config):
 
 @every({name: each for name, each in CONFIGS.items() if each.needs.separable})
 def test_the_gradient_of_a_separable_loss_reads_nothing_from_the_device(config):
-    """It is computed for every micro-batch."""
+    """The gradient is computed for every micro-batch, so a read would block the host each time."""
     inputs = make_inputs(prompts=GROUPS, num_prompts=3)
     leaf_T = inputs.logprobs_T.clone().requires_grad_()
     batch = replace(inputs, logprobs_T=leaf_T, values_T=None, old_values_T=None)

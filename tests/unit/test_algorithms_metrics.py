@@ -57,7 +57,7 @@ def test_the_diagnostics_follow_their_definitions():
     )
 
 
-def test_the_weight_of_a_sequence_is_the_applied_one():
+def test_the_truncated_sample_size_of_sequences_uses_the_applied_weights():
     inputs = make_inputs()
     totals = sums(inputs, inputs.proximal_logprobs_T - inputs.behaviour_logprobs_T)
     capped = [min(math.exp(total), 1.5) for b, total in enumerate(totals) if b != 6]

@@ -38,7 +38,7 @@ def test_loss_gradients_weights_and_fractions_follow_the_formula(config, seed):
     torch.testing.assert_close(slope_T, torch.tensor(hand.slope_T, dtype=torch.float64), rtol=0, atol=1e-12)
     torch.testing.assert_close(value_slope_T, torch.tensor(hand.value_slope_T, dtype=torch.float64), rtol=0, atol=1e-12)
     weights_T = loss_for(config)(inputs).weights_T
-    # pi_prox / mu is 1, so there are no weights
+    # with proximal = "behaviour", pi_prox / mu is 1, so there are no weights
     assert (weights_T is None) == (config.proximal == "behaviour")
     if weights_T is not None:
         torch.testing.assert_close(weights_T, torch.tensor(hand.weight_T, dtype=torch.float64), rtol=0, atol=1e-12)
@@ -83,7 +83,7 @@ def test_a_step_of_one_update_is_never_clipped():
         if config.proximal == "draw_start":
             metrics = loss_for(config)(first).metrics
             assert metrics["off_policy/clip_frac_low"] == metrics["off_policy/clip_frac_high"] == 0
-    # with the behaviour policy as the centre, stale data leave the trust region at once
+    # with the trust region around the behaviour policy, stale data are clipped in the first update
     metrics = loss_for(OffPolicyPPOConfig(proximal="behaviour"))(first).metrics
     assert metrics["off_policy/clip_frac_low"] + metrics["off_policy/clip_frac_high"] > 0.2
 
@@ -145,7 +145,7 @@ def tokens_by_sequence(inputs):
 
 
 def kl_slopes(kl_in, log_mu_V, log_pi_V, log_ref_V, logits_V):
-    """Return the expected gradient of the KL term by the logits over all one-token answers, weighted by mu."""
+    """Return the expected gradient of the KL term w.r.t. the logits over all one-token answers, weighted by mu."""
     size = log_pi_V.numel()
     answers = make_inputs(
         groups=[0] * size,
@@ -272,7 +272,7 @@ def test_proximal_rloo_follows_the_formula_of_its_paper():
         if LENGTHS[b]:  # an empty completion has no token to carry its constant
             loss -= min(free, clipped)
     assert 0 < num_clipped < 9
-    # this loss is divided by the tokens, the loss of the paper by the sequences
+    # this loss is divided by the number of tokens, the loss of the paper by the number of sequences
     output_loss, slope_T = gradient(config, inputs)
     assert output_loss * NUM_TOKENS == pytest.approx(loss, abs=1e-12)
     expected_T = torch.tensor(slope_B, dtype=torch.float64)[inputs.sequence_T] / NUM_TOKENS
@@ -288,7 +288,7 @@ def test_sequences_as_single_actions_have_equal_weight_at_any_length(mean_over):
     fresh = replace(inputs, logprobs_T=inputs.behaviour_logprobs_T)
     config = OffPolicyPPOConfig(proximal="behaviour", corrections=["sequence_clip"], mean_over=mean_over)
     loss, slope_T = gradient(config, fresh)
-    assert loss == pytest.approx(0.0, abs=1e-12), "one ratio, and advantages of 1 and -1"
+    assert loss == pytest.approx(0.0, abs=1e-12), "both ratios are 1, and the advantages are 1 and -1"
     torch.testing.assert_close(slope_T[0].expand(10), -slope_T[1:], rtol=0, atol=1e-12)
 
 
@@ -326,7 +326,7 @@ def test_the_logged_advantage_is_the_mean_over_tokens():
 
 def test_a_saved_config_reads_back_as_the_same_config():
     around_behaviour = OffPolicyPPOConfig(proximal="behaviour")
-    assert around_behaviour.corrections == (), "pi_prox / mu is 1"
+    assert around_behaviour.corrections == (), "pi_prox / mu is 1, so there is nothing to correct"
     recipes = [OffPolicyPPOConfig(**PROXIMAL_RLOO), OffPolicyPPOConfig(baseline="dr_grpo", mean_over=8.0)]
     for config in (around_behaviour, *recipes):
         assert OffPolicyPPOConfig.model_validate(config.model_dump(mode="json")) == config
@@ -340,7 +340,7 @@ def test_a_saved_config_reads_back_as_the_same_config():
         ({"corrections": ["icepop", {"type": "icepop", "high": 3.0}]}, "contains 'icepop' twice"),
         ({"corrections": ["token_tis"], "proximal": "behaviour"}, "'token_tis' acts on pi_prox / mu, which is 1"),
         ({"corrections": ["gspo"], "clip_low": 0.1}, "clip_low has no effect with the correction 'gspo'"),
-        ({"kl_in": "loss"}, "kl_in has no effect without kl_beta above 0: remove it"),
+        ({"kl_in": "loss"}, "kl_in has no effect without kl_beta above 0: remove kl_in"),
         ({"gae_lambda": 0.9}, "gae_lambda has no effect without baseline = 'value_head' or 'critic'"),
         ({"mean_over": 0.0}, "mean_over"),
         ({"mean_over": "sequence"}, "mean_over"),

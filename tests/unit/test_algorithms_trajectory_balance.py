@@ -36,7 +36,7 @@ WEIGHTS = {
 def test_the_loss_is_zero_at_the_optimal_policy():
     # no completion is empty here: an empty one has probability 1 under every policy, so no policy is optimal for it
     inputs = make_inputs(lengths=[3, 1, 4, 2, 5, 2, 1, 3, 2])
-    # pi*(y) = pi_ref(y) exp(r / beta) / Z with any Z of each prompt, spread over a sequence's tokens
+    # pi*(y) = pi_ref(y) exp(r / beta) / Z with any Z per prompt; its log is spread over the tokens of a sequence
     log_z_G = torch.tensor([0.4, -1.3, 2.0], dtype=torch.float64)
     tilt_B = (inputs.rewards_B / BETA - log_z_G[inputs.group_B]) / inputs.length_B
     at_optimum = replace(inputs, logprobs_T=inputs.reference_logprobs_T + tilt_B[inputs.sequence_T])
@@ -116,7 +116,7 @@ def test_the_on_policy_expected_gradient_is_that_of_the_kl_to_the_optimal_policy
 
 
 def expected_slope(config, logits, log_mu, log_ref, rewards):
-    """Return the expected gradient by the logits over groups of two answers sampled from mu."""
+    """Return the expected gradient with respect to the logits over groups of two answers sampled from mu."""
     log_pi = tabular_logprobs(logits.requires_grad_())
     num_answers = len(ANSWERS)
     pairs = torch.tensor(list(itertools.product(range(num_answers), repeat=2)))
@@ -159,7 +159,7 @@ def test_positive_weights_keep_the_optimum_as_the_only_stationary_point(correcti
 
 
 def test_a_mask_has_other_stationary_points():
-    """A weight of 0 hides an answer, so that no term of the loss determines its probability."""
+    """A weight of 0 hides an answer, so no term of the loss determines its probability."""
     log_mu, log_ref = tabular_logprobs(tabular_logits(1)), tabular_logprobs(tabular_logits(2))
     rewards = torch.rand(27, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
     config = TrajectoryBalanceConfig(beta=0.5, corrections=[{"type": "icepop", "low": 0.7, "high": 1.3}])

@@ -1,4 +1,4 @@
-"""`SleepingEngine` takes the time that its cost law predicts and labels each token with its policy version."""
+"""`SleepingEngine` takes the time that its cost model predicts and labels each token with its policy version."""
 
 import asyncio
 import time
@@ -36,7 +36,7 @@ async def make_engine(monkeypatch):
         await engine.stop()
 
 
-async def test_concurrent_samples_take_the_time_of_the_cost_law(make_engine):
+async def test_concurrent_samples_take_the_time_of_the_cost_model(make_engine):
     engine, began_s = make_engine(SLOW), time.perf_counter()
     made = await asyncio.gather(*(engine.generate([1, 2], seed=seed) for seed in range(4)))
     took_s = time.perf_counter() - began_s

@@ -1,4 +1,4 @@
-"""benchmarks/fusion.py: figures computed from the durations of passes, and stages that sleep."""
+"""benchmarks/fusion.py: metrics computed from the durations of passes, and stages that sleep."""
 
 import pytest
 from benchmarks import fusion

@@ -73,7 +73,7 @@ def test_a_matrix_product_under_autocast_is_counted_with_the_casts_of_its_inputs
     assert figures["forward.gemm.kernels"] == 2
     assert figures["forward.gemm.flops"] == 2 * 2 * 100 * 64 * 32
     assert figures["forward.gemm.bytes"] == 2 * 2 * (100 * 64 + 64 * 32 + 100 * 32)
-    # the states are cast twice, the weight once, because autocast caches it
+    # the states are cast in both passes, the weight once, because autocast caches the cast weight
     assert figures["casts"] == 1
     assert figures["forward.other.bytes"] == 6 * (2 * 100 * 64 + 64 * 32)
 
@@ -121,7 +121,7 @@ def test_kept_activations_are_counted_separately_from_weight_copies():
         assert out.requires_grad
 
 
-def test_a_stage_on_a_pretended_gpu_makes_one_attention_call_and_casts_no_weight():
+def test_a_stage_on_a_simulated_gpu_makes_one_attention_call_and_casts_no_weight():
     packed = pack([np.arange(30), np.arange(9)], [6, 2], PackingRule(64))
     with pretended.pretended_gpu():
         one, two = (
@@ -169,7 +169,7 @@ def test_the_paper_page_has_the_kernels_of_a_layer_and_the_memory_of_each_stage(
     )
     assert alone * 2**30 == pytest.approx(trained + kept)
     first, last = paper.memory_gib(counted, 2)
-    assert first + last > alone, "two embedding tables, and two micro-batches in flight on the first stage"
+    assert first + last > alone, "two stages have two embedding tables, and the first has two micro-batches in flight"
 
 
 # --- steps and page -------------------------------------------------------------------------------
@@ -219,7 +219,7 @@ LINES = [
 ]  # fmt: skip
 
 
-def test_the_page_has_the_newest_figures_their_bars_and_the_failures():
+def test_the_page_has_the_newest_metrics_their_bars_and_the_failures():
     text = "\n\n".join(page.page_of([{**line, "cpu": False} for line in LINES]))
     assert "commit abc, on one NVIDIA H100 (79 GiB" in text
     assert "| gradients against the CPU, float64 | at most 1e-10 | 3e-12 | yes |" in text
@@ -397,7 +397,7 @@ def test_the_tokenizer_of_the_pair_has_a_word_for_every_token(tmp_path):
     assert tokenizer.decode([3, 10, shapes.EOS], skip_special_tokens=True) == "310"
 
 
-def test_an_interrupted_run_has_the_figures_of_its_steps(tmp_path):
+def test_an_interrupted_run_has_the_metrics_of_its_steps(tmp_path):
     keys = ("batch/trajectories", "batch/completion_tokens", "lag/token_max")
     rows = [
         {"step": number, "loss": 0.0, "skipped": False, "started_s": 9.0 + number, "finished_s": 10.0 + number}
@@ -468,7 +468,7 @@ def test_a_site_folder_is_unpacked_and_registers_leeway(tmp_path):
     assert (point.group, point.value) == ("vllm.general_plugins", "leeway.weight_sync.vllm_engine:register")
 
 
-def test_an_absent_package_has_every_name():
+def test_the_stub_of_an_omitted_package_has_every_name():
     absent = importlib.import_module("benchmarks.gpu.absent")
     assert absent.Anything.solve(1) == []
     with pytest.raises(AttributeError):

@@ -104,7 +104,7 @@ def makespan(order, num_stages):
                     _ComputationType.BACKWARD_INPUT,
                     _ComputationType.BACKWARD_WEIGHT,
                 ):
-                    units = {"B": 0, "W": 2}[letter]  # torch runs both halves together if no rank waits for one
+                    units = {"B": 0, "W": 2}[letter]  # torch fuses both halves if no rank needs the input gradient
                 needed = {"F": [("F", stage - 1)], "B": [("F", stage), ("B", stage + 1)], "W": [("B", stage)]}[letter]
                 keys = [(kind, at, number) for kind, at in needed if 0 <= at < num_stages]
                 if not all(key in ends for key in keys):

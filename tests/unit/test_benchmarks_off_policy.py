@@ -184,7 +184,7 @@ def test_trajectory_balance_converges_on_uniform_data_and_naive_ppo_does_not(sma
     assert naive.kl > 0.3 * start
 
 
-def test_a_run_that_becomes_non_finite_has_no_figures(small_world):
+def test_a_run_that_becomes_non_finite_has_no_metrics(small_world):
     row = replace(ROWS["trajectory_balance"], learning_rate=1e30)
     outcome = training.train(small_world, row, "0", seed=0, num_draws=2)
     assert outcome == training.Outcome(None, None)

@@ -1,4 +1,4 @@
-"""benchmarks/overlap.py: figures computed from run folders, and the model of its long-tailed task."""
+"""benchmarks/overlap.py: metrics computed from run folders, and the model of its long-tailed task."""
 
 import json
 import os
@@ -25,7 +25,7 @@ def side(**changes):
     return {**dict.fromkeys(names, 1.0), **changes}
 
 
-def test_u_averages_longest_over_mean_length_of_the_counted_steps():
+def test_u_averages_the_ratio_of_longest_to_mean_length_over_the_counted_steps():
     made = samples((1, 90, 0, 9), (2, 10, 0, 1), (2, 30, 0.5, 4), (3, 10, 5, 6), (3, 10, 5, 7))
     found = overlap.batches(made, [2, 3])
     assert found.longest_over_mean == pytest.approx((1.5 + 1.0) / 2)
@@ -51,7 +51,7 @@ def test_the_ratio_comes_from_the_rounds_and_r_from_the_synchronous_runs():
     assert found["learner_idle_frac"] == pytest.approx(0.2)
 
 
-def test_separate_cores_at_most_double_the_rate_if_both_sides_take_equal_time():
+def test_separate_cores_at_most_double_throughput_if_both_sides_take_equal_time():
     assert overlap.ceiling(3.0, 1.0) == pytest.approx(2.0)
     assert overlap.ceiling(3.0, 0.5) == pytest.approx(3.0)
     assert overlap.ceiling(3.0, 0.1) == pytest.approx(3.3)
@@ -110,7 +110,7 @@ def test_a_run_of_warm_up_steps_only_is_refused(tmp_path):
         overlap.figures_of(run, num_warmup=2)
 
 
-def test_the_model_ends_a_completion_at_the_rate_of_its_prompt_class():
+def test_the_model_ends_a_completion_with_the_probability_of_its_prompt_class():
     model = long_tail.make_model()
     for number in (0, long_tail.NUM_CLASSES - 1):
         word = long_tail.words(number)[-1]

@@ -1,4 +1,4 @@
-"""benchmarks/replay.py: figures computed from runs, and the configs of its runs."""
+"""benchmarks/replay.py: metrics computed from runs, and the configs of its runs."""
 
 from pathlib import Path
 
@@ -26,21 +26,21 @@ def results(**replayed):
 def test_tokens_saved_are_relative_to_runs_without_replay_of_equal_accuracy():
     found = results(u2=runs(100, 0.85, 0.85), u4=runs(50, 0.79, 0.79), u8=runs(200, 0.9, 0.9))
     saved = [replay.tokens_saved(found, "oapl", Setting(max_uses=uses), "greedy") for uses in (2, 4, 8)]
-    # a quarter of the way from 0.84 to 0.88, in the logarithm of 200 and 400
+    # 0.85 is a quarter of the way from 0.84 to 0.88; tokens are interpolated from 200 to 400 on a log scale
     assert saved[0] == pytest.approx(200 * 2**0.25 / 100)
     assert saved[1] is None, "every run without replay is more accurate"
-    assert saved[2] == pytest.approx(400 / 200), "more accurate than the longest run: not extrapolated"
+    assert saved[2] == pytest.approx(400 / 200), "more accurate than the longest run: no extrapolation"
     line = replay.summarised(found)
     assert line["oapl"]["greedy"]["tokens_saved"] == pytest.approx(2 * 2**0.25, abs=1e-3)
     assert line["oapl"]["greedy"]["setting"] == Setting(max_uses=2).name
     assert line["tokens_saved_at_equal_accuracy_greedy"] == line["oapl"]["greedy"]["tokens_saved"]
-    # all have a sampled accuracy of 0.5, so the fewest tokens are the best
+    # all runs have a sampled accuracy of 0.5, so the setting with the fewest tokens is the best
     assert line["tokens_saved_at_equal_accuracy"] == 8
 
 
 def test_accuracies_within_the_standard_error_over_seeds_count_as_equal():
     found = results(u2=runs(100, 0.85, 0.89), u4=runs(100, 0.861, 0.861))
-    # the longest has 0.86 and 0.90; the standard errors of the difference are 0.028 and 0.02
+    # the longest run without replay has 0.86 and 0.90; the standard errors of the difference are 0.028 and 0.02
     assert replay.standard_error(
         "greedy", found["oapl", Setting(max_uses=2)], found["oapl", FRESH[0]]
     ) == pytest.approx(0.0283, abs=1e-4)

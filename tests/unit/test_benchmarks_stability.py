@@ -48,7 +48,7 @@ def test_greedy_sampling_picks_the_most_likely_token(model):
 def test_samples_come_from_the_policy_lag_updates_ago(folder, lag):
     lagged = ["--learner.learning_rate", "1e-2", "--weight_sync.max_lag", str(lag), "--weight_sync.lag_control", "off"]
     run = DelayedRun(["--model.path", str(folder), *SMALL, *lagged], seed=0)
-    run._scorer = lambda problems, texts: [float(len(text)) for text in texts]  # not all equal
+    run._scorer = lambda problems, texts: [float(len(text)) for text in texts]  # unequal, so updates change the weights
     seen, versions = [], []
     run._load, load = lambda values: (seen.append(values[0].clone()), load(values)), run._load
     run._update, update = lambda *args: (update(*args), versions.append(run._past[-1][0].clone())), run._update
@@ -84,7 +84,7 @@ def test_a_run_is_stable_if_its_accuracy_has_not_fallen(accuracies, stable):
 
 
 @pytest.mark.parametrize("limit", [2e-5, 1e-4, 3e-4, 1.0, 1e-9])
-def test_the_search_finds_the_greatest_stable_rate(monkeypatch, limit):
+def test_the_search_finds_the_greatest_stable_learning_rate(monkeypatch, limit):
     def tried(row, lag, rate, results):
         results[rate] = [0.3, 0.4] if rate <= limit else [0.3, 0.1]
         return stability.is_stable(results[rate])

@@ -1,4 +1,4 @@
-"""benchmarks/trl.py: figures computed from both sides, and equal settings of both sides."""
+"""benchmarks/trl.py: metrics computed from both sides, and equal settings of both sides."""
 
 import pytest
 from benchmarks import trl
@@ -43,7 +43,7 @@ def test_the_page_shows_both_sides_and_the_missed_bars():
 
 
 @pytest.mark.parametrize("name", trl.CASES)
-def test_both_sides_train_the_same_samples_with_the_same_optimizer(name, tmp_path):
+def test_both_sides_train_on_the_same_samples_with_the_same_optimizer(name, tmp_path):
     case = trl.CASES[name](tmp_path, quick=False)
     config = load_config(case.config, case.arguments)
     trl_arguments = trainer._arguments(config)

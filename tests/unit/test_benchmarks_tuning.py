@@ -1,4 +1,4 @@
-"""benchmarks/tuning.py: figures computed from run folders, and the configs of its runs."""
+"""benchmarks/tuning.py: metrics computed from run folders, and the configs of its runs."""
 
 import json
 import sys
@@ -42,7 +42,7 @@ def test_each_sweep_changes_one_key_whose_default_is_that_of_the_demo(sweep):
         assert getattr(getattr(config, section), key) == value
         assert config.learner.groups_per_step * config.actors.group_size == tuning.SAMPLES_PER_STEP
         reserved = config.actors.num_actors * config.actors.cpus + config.learner.num_stages * config.learner.cpus
-        assert reserved <= 2, "it fits on two cores"
+        assert reserved <= 2, "the run needs at most two cores"
 
 
 def test_the_reward_gain_compares_the_start_and_the_end_of_the_run():
@@ -77,7 +77,7 @@ def test_rates_are_measured_from_the_first_step_to_the_last(tmp_path):
     assert found["dropped_stale"] == pytest.approx(0.05)
 
 
-def test_a_run_of_few_steps_has_no_figures(tmp_path):
+def test_a_run_of_few_steps_is_refused(tmp_path):
     run = write_run(tmp_path / "run", [row(number, 0.5, float(number)) for number in range(4)], [])
     with pytest.raises(MeasurementFailed, match="has 4 steps"):
         tuning.figures_of(run)

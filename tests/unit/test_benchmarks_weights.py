@@ -1,4 +1,4 @@
-"""benchmarks/weights.py: figures computed from raw measurements, and the end of its processes."""
+"""benchmarks/weights.py: metrics computed from raw measurements, and the end of its processes."""
 
 import psutil
 import pytest
@@ -74,7 +74,7 @@ def test_host_reads_count_sent_bytes_and_verifications_count_verified_bytes():
     assert found["host_last_s"] == {"network": 3.0}
 
 
-def test_fairness_is_the_slowest_over_the_median_of_its_round():
+def test_fairness_is_the_slowest_time_over_the_median_of_its_round():
     found = page.fairness_figures(100, [[1.0, 1.0, 2.0], [2.0, 2.0, 3.0], [1.0, 1.0, 1.2]])
     assert found["fairness"] == pytest.approx(1.5)
     assert found["fairness_worst"] == pytest.approx(2.0)

@@ -96,7 +96,7 @@ def test_the_step_time_excludes_the_time_without_a_learner(make):
 
 def test_samples_near_their_deadline_are_requeued_only_from_slower_lanes():
     policy, slow, fast = ByDeadline(), Speeds(SLOW, LANES, 2.0), Speeds(FAST, LANES, 2.0)
-    assert policy.requeue_at(slow) == REQUEUE_SHARE * 100  # tokens that it generates in time
+    assert policy.requeue_at(slow) == REQUEUE_SHARE * 100  # the slow lane generates 100 tokens in time
     assert policy.requeue_at(fast) == inf
     assert policy.requeue_at(Speeds(SLOW, (SLOW, SLOW), 2.0)) == inf
     assert policy.requeue_at(Speeds(SLOW, LANES, inf)) == inf
@@ -151,7 +151,7 @@ class Fleet:
         self.buffer.begin()
 
     def step(self, number):
-        """Generate the groups of one step and train it."""
+        """Generate the groups of one step and train on them."""
         generate(self.buffer, self.actor, G)
         self.buffer.now_s += 5.0
         assert self.buffer.draw(number, number - 1)[0].ready
@@ -276,7 +276,7 @@ def test_a_lane_counts_while_it_renews_and_is_forgotten_after_a_timeout(make):
     fast, num_seen = Actor(buffer, "fast"), prompts.lengths.num_seen
     request = p.LeaseRequest(fast.name, 1, 1, 1, "fast", FAST)
     [lease] = buffer.ask(request, p.LeaseGrant).leases
-    for _ in range(3):  # all of its slots are busy
+    for _ in range(3):  # it requests nothing: all of its slots are busy
         buffer.now_s += 0.6 * timeout_s
         assert buffer.ask(p.Renew(fast.name, 1, [lease.lease_id]), p.RenewReply).lost == []
     for requeues in (True, False):

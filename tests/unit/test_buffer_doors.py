@@ -80,7 +80,7 @@ def wire(service):
 
 @pytest.fixture
 def run(service, wire):
-    """Begin a learner and publish; return the open lease of an actor that has also completed one."""
+    """Begin a learner and publish; return an open lease of an actor that has completed another lease."""
     wire = wire()
     for client in CLIENTS:
         assert isinstance(wire.hello(client), p.Welcome)
@@ -101,7 +101,7 @@ def held(service):
 
 
 def every_request(lease, actor=ACTOR.name, epoch=1):
-    """Return one request of each kind with its body; from the right client each would have an effect or a reply."""
+    """Return one request of each kind with its body; from the right client, each has an effect or a reply."""
     rows = [make_trajectory(lease, index, seq=9 + index, actor=actor, epoch=epoch) for index in lease.sample_indices]
     bodies = {
         p.Push: bytes(schema.encode(rows, FACTS.run_id)),
@@ -172,7 +172,7 @@ def test_a_client_that_claims_another_role_is_refused_and_changes_nothing(servic
     assert held(service) == before
 
 
-def test_an_actor_that_sends_requests_for_another_is_refused_and_changes_nothing(service, wire, run):
+def test_an_actor_that_sends_requests_for_another_actor_is_refused_and_changes_nothing(service, wire, run):
     other = ClientIdentity("actor-1", "actor", "s")
     wire = wire()
     wire.hello(other)

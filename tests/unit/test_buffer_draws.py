@@ -128,7 +128,7 @@ def test_on_stale_wait_holds_the_step_that_would_leave_a_group_behind(make):
     actor.work(newer)
     reply, _ = buffer.draw(2, 1)
     assert not reply.ready
-    assert f"waits for older ones (on_stale = 'wait'): group {slow.group_id}" in reply.waiting_for
+    assert f"waits for older groups (on_stale = 'wait'): group {slow.group_id}" in reply.waiting_for
     actor.work(slow)
     assert buffer.draw(2, 1)[0].group_ids == [slow.group_id]
     buffer.finish(2, 2)

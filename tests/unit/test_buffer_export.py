@@ -150,7 +150,7 @@ def test_an_export_keeps_the_partial_files_of_other_processes(run, tmp_path):
     assert len(list(tmp_path.glob("out*"))) == 3
 
 
-def test_the_version_of_a_token_counts_with_the_restarts_known_at_its_training():
+def test_the_effective_version_of_a_token_uses_the_restarts_known_at_its_training_step():
     first = {"incarnation": 0, "version": 5, "start": 0, "end": 2}
     last = {"incarnation": 1, "version": 4, "start": 2, "end": 3}
     spans = pa.array([[first, last]], pa.list_(SPAN))
@@ -187,4 +187,4 @@ def test_the_examples_of_the_docs_page_run_unchanged_or_name_their_package(run, 
     exec(compile(example, str(PAGE), "exec"), {})
     output = capsys.readouterr().out
     assert "mean" in output
-    assert "0.125" in output, "the mean reward of the first two groups, all of lag 0"
+    assert "0.125" in output, "mean reward of the first two groups, whose tokens have lag 0"

@@ -21,11 +21,11 @@ def test_on_stale_wait_waits_for_a_group_in_flight_of_an_abandoned_version(make)
     for step in range(6, 8):
         generate(buffer, quick, 1, version=PolicyVersion(*buffer.status().newest))
         train(buffer, step, incarnation=1)
-    # Tokens of version 6 count as version 5 now, so step 8 is the last one for the group.
+    # Tokens of version 6 count as version 5 now, so step 8 is the last step that can use the group.
     generate(buffer, quick, 1, version=PolicyVersion(1, 7))
     reply, _ = buffer.draw(8, 7, incarnation=1)
     assert not reply.ready
-    assert f"waits for older ones (on_stale = 'wait'): group {lease.group_id}" in reply.waiting_for
+    assert f"waits for older groups (on_stale = 'wait'): group {lease.group_id}" in reply.waiting_for
     slow.work(lease, version=PolicyVersion(0, 6))
     assert train(buffer, 8, incarnation=1).group_ids == [lease.group_id]
     assert buffer.status().ledger["dropped_stale"] == 0

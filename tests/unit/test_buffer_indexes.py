@@ -37,7 +37,7 @@ def change(table, field, make_other, *key):
 @pytest.mark.parametrize(
     ("damage", "fault"),
     [
-        (change("groups", "lease_id", lambda _: 4, 3), "lease 4 of group 4 is closed, or that of group 3"),
+        (change("groups", "lease_id", lambda _: 4, 3), "lease 4 of group 4 is closed, or also in group 3"),
         (change("groups", "lease_id", lambda _: 9, 1), "lease 9 of group 1 is closed"),
         (change("groups", "held", lambda held: held + 1, 1), "group 1 counts 2 recorded and 1 unfinished draws"),
         (lambda tx: tx.draws.delete(1), "group 1 counts 1 recorded and 1 unfinished draws, but 0 and"),
@@ -56,7 +56,7 @@ def test_verify_reports_inconsistent_rows(busy, damage, fault):
 
 
 def test_lost_leases_are_reissued_in_linear_time(make, monkeypatch):
-    """Count the keys that a transaction reads: a scan of all leases for each lease would read 512^2 / 2."""
+    """Count the keys that a transaction reads: a scan of all leases for each lease would read 512^2 / 2 keys."""
     buffer = make(groups_per_step=128, max_lag="unbounded", num_prompts=1000)
     first = Actor(buffer, session="1")
     buffer.begin()

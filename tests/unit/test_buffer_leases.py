@@ -128,7 +128,7 @@ def test_an_expired_lease_is_issued_again_for_its_missing_samples_only(make):
     assert buffer.ask(p.Renew("slow", 1, [lease.lease_id]), p.RenewReply).lost == []
     buffer.now_s = 90.0
     buffer.expire()
-    assert fast.lease(1)[0].attempt == 1, "renewed, so the slow actor still holds it"
+    assert fast.lease(1)[0].attempt == 1, "the lease was renewed, so the slow actor still holds it"
     buffer.now_s = 101.0
     buffer.expire()
     again = fast.lease(1)[0]

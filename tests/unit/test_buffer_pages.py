@@ -114,14 +114,14 @@ def test_a_flipped_transaction_number_does_not_restore_the_previous_commit(num_c
     num_restored = 0
     for page in (0, 1):
         for bit in range(64):
-            # The number is the last field of a meta page, after the header and 128 bytes.
+            # The transaction number is the last field of a meta page: it follows the header and 128 bytes.
             damaged = bytearray(whole)
             damaged[page * PAGE + 16 + 128 + bit // 8] ^= 1 << bit % 8
             data.write_bytes(damaged)
             with pytest.raises(StoreError, match="transaction"):
                 pages.check(data)
             num_restored += read_all(data.parent) != values
-    assert num_restored > 0, "opening and walking the store does not detect it"
+    assert num_restored > 0, "LMDB does not detect the flipped number itself"
 
 
 @pytest.mark.parametrize("compact", [False, True])

@@ -178,7 +178,7 @@ def test_the_age_of_a_group_is_that_of_its_first_tokens_from_any_actor(make):
 
     assert buffer.store.read(age) == 0
     actor.work(again, version=PolicyVersion(0, 3))
-    assert buffer.store.read(age) == 3, "all committed tokens are new"
+    assert buffer.store.read(age) == 3, "all committed tokens have version 3"
 
 
 @pytest.mark.parametrize(

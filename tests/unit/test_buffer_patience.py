@@ -47,7 +47,7 @@ def serve(tmp_path):
 
 
 def space_on_disk(service, monkeypatch):
-    """Fill the service's disk until the returned event is set; return also a clock that skips ahead on each refusal."""
+    """Fill the service's disk until the returned event is set; also return a clock that jumps ahead at each refusal."""
     has_space, write, skipped_s = threading.Event(), service._store.write, [0.0]
 
     def full(change):
@@ -273,7 +273,7 @@ def test_messages_that_arrive_during_a_stall_of_the_service_are_in_time(tmp_path
         for i, (actor, lease) in enumerate(zip(actors[:2], leases[:2], strict=True))
     ]
     time.sleep(0.5)  # the pushes arrive
-    if in_upkeep:  # like a sync on a hanging disk
+    if in_upkeep:  # the stall is in the upkeep, like a sync to a hanging disk
         monkeypatch.setattr(service._upkeep, "run", lambda: now.__setitem__(0, max(now[0], 1061.0)))
     else:
         now[0] += 61.0

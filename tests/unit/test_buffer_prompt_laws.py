@@ -61,7 +61,7 @@ def test_the_weight_is_the_posterior_expectation_with_samples_discounted_by_age(
 
 
 @given(visits=VISITS)
-def test_the_rate_is_the_mean_of_the_posterior(visits):
+def test_the_success_rate_is_the_mean_of_the_posterior(visits):
     model, _ = seen(visits)
     tries = model.get(0) or Tries(0.0, 0.0, 0)
     expected = mean_under_beta(1.0 + tries.passed, 1.0 + tries.failed, lambda p: p)
@@ -169,7 +169,7 @@ class Run:
         return self.buffer.store.read(lambda tx: {prompt: tries for (prompt,), tries in tx.tries.all_items()})
 
 
-def test_half_solved_prompts_are_trained_more_often_and_none_is_left_out(make, monkeypatch):
+def test_half_solved_prompts_are_leased_more_often_and_none_is_left_out(make, monkeypatch):
     monkeypatch.setattr(laws, "FLOOR", 0.3)
     run = Run(make).train(120)
     times = Counter(run.leased)

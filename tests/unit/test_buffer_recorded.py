@@ -143,7 +143,7 @@ def test_replay_samplers_work_with_recorded_samples(tmp_path):
     for step in range(1, 60):
         drawn.append(buffer.draw(step, step - 1, incarnation=incarnation)[1][0].prompt_id)
         buffer.finish(step, step, incarnation=incarnation)
-    assert drawn.count(7) > 30, "its weight is 0.51, and 0.01 for each of the nine others"
+    assert drawn.count(7) > 30, "its weight is 0.51, and that of each of the nine others is 0.01"
     assert len(set(drawn)) > 1
     buffer.close()
 

@@ -62,7 +62,7 @@ def test_prompts_of_set_aside_groups_are_not_leased_again(make):
     assert lease.prompt_id not in {each.prompt_id for each in actor.lease(6)}
 
 
-def test_groups_of_equal_rewards_are_trained_and_counted_by_default(make):
+def test_groups_of_equal_rewards_are_used_for_training_and_counted_by_default(make):
     buffer, actor = started(make, refill=0.0)
     equal, informative = generate(buffer, actor, 1, EQUAL) + generate(buffer, actor, 1, INFORMATIVE)
     assert train(buffer, 1).group_ids == [equal, informative]
@@ -78,7 +78,7 @@ def test_a_redone_step_counts_its_trained_groups_once(make):
     assert counted(buffer, "trained", "trained_uninformative") == [4, 4]
 
 
-def test_a_step_at_the_bound_trains_equal_rewards_and_each_step_has_its_own_bound(make):
+def test_a_step_at_the_bound_trains_on_equal_rewards_and_each_step_has_its_own_bound(make):
     buffer, actor = started(make, refill=0.5)
     _, *others = generate(buffer, actor, 3, EQUAL)
     assert counted(buffer, "uninformative") == [2]

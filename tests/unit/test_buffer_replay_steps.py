@@ -26,7 +26,7 @@ def all_leased(actor):
 
 
 def trained(buffer, num_steps):
-    """Train steps, generating all possible groups before and within each; return the leased groups of each step."""
+    """Run steps and generate all possible groups before and within each; return the number leased in each step."""
     actor, index = Actor(buffer), buffer.core.groups.index
     buffer.begin()
     leased = []
@@ -37,7 +37,7 @@ def trained(buffer, num_steps):
         assert buffer.draw(step, step - 1)[0].ready
         leased[-1] += all_leased(actor)
         most = buffer.config.max_live_groups(GROUPS_PER_STEP)
-        assert len(index.ready) - 1 < most, "without those of the step in progress"
+        assert len(index.ready) - 1 < most, "not counting the step in progress"
         train(buffer, step)
         assert len(index.ready) - 1 - GROUPS_PER_STEP < most
     return leased
@@ -47,8 +47,8 @@ def test_new_groups_replace_used_up_ones(make):
     config = BufferConfig(sampler="uniform", max_uses=4)
     without_limit = trained(make(config, max_lag=16, **LIMITS), 40)
     leased = trained(make(config.model_copy(update={"replay_steps": 2.0}), max_lag=16, **LIMITS), 40)
-    assert leased[0] == 3 * GROUPS_PER_STEP, "two steps, and one in progress"
-    assert sum(leased) == pytest.approx(40 * GROUPS_PER_STEP / 4, abs=3 * GROUPS_PER_STEP), "four uses each"
+    assert leased[0] == 3 * GROUPS_PER_STEP, "groups of two steps and of the step in progress"
+    assert sum(leased) == pytest.approx(40 * GROUPS_PER_STEP / 4, abs=3 * GROUPS_PER_STEP), "each is used four times"
     assert sum(without_limit) > 3 * sum(leased)
 
 
@@ -56,7 +56,7 @@ def test_the_reason_for_closed_admission_names_the_limit(make):
     buffer = make(BufferConfig(sampler="uniform", max_uses=4, replay_steps=1.0), max_lag=16, **LIMITS)
     trained(buffer, 1)
     reason = buffer.store.read(buffer.core.leases.closed_because)
-    assert reason == "8 groups are in flight or may be used again, the limit of buffer.replay_steps"
+    assert reason == "8 groups are open or ready, which reaches the limit of buffer.replay_steps"
 
 
 @settings(max_examples=30, deadline=None)

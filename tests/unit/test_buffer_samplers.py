@@ -81,7 +81,7 @@ def test_on_policy_share_takes_the_newest_and_leaves_the_rest_to_another_sampler
     assert set(train(buffer, 2).group_ids) == {*newest, *best}
     newest = generate(buffer, actor, 2, [2.0], version=PolicyVersion(0, 2))
     again = train(buffer, 3).group_ids
-    assert sorted(again) == sorted({*newest, *best}), "the newest are also the best, and drawn once"
+    assert sorted(again) == sorted({*newest, *best}), "the newest groups are also the best, and each is drawn once"
 
 
 def test_a_replay_draw_waits_for_as_many_groups_as_a_step_has(make):
@@ -127,7 +127,7 @@ def test_a_group_is_used_max_uses_times_and_its_samples_stay_trained(make):
     assert not buffer.draw(5, 4)[0].ready
 
 
-def test_a_group_of_an_unfinished_draw_is_in_no_other(make):
+def test_a_group_of_an_unfinished_draw_is_in_no_other_draw(make):
     buffer, actor = started(make, config("uniform"), groups_per_step=2)
     generate(buffer, actor, 4)
     first, second = buffer.draw(1, 0)[0], buffer.draw(2, 1)[0]
@@ -195,7 +195,7 @@ def test_a_damaged_record_takes_its_group_out_of_replay(make):
 def test_under_unbounded_replay_waiting_groups_do_not_close_admission(make):
     buffer, actor = started(make, config("uniform"), groups_per_step=2, num_prompts=100)
     generate(buffer, actor, 40)
-    assert len(actor.lease(100)) == 8, "in flight at once: the groups of four steps"
+    assert len(actor.lease(100)) == 8, "the groups of four steps may be in flight at once"
     plain, worker = started(make, BufferConfig(), groups_per_step=2)
     generate(plain, worker, 8)
     assert worker.lease(100) == []
@@ -204,7 +204,7 @@ def test_under_unbounded_replay_waiting_groups_do_not_close_admission(make):
 def test_under_bounded_replay_used_groups_make_room_for_new_ones(make):
     buffer, actor = started(make, BufferConfig(sampler="uniform", max_uses=50), max_lag=30, max_actor_lag=0)
     most = len(generate(buffer, actor, 62))
-    assert actor.lease(1) == [], "these wait for their first use"
+    assert actor.lease(1) == [], "all groups wait for their first use, so admission is closed"
     for step in range(1, 10):
         train(buffer, step)
     assert len(actor.lease(100)) == most - buffer.core.groups.index.num_unused > 0
@@ -304,7 +304,7 @@ def test_a_user_defined_weight_can_read_the_lengths_of_a_group(make, mine):
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("twice", "chose group 1, which is taken or not ready"), ("broken", "raised KeyError: 'lost'")],
+    [("twice", "chose group 1, which is already drawn or not ready"), ("broken", "raised KeyError: 'lost'")],
 )
 def test_a_failing_user_defined_sampler_is_reported_to_the_learner_by_name(make, mine, name, message):
     buffer, actor = started(make, config(mine(name)), groups_per_step=2)
@@ -313,13 +313,12 @@ def test_a_failing_user_defined_sampler_is_reported_to_the_learner_by_name(make,
         train(buffer, 1)
 
 
-def test_the_examples_of_the_docs_page_draw_as_described(make, tmp_path):
-    page = (Path(__file__).parents[2] / "docs" / "buffer.md").read_text().partition("### A sampler of your own")[2]
-    (tmp_path / "mine.py").write_text(page.partition("```python\n")[2].partition("```")[0])
-    buffer, actor = started(make, config(f"{tmp_path}/mine.py:newest_first"), groups_per_step=2)
+def test_the_samplers_of_the_examples_draw_as_described(make):
+    file = Path(__file__).parents[2] / "examples" / "samplers.py"
+    buffer, actor = started(make, config(f"{file}:newest_first"), groups_per_step=2)
     groups = generate(buffer, actor, 5)
     assert sorted(train(buffer, 1).group_ids) == sorted(groups[-2:])
-    buffer, actor = started(make, config(f"{tmp_path}/mine.py:hard_ones"), groups_per_step=1)
+    buffer, actor = started(make, config(f"{file}:hard_ones"), groups_per_step=1)
     solved = {generate(buffer, actor, 1, [reward])[0]: reward for reward in (0.0, 1.0)}
     total = sum(math.exp(-2 * reward) for reward in solved.values())
     assert_near(drawn_in(buffer, 400), {g: math.exp(-2 * r) / total for g, r in solved.items()}, 400)

@@ -55,7 +55,7 @@ def test_every_field_survives_the_wire():
                 assert after == before, field.name
 
 
-def test_records_are_joined_with_the_scores_written_since():
+def test_records_are_joined_with_the_scores_that_were_written_later():
     batch = schema.to_batch([row(seq=1), row(seq=2)], "r")
     score = np.array([-1, -2, -3, -4], np.float32)
     as_bytes = rows.RowBytes(batch)
@@ -123,7 +123,7 @@ def as_arrow_0_17(message):
     batch = header + u32(header)
     struct.pack_into("<H", old, entry(batch, 3), 0)  # the batch itself declares no compression
     key = b"ARROW:experimental_compression"
-    new = bytearray(160)  # a Message that refers to the old batch after it
+    new = bytearray(160)  # a Message that refers to the old batch, which follows it
     struct.pack_into("<I", new, 0, 24)
     struct.pack_into("<7H", new, 8, 14, 24, 12, 14, 4, 16, 8)
     struct.pack_into("<iIIhB", new, 24, 16, len(new) + batch - 28, 48 - 32, 3, 3)

@@ -246,7 +246,7 @@ def test_an_address_in_use_raises_an_error_that_names_it(tmp_path, monkeypatch):
     with pytest.raises(StoreError, match=f"cannot bind tcp://127.0.0.1:{port}"):
         other.bind()
     other.close()
-    # as if another program uses the port of a resumed run
+    # as if another program used the port of a resumed run
     forget_port(tmp_path / "other" / PORT)
     other = BufferService(CONFIG, FACTS, tmp_path / "other", host="127.0.0.1")
     assert int(other.bind().rsplit(":", 1)[1]) != port
@@ -302,7 +302,7 @@ def test_the_credit_of_clients_that_connect_together_never_exceeds_the_budget():
     budget = 64 * 2**20
     credits = Credits(budget)
     held = {}
-    for number in range(8):  # each is greeted before any has sent data
+    for number in range(8):  # each client is greeted before any client has sent data
         held[number] = credits.greet(f"actor-{number}", 0.0)
         assert sum(credit.size_bytes for credit in held.values()) <= budget
     for number in held:

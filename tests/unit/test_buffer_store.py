@@ -101,7 +101,7 @@ def test_a_store_of_another_schema_version_is_rejected_by_writers_and_readers(tm
             table = Table("meta", txn, meta, caches=False)
             table.put(msgspec.msgpack.encode(Identity("r", version, '{"what": "other facts"}')), "identity")
             table.put(b"a state of another form", "state")
-            txn.drop(env.open_db(b"scores", txn, create=False))  # its tables may differ too
+            txn.drop(env.open_db(b"scores", txn, create=False))  # another version may have other tables
     reason = f"{tmp_path} has schema version {version}, .* version {SCHEMA_VERSION}: use .* that wrote it, or a new run"
     for reader in (None, facts()):
         with pytest.raises(StoreError, match=reason):

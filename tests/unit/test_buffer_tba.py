@@ -62,7 +62,7 @@ def test_the_first_half_of_a_choice_has_the_same_shares():
 
 @pytest.mark.parametrize("replay_sampler", ["reward_softmax", "uniform"])
 def test_the_newest_have_the_share_m_and_the_rest_follows_the_replay_sampler(make, replay_sampler):
-    """m = 0.9 of 4 groups: 3 or 4 of the newest, and the rest from all stored groups."""
+    """With m = 0.9, a step of 4 groups has 3 or 4 of the newest groups; the rest comes from all stored groups."""
     settings = BufferConfig(
         sampler="on_policy_share",
         on_policy_share=0.9,
@@ -82,7 +82,7 @@ def test_the_newest_have_the_share_m_and_the_rest_follows_the_replay_sampler(mak
         assert len(set(groups)) == 4
         old = [group for group in groups if group in stored]
         assert len(old) <= 1
-        # If three of the newest four are taken, the oldest one is left for the replay sampler.
+        # If only three of the newest four are chosen, the oldest of the four is left for the replay sampler.
         num_newest += set(newest[1:]) <= set(groups)
         replayed.update(old if old else ["newest"])
     assert num_newest == num_steps
@@ -108,5 +108,5 @@ def test_replay_continues_to_draw_old_groups_while_new_ones_arrive(make):
         groups = train(buffer, step).group_ids
         num_new += len(set(new) & set(groups))
         ages += [max(new) - group for group in groups if group not in new]
-    assert num_new == 180, "three of four are the newest"
-    assert max(ages) > 90, "and the fourth is any older group"
+    assert num_new == 180, "three of the four groups of each step are the newest"
+    assert max(ages) > 90, "the fourth may be any older group"

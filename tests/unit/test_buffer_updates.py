@@ -18,7 +18,7 @@ def started(make, **changes):
 
 
 def take(buffer, step, version, after, incarnation=0):
-    """Train one step that begins at `version`; return its record ids."""
+    """Draw and finish one step that begins at `version`; return its record ids."""
     reply, _ = buffer.draw(step, version, incarnation=incarnation)
     assert reply.ready, reply.waiting_for
     buffer.finish(step, after, incarnation=incarnation, skipped=after == version)
@@ -66,7 +66,7 @@ def test_the_age_bound_applies_to_the_last_update(make):
         assert (reply.ready, buffer.status().ledger["dropped_stale"]) == (is_used, 0 if is_used else 2)
 
 
-def test_the_least_bound_admits_one_step_of_groups_per_published_step(make):
+def test_the_smallest_bound_admits_one_step_of_groups_per_published_step(make):
     buffer, actor = started(make, updates_per_step=3, max_lag=2, groups_per_step=2)
     for step in range(1, 5):
         version = 3 * (step - 1)
@@ -88,7 +88,7 @@ def test_admission_counts_the_versions_of_previous_steps(make):
     assert actor.lease() == []
     buffer.draw(1, 0)
     buffer.finish(1, 2)
-    # With nothing newer than 0 published a new group would train up to version 7, after two steps from 2 on.
+    # Only version 0 is published. A new group would wait two more steps, and its last update would train at 7.
     assert actor.lease() == []
     buffer.publish(1)
     assert actor.lease() == []
@@ -103,7 +103,7 @@ def test_on_stale_wait_counts_the_versions_of_the_steps_between(make):
     assert len(slow) == 2
     take(buffer, 1, 0, 2)
     generate(buffer, actor, 1, version=PolicyVersion(0, 2))
-    # Both slow groups must be used by steps that begin at 2 and 4: the last update of the one after trains at 7.
+    # Both slow groups must be used by steps that begin at 2 and 4: the last update of the next step trains at 7.
     reply, _ = buffer.draw(2, 2)
     assert not reply.ready
     assert f"group {slow[0].group_id}" in reply.waiting_for
@@ -132,7 +132,7 @@ def test_only_samples_of_versions_within_the_current_step_are_accepted(make):
     drawn, early, made_up = actor.lease()
     actor.work(drawn)
     assert buffer.draw(1, 0)[0].ready
-    # None of these versions was announced to the service; a learner in this step may have published four.
+    # None of these versions was announced to the service; a learner in this step may have published version 4.
     assert actor.work(early, version=PolicyVersion(0, 4)) == ["committed"] * 2
     assert actor.work(made_up, version=PolicyVersion(0, 5)) == ["quarantined"] * 2
 
@@ -144,7 +144,7 @@ def test_a_restarted_learner_redoes_the_steps_within_the_bound(make):
         generate(buffer, actor, 1, version=PolicyVersion(0, 2 * step - 2))
         recorded[step] = take(buffer, step, 2 * step - 2, 2 * step)
     buffer.begin(3, 2, session="restarted")  # only one update of step 2 was applied
-    # Tokens of later versions and of step 3 count as version 3 now: they may train up to version 8.
+    # Tokens of later versions and of step 3 count as version 3 now: updates up to version 8 may use them.
     for step, version in ((3, 3), (4, 5), (5, 7)):
         reply, _ = buffer.draw(step, version, incarnation=1)
         if step < 5:

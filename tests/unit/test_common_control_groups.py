@@ -46,7 +46,7 @@ def test_the_smallest_limit_up_to_the_root_applies(machine):
             "all/jobs/memory.stat": "anon 1\nactive_file 300\ninactive_file 200",
         },
     )
-    assert process.usable_cpus() == 3, "2.5 CPUs"
+    assert process.usable_cpus() == 3, "2.5 CPUs, rounded up"
     assert process.memory_left() == 3500
 
 
@@ -68,7 +68,7 @@ def test_limits_of_version_1_are_read_from_the_folder_of_each_controller(machine
             "pids/pids.max": "max",
         },
     )
-    assert process.usable_cpus() == 1, "half a CPU"
+    assert process.usable_cpus() == 1, "half a CPU, rounded up"
     assert process.memory_left() == 1096
     assert list(process.cgroup_values("pids", ("pids.max",))) == []
 

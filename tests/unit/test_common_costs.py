@@ -13,7 +13,7 @@ LAWS = [
 
 
 @pytest.mark.parametrize("law", LAWS)
-def test_the_fit_recovers_the_law_that_generated_the_steps(law):
+def test_the_fit_recovers_the_cost_model_that_generated_the_steps(law):
     random, moments = np.random.default_rng(1), LeastSquares(4)
     for _ in range(300):
         b, c, p = int(random.integers(1, 65)), int(random.integers(100, 60_000)), int(random.choice([0, 0, 0, 512]))
@@ -26,7 +26,7 @@ def test_the_fit_recovers_the_law_that_generated_the_steps(law):
     assert fit.num_measured == 300
 
 
-def test_the_fit_has_the_least_error_of_all_non_negative_laws():
+def test_the_fit_has_the_least_error_of_all_non_negative_cost_models():
     random = np.random.default_rng(2)
     for _ in range(30):
         terms = np.c_[np.ones(20), random.integers(1, 9, 20), random.integers(1, 900, 20)].astype(float)

@@ -30,8 +30,8 @@ def page(tmp_path: Path, *lines: str) -> Path:
         ("python examples/check_exports.py runs/NAME/model", "examples/check_exports.py does not exist"),
         ("python benchmarks/off_policy.py --no-such-flag", "has no option --no-such-flag"),
         ("python -m tests.no_such_module", "module tests.no_such_module does not exist"),
-        ("launch/cluster.sh upp hosts", "launch/cluster.sh has no verb upp"),
-        ("launch/cluster.sh start hosts", "launch/cluster.sh has no verb start"),
+        ("launch/cluster.sh upp hosts", "launch/cluster.sh has no subcommand upp"),
+        ("launch/cluster.sh start hosts", "launch/cluster.sh has no subcommand start"),
         ("launch/cluster.sh run examples/demo.toml --learner.num_stage 3", "did you mean learner.num_stages?"),
         ("FOO=1 leewai train", "unknown program leewai"),
         ("source .venv/bin/activate && leeway trian x", "No such command 'trian'. Did you mean 'train'"),
@@ -119,7 +119,7 @@ def test_the_readme_and_every_page_are_checked():
     assert names >= {"README.md", "commands.md", "buffer.md", "staleness.md"}
 
 
-def test_the_commands_page_contains_every_verb():
+def test_the_commands_page_contains_every_subcommand():
     from typer.main import get_command
 
     from leeway.launch.cli import app

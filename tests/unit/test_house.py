@@ -1,4 +1,4 @@
-"""The size of the product stays within its bounds: `python -m tests.house -v` lists the modules behind the figures."""
+"""The size of the product stays within its bounds: `python -m tests.house -v` lists the modules behind each number."""
 
 import re
 
@@ -9,10 +9,10 @@ from tests.walks import BEGIN, END, PAGE
 
 BOUNDS = {
     "files": 156,
-    "lines": 43_461,
-    "lines without planning": 38_363,
+    "lines": 43_463,
+    "lines without planning": 38_365,
     "lines of buffer": 7_293,
-    "lines of launch": 11_269,
+    "lines of launch": 11_271,
     "lines of shell": 910,
     "lines of the report's page": 395,
     "lines of examples": 1_008,

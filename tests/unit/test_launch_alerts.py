@@ -361,7 +361,7 @@ def test_failing_rewards_stop_training_and_evaluation(run, monkeypatch, evaluati
     assert [event["kind"] for event in made.events()] == ["failing"]
 
 
-def test_the_status_lists_the_mismatch_by_actor_and_not_in_the_row(run):
+def test_the_status_lists_the_mismatch_of_each_actor_but_its_row_does_not(run):
     made = run()
     made.run._handle_poll(PollResult(steps=[step_row(actor_1=1e-6)]))
     assert "lag0_by_actor" not in read_status(made.folder.status).row

@@ -64,7 +64,7 @@ def test_advice_states_the_number_of_actors_and_their_gain():
     assert first.text.endswith(f"would raise the rate by {needed(0.2) / 2 - 1:.0%}")
 
 
-def test_unused_samples_raise_the_needed_actors_and_replayed_ones_lower_them():
+def test_unused_samples_raise_the_number_of_needed_actors_and_reuse_lowers_it():
     changes = ({}, {"set_aside": G * K}, {"stale": G * K}, {"uses": 2})
     plain, refilled, dropped, replayed = (advised("on", steps=each)[0].count for each in changes)
     assert plain == pytest.approx(needed(0.2), abs=1)
@@ -94,7 +94,7 @@ def test_growth_is_limited_by_free_resources():
         ("on", 0.2, 9, {"count": 2, "slots_used": 0.4}),
     ],
 )
-def test_advice_is_given_once_even_if_its_figures_change(mode, step_s, room, facts):
+def test_advice_is_given_once_even_if_its_numbers_change(mode, step_s, room, facts):
     noise, scale, given = Random(0), autoscale(mode), []
     for row in rows(300, step_s):
         row["time/step"] *= noise.uniform(0.97, 1.03)

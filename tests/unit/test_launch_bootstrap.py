@@ -1,4 +1,4 @@
-"""Installation: choice of extra, removal of the previous one, source of torch's CPU build."""
+"""Installation: choice of extra, removal of the previous extra, source of torch's CPU build."""
 
 import shutil
 import subprocess
@@ -10,7 +10,7 @@ from leeway.launch import bootstrap
 
 
 class FakePip:
-    """Replaces `subprocess.run`: pip, uv and the Python of their environment.
+    """Fake `subprocess.run` for pip, uv and the Python of their environment.
 
     Args:
         torch_cpu_at: the index with torch's CPU build; None if the configured indexes have it.
@@ -36,7 +36,7 @@ class FakePip:
         return subprocess.CompletedProcess(command, status, stdout=listing, stderr=stderr)
 
     def installs(self):
-        """Return the commands that install packages, without that of uv."""
+        """Return the commands that install packages, except the one that installs uv."""
         return [words for words in self.commands if "install" in words and words[-1] != bootstrap.UV_VERSION]
 
     def _run(self, words):

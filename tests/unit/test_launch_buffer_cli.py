@@ -17,7 +17,7 @@ from tests.world.buffer_process import command, serving
 
 @pytest.fixture
 def run(tmp_path):
-    """A finished run: eight groups of two, one trained step, one quarantined row, one open group."""
+    """A finished run of one training step, with eight groups of two, one quarantined row and one open group."""
     folder = tmp_path / "runs" / "sums"
     buffer = InProcessBuffer(folder / "buffer", facts())
     buffer.begin()
@@ -101,7 +101,7 @@ def test_show_prints_a_group_with_the_text_of_its_samples(run, leeway):
     status, lines, _ = leeway("show", run, 2)
     assert status == 0
     assert lines[0].startswith("group 2: prompt ")
-    assert "  trained at step 1, version 0" in lines
+    assert "  used for training at step 1, version 0" in lines
     assert any(line.startswith("sample 1: record 4, trained, reward 0.250 (exact 0.250), stop") for line in lines)
     assert not any("'abc'" in line for line in lines)
     save_tokenizer(run / "model")
@@ -132,14 +132,14 @@ def test_a_missing_group_is_an_error_that_refers_to_ls(run, leeway):
 
 def test_verify_reports_its_checks_and_finds_damage(run, leeway):
     status, lines, _ = leeway("verify", run)
-    assert (status, lines[-1]) == (0, "15 records, their groups and the ledger checked: no fault")
+    assert (status, lines[-1]) == (0, "checked 15 records, their groups and the ledger: no fault")
     damage(run / "buffer", "records", 3)
     status, lines, _ = leeway("verify", run)
-    assert (status, lines[-1]) == (2, "15 records, their groups and the ledger checked: 1 fault")
+    assert (status, lines[-1]) == (2, "checked 15 records, their groups and the ledger: 1 fault")
     assert lines[-2].startswith("FAULT ")
     status, _, error = leeway("export", run, run / "out.parquet")
     assert (status, error.startswith("leeway: left out: record 3 of group 2: ")) == (1, True)
-    assert pq.read_table(run / "out.parquet").num_rows == 13, "both samples are in one block"
+    assert pq.read_table(run / "out.parquet").num_rows == 13, "the damaged block holds two samples"
 
 
 @pytest.mark.process
@@ -153,7 +153,7 @@ def test_verify_checks_the_pages_of_the_file_like_the_service(tmp_path, leeway):
     data = tmp_path / "buffer" / "data.mdb"
     pages = bytearray(data.read_bytes())
     long_values = [at for at in range(0, len(pages), 4096) if pages[at + 10 : at + 12] == b"\x04\0"]
-    pages[long_values[0] + 12] += 1  # the page count of the value, which now claims another value's page
+    pages[long_values[0] + 12] += 1  # the page count of the value now includes a page of another value
     data.write_bytes(pages)
     status, lines, error = leeway("verify", tmp_path)
     assert (status, lines[-1][-7:]) == (2, "1 fault")
@@ -225,7 +225,7 @@ def test_a_run_is_found_by_its_name_and_an_unknown_name_is_reported(run, leeway,
     assert not (tmp_path / "out.parquet").exists()
 
 
-def test_a_mistyped_option_or_verb_is_refused_with_a_suggestion(run, leeway):
+def test_a_mistyped_option_or_subcommand_is_refused_with_a_suggestion(run, leeway):
     status, lines, error = leeway("ls", run, "--phse", "open")
     assert (status, lines) == (2, [])
     assert "No such option: --phse (Possible options: --help, --phase)" in error
@@ -280,7 +280,7 @@ class Live:
 
 @pytest.mark.process
 def test_a_live_run_is_read_while_its_service_writes(tmp_path, leeway, monkeypatch):
-    monkeypatch.setattr(inspecting, "READ_S", 0.0)  # one transaction per group, with many of the service's between them
+    monkeypatch.setattr(inspecting, "READ_S", 0.0)  # one transaction per group; the service commits in between
     live = Live(tmp_path / "buffer")
     try:
         while live.num_committed < 40:

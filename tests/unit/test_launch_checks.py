@@ -92,7 +92,7 @@ def run(capsys, *arguments: object) -> tuple[int, str]:
             "learner.activation_checkpointing = true with learner.schedule = 'zero_bubble'",
         ),
         (["--weight_sync.max_lag", "0", "--weight_sync.publish_every", "2"], "can never be met"),
-        (["--actors.group_size", "1"], "needs at least 2"),
+        (["--actors.group_size", "1"], "set group_size to at least 2"),
         (["--learner.num_minibatches", "64"], "each minibatch needs at least one whole group"),
         (["--learner.num_epochs", "9"], "can never be met with 9 updates per step (learner.num_minibatches"),
         (["--weight_sync.max_lag", "0", "--learner.num_minibatches", "2"], "Raise weight_sync.max_lag to 1"),
@@ -117,7 +117,7 @@ def run(capsys, *arguments: object) -> tuple[int, str]:
         (["--tracking.prometheus_port", "65536"], "tracking.prometheus_port"),
         (["--launch.host", "192.0.2.7"], "launch.host = '192.0.2.7' cannot be bound ("),
         (["--launch.ray_address", "local"], "remove the key to start a local Ray"),
-        (["--launch.ray_address", "ray://10.0.0.1:10001"], "is Ray's client, which cannot place a run"),
+        (["--launch.ray_address", "ray://10.0.0.1:10001"], "is for Ray Client, which cannot place a run"),
         (["--weight_sync.folder", "/proc/weights"], "/proc cannot be written ("),
         (["--weight_sync.folder", "/etc/hostname/weights"], "/etc/hostname is a file; choose a folder"),
     ],
@@ -134,7 +134,7 @@ def test_invalid_input_is_one_sentence_and_status_2(capsys, tmp_path, overrides,
     [
         (
             lambda folder: (folder / "model.safetensors").write_text("version https://git-lfs"),
-            "damaged or only a pointer",
+            "damaged, or only a Git LFS pointer",
         ),
         (lambda folder: set_model_type(folder, "gpt2"), "is of type 'gpt2'"),
     ],
@@ -192,7 +192,7 @@ def test_a_file_task_needs_a_reward_function(capsys, file_task):
 
 
 def examples() -> list:
-    """Return all examples; those with a reward file run it in a process."""
+    """Return all examples; those with a reward file get the mark `process`, because it runs in a process."""
     paths = sorted((ROOT / "examples").glob("*.toml"))
     return [
         pytest.param(path, id=path.stem, marks=[pytest.mark.process] if "reward.py:" in path.read_text() else [])
@@ -210,7 +210,7 @@ def test_every_example_passes_a_dry_run(capsys, tmp_path, monkeypatch, path):
     folder = load_config(path).model.folder
     later = [] if folder is None or folder.exists() else ["--model.path", "some/model"]
     assert main(["train", str(path), "--run.dir", str(tmp_path / "runs"), "--dry-run", *later]) == OK
-    assert "in order" in capsys.readouterr().out
+    assert "All checks that run before" in capsys.readouterr().out
     assert not (tmp_path / "runs").exists()
 
 
@@ -261,12 +261,12 @@ def test_a_dry_run_passes_on_a_small_machine_and_reports_the_shortage(capsys, tm
     assert (status, shortage in error, (tmp_path / "runs").exists()) == (WRONG_INPUT, True, False), error
     assert main(["train", str(DEMO), *map(str, overrides), "--dry-run"]) == OK
     output = capsys.readouterr().out
-    assert f"It would not start on this machine: {shortage}" in output
+    assert f"The run would not start on this machine: {shortage}" in output
     assert "in order" not in output
 
 
 @pytest.mark.parametrize("end", ["<end>", "<eos>"])
-def test_a_chat_template_with_another_end_than_generation_is_noted(capsys, tmp_path, end):
+def test_a_chat_template_whose_end_token_does_not_end_generation_is_noted(capsys, tmp_path, end):
     from transformers import AutoTokenizer
 
     model = shutil.copytree(ROOT / "examples" / "demo_model", tmp_path / "model")
@@ -280,12 +280,12 @@ def test_a_chat_template_with_another_end_than_generation_is_noted(capsys, tmp_p
     assert main(["train", str(DEMO), *overrides, "--dry-run"]) == OK
     output = capsys.readouterr().out
     assert ("note       the chat template ends an answer with <end> (token 16)" in output) == (end == "<end>"), output
-    assert "in order" in output
+    assert "All checks that run before" in output
     fetched = check_fetched(replace(check(load_config(DEMO, overrides), tmp_path / "run"), model=None), model)
     assert any("add 16 to eos_token_id" in note for note in fetched.notes) == (end == "<end>")
 
 
-def test_a_tokenizer_with_another_end_token_than_the_model_is_noted(capsys, tmp_path):
+def test_a_tokenizer_whose_end_token_does_not_end_generation_is_noted(capsys, tmp_path):
     model = shutil.copytree(ROOT / "examples" / "demo_model", tmp_path / "model")
     (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 2]}))
     overrides = ["--run.dir", str(tmp_path / "runs"), "--model.path", str(model)]

@@ -1,4 +1,4 @@
-"""The verbs of `leeway`: help, argument errors and shell completion."""
+"""The subcommands of `leeway`: help, argument errors and shell completion."""
 
 import subprocess
 import sys
@@ -18,7 +18,7 @@ DEMO = Path(__file__).parents[2] / "examples" / "demo.toml"
 VERBS = get_command(app).commands
 
 
-def test_help_has_a_complete_line_for_each_verb(capsys):
+def test_help_has_a_complete_line_for_each_subcommand(capsys):
     for flag in ("--help", "-h"):
         status, listed, _ = leeway_here(capsys, flag)
         assert status == ExitStatus.OK
@@ -28,7 +28,7 @@ def test_help_has_a_complete_line_for_each_verb(capsys):
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_each_verb_has_help(capsys, verb):
+def test_each_subcommand_has_help(capsys, verb):
     status, shown, _ = leeway_here(capsys, verb, "--help")
     assert status == ExitStatus.OK
     assert f"Usage: leeway {verb} " in shown
@@ -55,7 +55,7 @@ def test_the_help_of_train_lists_every_key_with_its_values_and_default(capsys):
     assert "--task.path <str>, of type file. JSONL or Parquet file, one row per prompt. [required]" in text
 
 
-def test_other_verbs_with_a_config_refer_to_the_help_of_train(capsys):
+def test_other_subcommands_with_a_config_refer_to_the_help_of_train(capsys):
     _, shown, _ = leeway_here(capsys, "resume", "--help")
     assert "`leeway train --help` lists them" in shown
     assert "--learner.num_stages" not in shown
@@ -95,7 +95,7 @@ def test_wrong_arguments_are_one_sentence_and_status_2(capsys, words, expected):
         ("leeway train ", set()),  # the shell completes files
     ],
 )
-def test_a_shell_completes_verbs_and_runs(tmp_path, monkeypatch, typed, expected):
+def test_a_shell_completes_subcommands_and_runs(tmp_path, monkeypatch, typed, expected):
     for name in ("first", "first-2", "second"):
         (tmp_path / "runs" / name).mkdir(parents=True)
         (tmp_path / "runs" / name / "config.toml").touch()
@@ -107,7 +107,7 @@ def test_a_shell_completes_verbs_and_runs(tmp_path, monkeypatch, typed, expected
 
 
 @pytest.mark.process
-def test_the_command_completes_a_verb_for_a_shell():
+def test_the_command_completes_a_subcommand_for_a_shell():
     env = {"_LEEWAY_COMPLETE": "complete_bash", "COMP_WORDS": "leeway sca", "COMP_CWORD": "1", "PATH": ""}
     done = subprocess.run(
         [sys.executable, "-m", "leeway"], capture_output=True, text=True, check=True, env=env, cwd=DEMO.parents[1]
@@ -116,7 +116,7 @@ def test_the_command_completes_a_verb_for_a_shell():
 
 
 @pytest.mark.process
-def test_help_imports_no_modules_of_verbs():
+def test_help_imports_no_modules_of_subcommands():
     code = "import sys; from leeway.launch.cli import main; main(['--help']); print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=DEMO.parents[1])
     imported = set(done.stdout.splitlines()[-1].split())
@@ -125,6 +125,6 @@ def test_help_imports_no_modules_of_verbs():
     assert "leeway.planning" not in imported
 
 
-def test_a_missing_verb_exits_with_2_and_help_with_0():
+def test_a_missing_subcommand_exits_with_2_and_help_with_0():
     assert main([]) == ExitStatus.WRONG_INPUT
     assert main(["buffer", "--help"]) == ExitStatus.OK

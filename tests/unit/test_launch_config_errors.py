@@ -93,7 +93,7 @@ def model(change: Callable[[Path], object]) -> Callable[[Path], list[object]]:
 
 
 def with_file(name: str, content: bytes) -> Callable[[Path], object]:
-    """Replace the content of a file of the model."""
+    """Replace the content of a model file."""
     return lambda folder: (folder / name).write_bytes(content)
 
 
@@ -145,12 +145,12 @@ def json_lines(rows: list) -> bytes:
 
 
 def after(line: bytes, rows: int = 7) -> bytes:
-    """Return a valid file with this line inserted as the eighth."""
+    """Return a valid file with this line inserted after `rows` lines."""
     return json_lines(ROWS[:rows]) + b"\n" + line + b"\n" + json_lines(ROWS[rows:])
 
 
 def written(path: str, content: bytes, *arguments: object) -> Callable[[Path], list[object]]:
-    """Make the arguments of the demo and a file, which they name as {file}."""
+    """Write a file, and make arguments of the demo in which {file} stands for its path."""
 
     def make(folder: Path) -> list[object]:
         (folder / path).write_bytes(content)
@@ -174,7 +174,7 @@ CASES = [
     # the config file
     Case("no config", lambda folder: [folder / "c.toml"], ("c.toml: no such config file",)),
     Case("a folder as config", lambda folder: [folder], ("cannot be read: Is a directory", "TOML file")),
-    Case("an empty config", toml(""), ("model is missing", "(and 2 more)")),
+    Case("an empty config", toml(""), ("model is missing", "(and 2 more invalid keys)")),
     Case("binary junk", toml(bytes(range(128, 256))), ("is not UTF-8 text", "save it as UTF-8")),
     Case("UTF-16", toml(GOOD.encode("utf-16")), ("is not UTF-8 text",)),
     Case("no closing quote", toml('[model]\npath = "x\n'), ("not valid TOML: ", "line 2")),
@@ -380,8 +380,10 @@ CASES = [
     ),
     Case("no weights", model(lambda folder: (folder / "model.safetensors").unlink()), ("contains no *.safetensors",)),
     Case("empty weights", model(lambda folder: os.truncate(folder / "model.safetensors", 0)), ("as safetensors: ",)),
-    Case("a cut header", model(lambda folder: os.truncate(folder / "model.safetensors", 60)), ("It is cut, ",)),
-    Case("cut weights", model(lambda folder: os.truncate(folder / "model.safetensors", 20_000)), ("It is cut, ",)),
+    Case("a cut header", model(lambda folder: os.truncate(folder / "model.safetensors", 60)), ("It is truncated, ",)),
+    Case(
+        "cut weights", model(lambda folder: os.truncate(folder / "model.safetensors", 20_000)), ("It is truncated, ",)
+    ),
     Case("integers for weights", model(weights(as_int32)), ("is stored as I32", "plain weights")),
     Case("other names", model(weights(renamed)), ("query.weight", "its weights do not match its config.json")),
     Case("another size", model(sets(intermediate_size=333)), ("belong to another model",)),
@@ -420,7 +422,7 @@ CASES = [
 
 @pytest.fixture
 def nothing_starts(monkeypatch):
-    """Fail the test if Ray starts or a model is fetched; `fail` is not caught by `except Exception`."""
+    """Fail the test if Ray starts or a model is fetched; `except Exception` does not catch `pytest.fail`."""
     import ray
     import torch
 
@@ -497,7 +499,7 @@ def test_the_guard_fails_on_valid_input(tmp_path, nothing_starts):
         ("five thousand digits", "doctor", ("--json",)),
     ],
 )
-def test_other_verbs_check_a_config_alike(name, verb, arguments, capsys, tmp_path):
+def test_other_subcommands_check_a_config_in_the_same_way(name, verb, arguments, capsys, tmp_path):
     case = next(each for each in CASES if each.name == name)
     status = main([verb, *map(str, case.make(tmp_path)), *arguments])
     captured = capsys.readouterr()
@@ -519,7 +521,7 @@ def test_other_verbs_check_a_config_alike(name, verb, arguments, capsys, tmp_pat
         ((), lambda folder: shutil.rmtree(folder), "no run at "),
     ],
 )
-def test_a_resumed_run_is_checked_alike_and_unchanged(capsys, tmp_path, nothing_starts, overrides, change, expected):
+def test_a_resumed_run_is_checked_and_stays_unchanged(capsys, tmp_path, nothing_starts, overrides, change, expected):
     made = plan(tmp_path / "run")
     made.folder.create(made.config)
     identity = RunIdentity(run_id=made.run_id, task_fingerprint=made.task.fingerprint, started_s=(100.0,))

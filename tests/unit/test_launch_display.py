@@ -17,7 +17,7 @@ from tests.unit.test_launch_top import RECORDED
 
 
 def folder_at(path):
-    """Return what the display reads of a run folder."""
+    """Return a fake run folder with the fields that the display reads."""
     return SimpleNamespace(root=path, name="x", export=path / "model")
 
 
@@ -25,7 +25,7 @@ def folder_at(path):
 def display(capsys, tmp_path):
     """A plain display with a fake clock; `display(snapshot, after_s)` returns its output."""
     now_s = 0.0
-    shown: list[Display] = []  # created in the test, when stdout is already captured
+    shown: list[Display] = []  # created by the first call: pytest replaces stdout after the fixtures
 
     def update(snapshot, after_s: float) -> str:
         nonlocal now_s
@@ -168,7 +168,7 @@ def test_a_closed_output_ends_the_display_but_not_the_run(tmp_path, monkeypatch,
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setattr(module, "PLAIN_INTERVAL_S", 0.01)
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(module.log, "handlers", [logging.lastResort])  # writes to the stream of the live display
+    monkeypatch.setattr(module.log, "handlers", [logging.lastResort])  # writes to stderr, which is closed too
     reader, writer = opened()
     with open(writer, "w") as screen, open(os.dup(screen.fileno()), "w") as errors:
         screen.isatty = lambda: mode == "live"

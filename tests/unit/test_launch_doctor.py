@@ -1,4 +1,4 @@
-"""The checks of `leeway doctor`; none of them can hang it or end it with a traceback."""
+"""The checks of `leeway doctor`; a check that hangs or raises an error does not stop the command."""
 
 import json
 import os
@@ -59,7 +59,7 @@ def only(results: Iterable[CheckResult]) -> CheckResult:
 
 @pytest.mark.parametrize(("load", "late"), [(0.0, "problem"), (1000.0, "warning")], ids=["idle", "busy"])
 def test_a_check_that_raises_or_hangs_is_a_problem_and_the_others_continue(monkeypatch, load, late):
-    """A check that times out on a busy machine may only be slow."""
+    """On a busy machine a timeout is only a warning, because the check may just be slow."""
     monkeypatch.setattr(os, "getloadavg", lambda: (load, load, load))
     never = threading.Event()
 
@@ -194,7 +194,7 @@ def test_exactly_one_build_of_the_engine_must_be_installed(monkeypatch, builds, 
     ],
 )
 def test_a_file_system_that_may_lose_the_buffer_is_a_warning(monkeypatch, tmp_path, kind, expected):
-    """The deepest mount above the folder decides."""
+    """The folder is on the file system of the deepest mount above it."""
     mounts = [("/", "ext4"), (str(tmp_path), kind), (str(tmp_path / "other"), "nfs4")]
     disks = [SimpleNamespace(mountpoint=place, fstype=each) for place, each in mounts]
     monkeypatch.setattr("psutil.disk_partitions", lambda all: disks)
@@ -276,7 +276,7 @@ def test_a_large_prompt_file_is_counted_in_every_process_that_loads_it(tmp_path)
 
 @pytest.fixture
 def smollm2(tmp_path):
-    """A model of the size of SmolLM2-135M with tied embeddings; its weights are a hole in the file."""
+    """A model of the size of SmolLM2-135M with tied embeddings; its weights file is sparse."""
     embedding, rest = 49152 * 576, 106203456
     header = pack_header(
         {

@@ -55,7 +55,7 @@ def test_an_actor_restarted_after_its_death_in_an_evaluation_is_kept(two_actors,
     monkeypatch.setattr(ray, "get", get)
     monkeypatch.setattr(evaluation_module, "done", lambda call: True)
     assert evaluation.poll() is None
-    assert first.running is None, "it would count as dead again"
+    assert first.running is None, "the ended call would count as a second death"
 
 
 def test_an_actor_ended_by_sigterm_costs_no_retry_and_gets_no_request(two_actors, monkeypatch):

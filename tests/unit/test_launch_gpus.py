@@ -98,7 +98,7 @@ def test_an_actor_and_the_learner_share_one_gpu():
     config = demo(*ONE_GPU, *SHARES)
     check_gpus(config)
     assert colocated_share(config) == pytest.approx(0.9)
-    assert colocated_share(demo(*ONE_GPU, "--actors.gpu_memory_share", "0.4")) == pytest.approx(0.9), "0.5 if unset"
+    assert colocated_share(demo(*ONE_GPU, "--actors.gpu_memory_share", "0.4")) == pytest.approx(0.9), "learner has 0.5"
     assert colocated_share(demo("--learner.gpus", "1", "--actors.gpus", "1")) == 0.0
     (actors,), (stages,) = actor_pools(config), stage_pools(config)
     assert (actors.bundle["GPU"], actors.config.gpus, stages.bundle["GPU"]) == (0.5, 0.5, 0.5)
@@ -187,7 +187,7 @@ def test_a_stage_that_does_not_fit_is_reported_with_remedies(monkeypatch):
         ({"proximal": "behaviour"}, False),
     ],
 )
-def test_tensors_that_minibatches_do_not_divide_are_counted_whole(loss, passes_over_the_batch):
+def test_a_pass_over_the_batch_needs_the_same_memory_with_more_minibatches(loss, passes_over_the_batch):
     overrides = ["--learner.gpus", "1", "--learner.num_stages", "2", "--learner.token_budget", "64"]
     config = demo(*overrides, "--learner.activation_checkpointing", "true")
     config = config.model_copy(update={"algorithm": OffPolicyPPOConfig(**loss)})
@@ -235,7 +235,7 @@ def test_a_dry_run_shows_the_memory_of_a_stage_and_warns_of_slow_settings(driver
     assert [line.split()[0] for line in good] == ["GPU"]
     driver("0, GPU-aa, H100, 580, 1100, 4, 9.0")
     (both, *_) = describe_gpus(demo(*ONE_GPU, *SHARES))
-    assert both == "GPU        the actor and the learner share one and use 0.9 of its memory"
+    assert both == "GPU        the actor and the learner share a GPU and use 0.9 of its memory"
     _, small = describe_gpus(
         demo("--learner.gpus", "1", "--learner.precision", "bfloat16", "--learner.token_budget", "16384")
     )

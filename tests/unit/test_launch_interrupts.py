@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM, SIGHUP and signals of job managers: one ends in order, a second at once, and none is lost."""
+"""Ctrl-C, SIGTERM, SIGHUP and signals of job managers: the first ends a run in order, the second at once."""
 
 import contextlib
 import itertools
@@ -15,7 +15,7 @@ from leeway.launch.processes.ray_cluster import _reap
 
 @pytest.fixture(autouse=True)
 def nothing_is_ignored():
-    """Restore the default handlers; SIGHUP is ignored if the tests run under nohup."""
+    """Set the default handlers: tests that run under nohup inherit an ignored SIGHUP."""
     before = {number: signal.signal(number, signal.SIG_DFL) for number in END_SIGNALS}
     yield
     for number, handler in before.items():
@@ -72,7 +72,7 @@ def test_before_training_a_signal_stops_code_that_catches_every_exception():
 
 def test_a_dropped_signal_stops_the_run_before_the_next_phase():
     with Interrupts() as interrupts:
-        with contextlib.suppress(Stopped):  # as Python does in a callback of C code
+        with contextlib.suppress(Stopped):  # Python drops an exception in a callback of C code
             interrupt()
         with pytest.raises(Stopped):
             interrupts.raise_if_stopped()
@@ -93,7 +93,7 @@ def test_during_shutdown_signals_are_only_counted():
         assert interrupts.count == 2
 
 
-def test_other_verbs_report_an_interrupt_without_a_traceback(monkeypatch, capsys):
+def test_other_subcommands_report_an_interrupt_without_a_traceback(monkeypatch, capsys):
     def interrupted(path, overrides):
         raise KeyboardInterrupt
 

@@ -33,7 +33,7 @@ def test_every_example_loads(path):
     load_config(path)
 
 
-def test_paths_are_relative_to_the_file_or_on_the_command_line_to_the_cwd(minimal, tmp_path, monkeypatch):
+def test_paths_in_a_config_are_relative_to_its_folder_and_overrides_to_the_cwd(minimal, tmp_path, monkeypatch):
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     monkeypatch.chdir(elsewhere)

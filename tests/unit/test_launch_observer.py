@@ -196,7 +196,7 @@ def test_lags_and_bounds_of_recent_steps_are_kept_if_lag_is_controlled(run):
     assert (kept["lag/allowed"], kept["lag/drift"]) == ([3] * 60, [None] * 60)
 
 
-def test_a_row_has_the_figures_of_each_pool_and_of_waiting_actors(run):
+def test_a_row_has_the_metrics_of_each_pool_and_of_waiting_actors(run):
     poll = two_pools()
     run.poll(**poll)
     run.now_s += 4.0

@@ -13,7 +13,7 @@ intervals = st.lists(st.tuples(ticks, ticks).map(lambda pair: (float(min(pair)),
 
 
 def covered(spans):
-    """Return the unit cells that intervals cover; an independent way to the same result."""
+    """Return the unit cells that intervals cover, to check the interval arithmetic independently."""
     return {cell for start, end in spans for cell in range(int(start), int(end))}
 
 
@@ -41,7 +41,7 @@ def test_overlap_is_the_share_of_step_time_in_which_any_actor_generated():
     assert meter.fraction() == pytest.approx(3 / 8)
 
 
-def test_the_overlap_of_a_long_run_is_right_with_the_memory_of_a_few_steps():
+def test_the_overlap_of_a_long_run_is_correct_and_only_a_few_steps_are_stored():
     meter = OverlapMeter()
     for step in range(10_000):
         start = 10.0 * step

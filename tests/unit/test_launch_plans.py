@@ -92,7 +92,7 @@ def test_keys_on_the_command_line_are_not_chosen():
     assert list(planner.space.dimensions["actors.num_actors"]) == [3]
 
 
-def test_workers_share_cores_no_more_than_those_of_the_config():
+def test_no_plan_shares_cores_among_more_workers_than_the_config():
     planner = made(hosts=[Host("small", frozenset(), 2.0, 0.0)])  # the demo has two engines and two stages
     few, many = 0, 0
     for plan in planner.space.all():
@@ -122,7 +122,7 @@ def test_pools_may_have_their_own_hosts_and_prices(tmp_path):
     (tmp_path / "hosts.txt").write_text("h1 fast 10.0.0.1\nh2 slow,back # both\n\nh3 back\nh4 - 10.0.0.4\n")
     hosts = read_hosts(tmp_path / "hosts.txt", 4.0, 0.0)
     assert hosts[1] == Host("h2", frozenset({"slow", "back"}), 4.0, 0.0)
-    assert hosts[3].pools == frozenset(), "as launch/cluster.sh writes a host of no pool"
+    assert hosts[3].pools == frozenset(), "launch/cluster.sh writes - for a host without a pool"
     planner = Planner(config, [], measured, hosts, {"fast": 1.0, "slow": 1.0, "back": 0.1})
     best = planner.find(ignore)[0]
     assert best.prediction.price_per_1000 < planner.predict_current().price_per_1000
@@ -174,7 +174,7 @@ def test_no_plan_reserves_more_of_this_machine_than_train_allows(short_simulatio
     for each in candidates:
         assert missing_resources(load_config(DEMO, [*plans.as_overrides(each.keys), *overrides])) == ""
     best = max(each.keys["learner.num_replicas"] for each in candidates)
-    assert best == 2, "the optional reservation of a scorer costs no replica"
+    assert best == 2, "the optional reservation of a scorer does not displace a replica"
 
 
 def test_every_worker_has_its_reservation_on_one_host():
@@ -203,7 +203,7 @@ def test_reservations_are_counted_like_train_and_cores_are_shared_up_to_a_limit(
     assert here == Host("this machine", frozenset(), 2.0, here.gpus, is_here=True, cores=2.0)
     overrides = ["--actors.cpus", "2.5", "--learner.num_stages", "1", "--weight_sync.max_lag", "0"]
     found = possible(made(*overrides, hosts=[here._replace(cpus=8.0)]))
-    assert {each["actors.num_actors"] for each in found} == {1, 2}, "two engines of two threads and a stage"
+    assert {each["actors.num_actors"] for each in found} == {1, 2}, "two engines of two threads fit beside a stage"
 
 
 def test_gpus_are_not_shared_like_cores():
@@ -230,7 +230,7 @@ def test_gpus_of_this_machine_do_not_limit_the_hosts_of_a_file(monkeypatch):
         hosts = [Host("h1", frozenset(), 64.0, 8.0, is_here=is_here)]
         overrides = ("--learner.gpus", "1", "--learner.num_replicas", "1", "--learner.token_budget", "1536")
         shapes = made(*overrides, hosts=hosts).space.dimensions["learner"]
-        assert (len(shapes) > 1) != is_here, "train checks the config's own shape"
+        assert (len(shapes) > 1) != is_here, "only the config's own shape, which train checks"
 
 
 def test_a_host_runs_only_its_own_pools():
@@ -245,7 +245,7 @@ def test_a_host_runs_only_its_own_pools():
     assert max(each["pools.exact.count"] + each["pools.fast.count"] for each in both) == 6, "h3 is counted once"
 
 
-def test_the_time_of_a_step_is_averaged_over_groups_of_the_law():
+def test_the_time_of_a_step_is_averaged_over_simulated_groups():
     samples = msgspec.structs.replace(profile().samples, quantiles=lognormal(40, 0.6, 200).quantiles, explained=0.4)
     costs = msgspec.structs.replace(profile().learner, terms=(0.0, 0.01, 1e-4, 0.0))
     planner = made(measured=profile(samples=samples, learner=costs))
@@ -426,7 +426,7 @@ def test_a_file_that_is_no_plan_is_refused(tmp_path, text, message):
         read_plan(tmp_path / "plan.toml")
 
 
-def test_the_cost_of_scores_is_that_of_one_stage():
+def test_the_cost_of_scoring_a_token_is_stored_for_a_single_stage():
     rows = [{"batch/tokens": 1000, "time/reference": 0.2}, {"batch/tokens": 2000, "time/reference": 0.4}]
 
     def run(rows):

@@ -54,7 +54,7 @@ def test_a_pool_inherits_the_keys_of_the_actors_section_that_it_does_not_set(loa
     assert (fast.count, fast.config.dtype, fast.config.max_running_samples) == (3, "bfloat16", 32)
     assert fast.config.group_size == config.actors.group_size
     assert fast.bundle == {"CPU": 2.0, "GPU": 1.0, "pool_fast": HOST_UNIT}
-    assert serving_dtypes(config) == ("bfloat16", "float32"), "the learner publishes both"
+    assert serving_dtypes(config) == ("bfloat16", "float32"), "the learner publishes both dtypes"
 
 
 def test_the_resolved_config_of_a_run_with_pools_can_be_loaded(load, tmp_path):

@@ -1,4 +1,4 @@
-"""The figures that the display, the metrics and the summary share."""
+"""The numbers that the display, the metrics and the summary share."""
 
 import dataclasses
 import json
@@ -90,7 +90,7 @@ def test_a_repeated_step_counts_once_with_its_last_values(observer, tmp_path):
 
 def test_the_summary_is_kept_if_a_restarted_learner_has_no_step_left(observer):
     observer.ingest(PollResult(steps=[step_row(step, 100, 0.0) for step in range(1, 8)]))
-    observer.ingest(PollResult(resumed_at=10, resumed_version=20))  # the last step, so no step is left
+    observer.ingest(PollResult(resumed_at=10, resumed_version=20))  # at the end of the run: no step remains
     no_answers = Accuracy(versions="0", greedy=None, sampled=None, num_problems=0)
     status = SimpleNamespace(
         ledger={"gap": 0, "trained": 80},
@@ -167,7 +167,7 @@ def test_a_rate_needs_two_points():
     assert rate.value("tokens") == 5.0
 
 
-def test_time_before_the_launch_is_no_wait_of_the_actors(config, tmp_path):
+def test_time_before_the_launch_does_not_count_as_a_wait_of_the_actors(config, tmp_path):
     now = [50_000.0]
     plan = SimpleNamespace(config=config, folder=RunFolder(tmp_path), run_id="x")
     observer = Observer(plan, started_s=now[0] - 36_000.0, clock=lambda: now[0])
@@ -197,13 +197,13 @@ def read(path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_wandb_keeps_the_first_row_of_a_repeated_step_and_files_the_newest(config, tmp_path):
+def test_wandb_keeps_the_first_row_of_a_repeated_step_and_files_keep_the_newest(config, tmp_path):
     folder = RunFolder(tmp_path)
     with Tracker(config, folder) as tracker:
         tracker._wandb = wandb = RecordedRun()
         for step, restarts in ((2, 0), (4, 0), (6, 0), (4, 1), (6, 1), (8, 1)):
             tracker.step({"step": step, "restarts": restarts, "loss": 1.0, "actors/waiting": restarts})
-    assert read(folder.actors)[-1] == {"step": 8, "actors/waiting": 1}, "the learner writes the others"
+    assert read(folder.actors)[-1] == {"step": 8, "actors/waiting": 1}, "the learner writes the other metrics"
     write_rows(folder, *({"step": step, "loss": 1.0} for step in (2, 4, 6, 8, 10)))
     assert [(row["step"], row.get("actors/waiting")) for row in joined(folder)] == [
         *((2, 0), (4, 1), (6, 1), (8, 1), (10, None)),

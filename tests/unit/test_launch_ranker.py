@@ -15,7 +15,7 @@ BY_DEADLINE = (*TWO_POOLS, "--buffer.dispatch", "by_deadline")
 
 @pytest.fixture
 def world(monkeypatch):
-    """Rankers without processes; the n-th one, from 0, lives until n is in `dead`."""
+    """Fake rankers without processes; ranker n, counted from 0, is alive until n is in `dead`."""
     seen = SimpleNamespace(started=0, dead=set(), events=[])
 
     def spawn(*_, **__):

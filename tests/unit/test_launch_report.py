@@ -44,7 +44,7 @@ def words(page):
 
 def test_the_page_of_a_complete_run_has_no_missing_data(page):
     assert "Missing data" not in page
-    assert re.findall(r'<section id="(\w+)">', page) == [*PARTS], "the questions first, in their order"
+    assert re.findall(r'<section id="(\w+)">', page) == [*PARTS], "the parts are in order, the four questions first"
     assert "No values in this run" not in page
     text = words(page)
     assert "0.400 → 0.900" in text
@@ -62,7 +62,7 @@ def test_the_page_is_self_contained(page):
 
 def test_text_of_a_model_a_run_or_an_event_is_escaped(page):
     assert NASTY not in page
-    assert page.count("&lt;script&gt;document.title=") == 3  # an event; a reason, in headline and table
+    assert page.count("&lt;script&gt;document.title=") == 3  # one event; one reason, in the headline and the table
     name = "</script><script>alert(1)</script>"
     chart = lines(RunData("sums", Path()), CHARTS["reward"], {name: [(1, 2.0)]})
     assert name in json.dumps(chart.plot), "so the page has to escape it"
@@ -89,7 +89,7 @@ def test_the_best_the_worst_and_a_random_sample_are_shown(whole, page):
     assert (best.prompt, best.completion[:3]) == ("abc", "def")
     assert '<span class="prompt">abc</span><span class="completion">def' in page
     assert (worst.facts[0], worst.facts[-1]) == ("actor-0, version 0", "lag 0 at step 1")
-    assert worst.facts[2].startswith("trained, record 1, group 1, prompt "), "the newest of equal samples"
+    assert worst.facts[2].startswith("trained, record 1, group 1, prompt "), "of equal samples the newest is shown"
     assert "; ".join(worst.facts) in html.unescape(page)
 
 
@@ -108,7 +108,7 @@ def test_the_distribution_of_lags_comes_from_the_status(tmp_path):
     run = make_run(tmp_path / "sums")
     status = read_status(run.status)
     write_status(run.status, msgspec.structs.replace(status, lags={"a": {0: 30, 2: 10}, "b": {0: 10, 2: 50}}))
-    (tokens,) = figure(run, "Lags of trained tokens").plot["series"]
+    (tokens,) = figure(run, "Lags of training tokens").plot["series"]
     assert [list(each) for each in tokens["points"]] == [[0, 1, 2], [40.0, 0.0, 60.0]]
 
 
@@ -160,7 +160,7 @@ def test_a_folder_with_only_a_config_has_a_page(tmp_path):
     page = render(collect(RunFolder(tmp_path)))
     assert "no step yet" in page
     assert words(page).count("is missing") == 3
-    assert "maximum 0" not in page, "no lag is known"
+    assert "maximum 0" not in page, "the maximum lag is unknown"
 
 
 def test_a_page_without_a_config_states_that_it_is_unavailable(tmp_path):
@@ -248,7 +248,7 @@ def test_the_share_of_failed_samples_is_a_headline_and_a_curve_by_reason(tmp_pat
     ]
 
 
-def test_failed_samples_are_known_without_a_buffer_and_an_end(tmp_path):
+def test_failed_samples_of_a_run_without_buffer_and_end_are_known(tmp_path):
     run = make_run(tmp_path / "sums")
     set_failures(run, {"fenced": 25})
     (run.buffer / "data.mdb").unlink()
@@ -263,7 +263,7 @@ def test_a_run_without_a_failed_sample_states_it_once(tmp_path):
     set_failures(run, {})
     text = words(render(collect(run)))
     assert text.count("No sample failed.") == 1
-    assert text.count("Failed samples") == 1, "the chart, and no headline"
+    assert text.count("Failed samples") == 1, "only the chart has this title, no headline"
 
 
 def test_each_of_several_reward_functions_has_a_curve_beside_their_sum(tmp_path):
@@ -298,8 +298,8 @@ def test_lag_control_is_described_and_the_drift_has_its_own_axis(tmp_path):
     run.metrics.write_text("".join(json.dumps(row(1 + n, START_S, **more)) + "\n" for n, more in enumerate(control)))
     chart = figure(run, "Lag")
     assert chart.note == (
-        "Lag control limited new samples to less than max_lag in 70% of the steps, and scaled the learning rate to 90% "
-        "on average."
+        "Lag control limited the lag of new samples to less than max_lag in 70% of the steps, and scaled the learning "
+        "rate to 90% on average."
     )
     scales = {each["name"]: each["scale"] for each in chart.plot["series"]}
     assert scales == {"mean": "y", "maximum": "y", "allowed": "y", "drift (nats, right)": "right", "max_lag": "y"}
@@ -436,7 +436,7 @@ def test_a_sparse_metric_keeps_the_steps_of_its_values():
         (-3.14159, "-3.14"),
     ],
 )
-def test_figures_are_short(value, text):
+def test_numbers_are_short(value, text):
     assert short(value) == text
 
 

@@ -32,9 +32,9 @@ def test_steps_without_a_row_count(run):
     rows = run.metrics.read_text().splitlines(keepends=True)
     run.metrics.write_text("".join(rows[9::10]))
     assert len(collect(run).metrics.of("loss")) == 4
-    assert "40 steps, 40,000 completion tokens trained" in render(collect(run))
+    assert "40 steps, trained on 40,000 completion tokens" in render(collect(run))
     run.metrics.write_text("")
-    assert "40 steps, 40,000 completion tokens trained" in render(collect(run))
+    assert "40 steps, trained on 40,000 completion tokens" in render(collect(run))
 
 
 def test_the_table_of_pools_has_means_and_the_last_value_of_counts(run):

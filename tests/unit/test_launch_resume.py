@@ -50,10 +50,10 @@ def write_lines(path: Path, lines: list[dict]) -> None:
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def test_the_reason_why_a_key_is_fixed_comes_from_it_or_its_section():
+def test_a_fixed_key_has_its_own_reason_or_that_of_its_section():
     assert fixed_because("run.seed") == fixed_because("run") != ""
     assert "leased groups of that size" in fixed_because("actors.group_size")
-    assert "the state trained by this loss" in fixed_because("algorithm.type")
+    assert "trained with this loss" in fixed_because("algorithm.type")
     for key in ("actors", "actors.num_actors", "algorithm.beta", "algorithm.knob_of_a_user", "pools.big"):
         assert fixed_because(key) == "", key
 
@@ -69,13 +69,13 @@ def test_a_key_may_change_although_its_section_may_not():
         (["--run.seed", "7"], "run.seed = 0 cannot become 7 in a resumed run: the name and the folder"),
         (["--model.path", "elsewhere"], "the stored reference log-probabilities belong to that model"),
         (["--task.num_train", "65"], "the buffer stores prompt ids of that task"),
-        (["--algorithm.type", "online_dpo"], "the checkpoint holds the state trained by this loss"),
+        (["--algorithm.type", "online_dpo"], "the checkpoint was trained with this loss"),
         (["--actors.group_size", "4"], "the buffer has leased groups of that size"),
-        (["--actors.temperature", "0.7"], "the stored log-probabilities were sampled at that temperature"),
+        (["--actors.temperature", "0.7"], "the stored samples were generated at that temperature"),
         (["--buffer.sampler", "uniform"], "the stored groups and the recorded batches depend on it"),
         (["--learner.groups_per_step", "16"], "the draw records of the buffer depend on it"),
         (["--learner.num_minibatches", "2"], "the draw records of the buffer depend on it"),
-        (["--weight_sync.max_lag", "8"], "the buffer admitted prompts under it"),
+        (["--weight_sync.max_lag", "8"], "the buffer admitted prompts by these rules"),
     ],
 )
 def test_a_changed_key_that_stored_data_depend_on_is_refused(folder, overrides, expected):
@@ -90,7 +90,9 @@ def test_a_config_with_keys_of_another_version_is_refused_with_all_of_them(folde
     folder.config.write_text(text.replace("[algorithm]", "[algorithm]\nlog_ratio = 'sum'"))
     with pytest.raises(ConfigError) as error:
         resume(folder, [], print)
-    assert "this one lacks: algorithm.log_ratio, buffer.shards, buffer.pack_tokens. Resume it with" in str(error.value)
+    assert "this version lacks: algorithm.log_ratio, buffer.shards, buffer.pack_tokens. Resume it with" in str(
+        error.value
+    )
     assert "\n" not in str(error.value)
 
 
@@ -253,15 +255,15 @@ def test_a_finished_run_requires_more_steps(folder):
         resume(folder, [], print)
     assert resume(folder, ["--learner.num_steps", "150"], print).step == 120
     folder.summary.write_text(json.dumps({"accuracy_after": 0.8, "num_steps": 100}))
-    assert resume(folder, [], print).step == 120, "it was extended and killed before its evaluation"
+    assert resume(folder, [], print).step == 120, "the extended run was killed before its evaluation"
     no_actors = ["--actors.num_actors", "0"]
-    with pytest.raises(ConfigError, match="generates no samples"):  # checked after completion
+    with pytest.raises(ConfigError, match="generates no samples"):  # the run is not finished
         resume(folder, no_actors, print)
     folder.summary.write_text(json.dumps({"accuracy_after": None, "num_steps": 120}))
     with pytest.raises(ConfigError, match="is finished"):
         resume(folder, no_actors, print)
     folder.summary.unlink()
-    assert resume(folder, [], print).step == 120, "it was killed before its evaluation"
+    assert resume(folder, [], print).step == 120, "the run was killed before its evaluation"
 
 
 def test_a_torn_last_line_is_removed_before_appending(folder):
@@ -293,7 +295,7 @@ def test_the_history_has_the_evaluations_and_the_wall_time(folder, versions):
     other.folder.status.rename(folder.status)
     history = History.read(folder)
     assert [each.policy_version for each in history.evaluations] == [*versions]
-    assert history.before == (accuracy(0) if 0 in versions else None), "or the run had no actors at first"
+    assert history.before == (accuracy(0) if 0 in versions else None), "without 0, the run had no actors at first"
     assert (history.wall_s, history.last_step) == (80.0, 2)
 
 
@@ -305,7 +307,7 @@ def test_the_observer_continues_the_counts_of_earlier_launches(folder):
     made = replace(plan(folder.root.with_name("other")), folder=folder)
     observer = Observer(made, clock=lambda: 7.0, started_s=0.0, earlier=earlier)
     observer.phase("starting")
-    assert read_status(folder.status).evaluations == [accuracy(0)], "also if this launch ends during its start"
+    assert read_status(folder.status).evaluations == [accuracy(0)], "kept if this launch ends during its start"
     observer.resume_at(3, 3, num_redone=2)
     summary = observer.summary(Accuracy(versions="0", greedy=None, sampled=None, num_problems=0), None, status())
     assert (summary["num_steps"], summary["version"], summary["wall_s"]) == (3, 3, 100.0)

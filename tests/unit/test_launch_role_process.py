@@ -72,7 +72,7 @@ def test_a_pending_call_is_not_repeated(clock):
     clock.ask_at(140)
     assert clock.num_calls == 2
     clock.ask_at(165)
-    assert clock.events == [], "its silence counts from the pending call"
+    assert clock.events == [], "silence is measured from the start of the pending call"
 
 
 @pytest.mark.parametrize("answer", ["report", RayActorError()])
@@ -127,7 +127,7 @@ def test_a_role_gets_its_variables_and_sees_only_reserved_gpus(monkeypatch):
 def test_a_log_is_bounded_and_its_writers_continue_in_the_same_file(tmp_path, monkeypatch):
     log, aside = tmp_path / "actor.0.log", tmp_path / "actor.0.log.1"
     role = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    engine = os.dup(role)  # as a child process of the role inherits it
+    engine = os.dup(role)  # a child process of the role inherits the file
     monkeypatch.setattr(role_process, "LOG_BYTES", 1000)
     lines, found = iter([b"a" * 999, b"b" * 2, b"c" * 5, b"d" * 2000, b""]), []
 

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class Service:
-    """Fake service role; binds its port, or one that no earlier process had."""
+    """Fake service role that binds its port, or a port that no earlier process had."""
 
     def __init__(self, role, log, service, given, host, keys, is_cluster, *, variables, **_: object) -> None:
         self.service, self.folder, self.run_id, self.keys = service, given[-1], given[-2], keys
@@ -89,7 +89,7 @@ def test_a_dead_service_is_restarted_on_its_folder_with_its_keys(weights):
     run.service.start(deadline=1e9)
     run.made[0].has_ended = True
     run.service.watch()
-    # the address is the one that it reports, which may be new
+    # a restarted service may report a new address
     assert (len(run.made), run.service.address) == (2, "tcp://127.0.0.1:4322")
     assert [one.folder for one in run.made] == [run.plan.weights_folder] * 2
     assert [one.keys for one in run.made] == [run.plan.service_keys] * 2
@@ -109,11 +109,11 @@ def test_a_new_launch_takes_any_port_because_the_old_one_may_be_in_use(weights, 
     port.parent.mkdir(parents=True)
     port.write_text("4711")
     service.start(deadline=1e9)
-    assert port.read_text() == "0"  # not deleted: it marks that a store was served
+    assert port.read_text() == "0"  # kept: a port file means that a store was served
     port.write_text("4321")
     run.made[0].has_ended = True
     service.watch()
-    assert port.read_text() == "4321"  # clients of this launch use it
+    assert port.read_text() == "4321"  # clients of this launch use this port
 
 
 def test_a_service_that_dies_repeatedly_ends_the_run_and_names_its_log(weights):

@@ -27,7 +27,7 @@ TERMINATED = Terminated(12, 0)
 
 
 class RoleHere(ActorRole):
-    """An actor's role in the process of the test, over a given loop; only `sigterm` signals it."""
+    """An actor's role in the test process, with a given loop; `sigterm` replaces the signal."""
 
     def __init__(self, loop, monkeypatch) -> None:
         self.exited = asyncio.Event()

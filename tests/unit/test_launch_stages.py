@@ -44,7 +44,7 @@ def test_watching_never_waits_for_a_restarting_learner(learner):
     learner.start()
     learner.ranks[1]("run").end(error=RayActorError())
     learner.stages.watch()
-    for _ in range(3):  # the clock and `sleep` of the fixture fail on a wait
+    for _ in range(3):  # a wait would fail the test: it calls `sleep` of the fixture
         learner.stages.watch()
         assert "the restart" in learner.stages.poll(0.0).learner_waits_for
     assert not learner.stages.are_finished
@@ -54,7 +54,7 @@ def test_a_neighbour_that_reports_a_loss_first_is_not_named_as_dead(learner):
     learner.start()
     learner.ranks[0]("run").end(error=lost(0))
     learner.stages.watch()
-    assert not learner.events, "the other may be detected as dead next"
+    assert not learner.events, "the death of the other stage may be detected later"
     learner.ranks[1]("run").end(error=RayActorError())
     learner.stages.watch()
     assert learner.events[-1][1].startswith("stage.1 died")
@@ -193,7 +193,7 @@ def test_rows_of_steps_before_a_loss_are_kept_with_their_number_of_restarts(lear
     learner.ranks[0]("run").end(error=RayActorError())
     learner.stages.watch()
     assert learner.stages.poll(0.0).steps == [{"step": 1, "restarts": 0}, {"step": 2, "restarts": 0}]
-    write_rows(learner.folder)  # truncated as by the coordinator of the next start
+    write_rows(learner.folder)  # the coordinator of the next start truncates the file
     learner.get_ready()
     poll = learner.stages.poll(0.0)
     assert (poll.steps, poll.resumed_at) == ([], 0)
@@ -274,7 +274,7 @@ def test_an_unfinished_checkpoint_is_not_the_newest(tmp_path):
     write_checkpoint(tmp_path, 10)
     write_checkpoint(tmp_path, 2)
     write_checkpoint(tmp_path, 14).rename(tmp_path / "damaged-step-00000014")
-    for name in (".step-00000012.tmp", "step-x", "step-00000016"):  # the last one without metadata
+    for name in (".step-00000012.tmp", "step-x", "step-00000016"):  # the last folder has no metadata
         (tmp_path / name).mkdir()
     assert steps_in(tmp_path) == [2, 10]
     assert newest_progress(tmp_path) == TrainingProgress(10, 20, 0)

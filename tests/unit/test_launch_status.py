@@ -74,7 +74,7 @@ def test_a_run_that_is_being_resumed_has_a_launcher(run, capsys, exit_status):
         result, out, _ = leeway_status(capsys, "mine")
         view = main(["top", "mine", "--once"])
     assert (result, view) == (0, 0)
-    assert f"a launcher (pid {os.getpid()}) is resuming it; the lines below are of the earlier launch" in out
+    assert f"a launcher (pid {os.getpid()}) is resuming it; the lines below are from the earlier launch" in out
     assert "without a final status" not in out
     assert f"a launcher (pid {os.getpid()}) is resuming it" in capsys.readouterr().out
 
@@ -121,7 +121,7 @@ def test_status_shows_every_count_of_the_ledger(run, capsys):
     assert {name: int(count) for name, count in counts.items()} == {**states, "gap": 0}
 
 
-def test_a_version_names_its_start_unless_it_is_the_first():
+def test_the_text_of_a_version_includes_its_start_unless_that_is_0():
     assert [str(PolicyVersion(start, 45)) for start in (0, 3)] == ["45", "45 (start 3)"]
     assert PolicyVersion.parse(PolicyVersion(3, 45).key) == (3, 45)
 
@@ -141,7 +141,7 @@ def test_a_resuming_launcher_with_the_pid_of_the_earlier_one_is_recognized(run, 
     folder, observer = run
     observer.end("it failed", 1)
     written_s = json.loads(folder.status.read_text())["written_s"]
-    with claimed(folder):  # by this process, which wrote the status too
+    with claimed(folder):  # the pid of the claim is the pid in the status
         os.utime(folder.claim, (written_s - 1, written_s - 1))
         assert leeway_status(capsys, "mine")[0] == 1
         os.utime(folder.claim, (written_s + 1, written_s + 1))
@@ -156,7 +156,7 @@ def test_times_of_a_live_run_are_right_after_the_time_of_day_was_set(run, capsys
         observer.phase("training")
         time_of_day, written_s = time.time, folder.status.stat().st_mtime
         monkeypatch.setattr(time, "time", lambda: time_of_day() + set_by_s)
-        if set_by_s > 0:  # the kernel stamps the next file of a live run by the new time
+        if set_by_s > 0:  # the kernel sets the mtime of the next status from the new time
             os.utime(folder.status, (written_s + set_by_s, written_s + set_by_s))
         result, out, _ = leeway_status(capsys, "mine")
         seen_s = view_run(folder).now_s - read_status(folder.status).written_s
@@ -188,7 +188,7 @@ def test_a_closed_output_pipe_changes_neither_stderr_nor_the_exit_status(run, is
     os.close(reading)
     command = [sys.executable, "-m", "leeway", "status", str(folder.root)]
     with claimed(folder) if is_live else contextlib.nullcontext(), os.fdopen(writing, "wb") as closed:
-        # output is buffered until the end, when the status is known
+        # with buffered output the write fails only at exit, after the status is set
         buffered = {**os.environ, "PYTHONUNBUFFERED": ""}
         done = subprocess.run(command, env=buffered, stdout=closed, stderr=subprocess.PIPE, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (0 if is_live else 1, b"")

@@ -193,7 +193,7 @@ def test_services_stop_after_the_actors_which_return_their_leases(two_actors, mo
 
 @pytest.fixture
 def ended(monkeypatch):
-    """Ended calls -> their error or ''."""
+    """Mapping of each ended call to its error, or to '' if it succeeded."""
     calls: dict[str, str] = {}
     monkeypatch.setattr(pools_module, "done", lambda call: call in calls)
     monkeypatch.setattr(pools_module, "outcome", lambda call: calls[call])
@@ -289,7 +289,7 @@ def test_a_smaller_pool_drains_its_newest_actor_and_releases_its_place(two_actor
     pools.scale("actors", 1)
     assert (states(two_actors)["actor.1"], two_actors.killed) == ("leaving", [])
     assert [actor.number for actor in pools.watch()] == [0]
-    assert not leaving.is_ready, "it gets no evaluation"
+    assert not leaving.is_ready, "an actor that is leaving gets no evaluation"
     ended["a stop call"] = ""
     pools.watch()
     assert (states(two_actors).keys(), two_actors.killed) == ({"actor.0"}, [leaving.handle])
@@ -320,7 +320,7 @@ def test_an_actor_that_keeps_dying_is_restarted_up_to_a_limit_and_given_up(two_a
         for _ in range(MAX_RESTARTS):
             actor.restarts.count()
     first = pools.actors[0]
-    first.restarts.working_since_s = time.monotonic() - RESTART_RESET_S  # an hour of work resets its restarts
+    first.restarts.working_since_s = time.monotonic() - RESTART_RESET_S  # an hour of work resets the count of restarts
     pools.watch()
     assert (len(started), first.state, pools.actors[1].state) == (1, "starting", "lost: given up: out of memory")
     assert [kind for kind, _ in two_actors.events] == ["restart", "given_up"]
@@ -393,7 +393,7 @@ def test_an_actor_has_a_state_before_it_works_and_reports_while_it_evaluates(run
     monkeypatch.setattr(actor, "ask", lambda method, patience_s, notify: answers.pop() if answers else None)
     report = SimpleNamespace(task_fingerprint=run.supervisor._plan.task.fingerprint)
     assert (actor.state, run.supervisor.poll_actors().working) == ("starting", frozenset())
-    ended["a call"] = ""  # the call of its start
+    ended["a call"] = ""  # the call that starts the actor
     assert actor.state == "ready"
     actor.handle.evaluate = SimpleNamespace(remote=lambda request: "an evaluation")
     run.supervisor.actors.ready = lambda: [actor]
@@ -401,7 +401,7 @@ def test_an_actor_has_a_state_before_it_works_and_reports_while_it_evaluates(run
     answers.append(report)
     poll = run.supervisor.poll_actors()
     assert (poll.actors, poll.working, actor.state) == ([report], {"actor-0"}, "evaluating")
-    assert actor.running is None, "no work begins meanwhile"
+    assert actor.running is None, "no work begins during the evaluation"
     actor.running = "its work"
     assert actor.state == "working"
     actor.running, ended["an evaluation"] = None, ""

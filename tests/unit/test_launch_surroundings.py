@@ -114,6 +114,13 @@ def test_a_library_that_fails_to_import_is_one_sentence(tmp_path, monkeypatch, c
     assert "leeway doctor" in error
 
 
+def test_a_torchvision_that_does_not_match_torch_is_one_sentence_with_the_fix(capsys):
+    reported = ModuleNotFoundError("Could not import module 'PreTrainedModel'")
+    reported.__cause__ = RuntimeError("operator torchvision::nms does not exist")
+    assert report_failure(reported, 0) == ExitStatus.WRONG_INPUT
+    assert "run `pip uninstall -y torchvision torchaudio torchcodec`" in capsys.readouterr().err
+
+
 def test_an_internal_error_keeps_its_traceback():
     with pytest.raises(ZeroDivisionError):
         report_failure(ZeroDivisionError("ours"), 0)
@@ -124,7 +131,7 @@ def test_an_internal_error_keeps_its_traceback():
 
 @pytest.fixture
 def spare(tmp_path, monkeypatch):
-    """The replacement for the home folder, without the rights of root."""
+    """The replacement for the home folder; the fake `os.access` ignores the rights of root."""
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path / "tmp"))
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr("os.access", lambda path, _: not str(path).startswith(str(tmp_path / "fixed")))

@@ -44,7 +44,7 @@ def test_a_step_and_its_wait_are_spans_of_the_learner(tmp_path, clock):
     assert (wait["who"], wait["what"], step["what"], step["step"]) == ("learner", "wait_for_batch", "step", 7)
     assert (wait["start_s"], wait["end_s"]) == (START_S + 1, START_S + 1.4)
     assert (step["start_s"], step["end_s"], step["lag_mean"]) == (START_S + 1.4, START_S + 2, 1.5)
-    assert json.loads((tmp_path / "t").read_text().rstrip(",\n") + "]"), "valid JSON if the array is closed"
+    assert json.loads((tmp_path / "t").read_text().rstrip(",\n") + "]"), "with a closing bracket it is valid JSON"
 
 
 def test_adjacent_intervals_are_one_span_with_their_totals(tmp_path, clock):
@@ -106,7 +106,7 @@ def test_the_queue_is_sampled_at_every_poll(tmp_path, clock):
         for ready in (1, 5, 5, 2):
             clock.now_s += 0.5
             ingest(timeline, status=status(ready=ready))
-    assert [line["ready"] for line in lines(tmp_path / "t", "groups ready")] == [1, 5, 2], "once while it is unchanged"
+    assert [line["ready"] for line in lines(tmp_path / "t", "groups ready")] == [1, 5, 2], "one entry per change"
 
 
 def test_phases_and_evaluations_have_durations(tmp_path, clock):
@@ -117,7 +117,7 @@ def test_phases_and_evaluations_have_durations(tmp_path, clock):
         timeline.evaluating()
         clock.now_s += 2
         timeline.evaluated("0.4")
-        timeline.evaluated("0.4")  # not started
+        timeline.evaluated("0.4")  # no evaluation is running
     assert [(line["name"], line["end_s"] - START_S) for line in lines(tmp_path / "t", "phase")] == [
         ("starting", 3.0),
         ("training", 5.0),
@@ -143,7 +143,7 @@ def test_a_full_file_is_rotated_and_both_files_are_readable_traces(tmp_path, clo
         named = {(event["pid"], event["tid"]) for event in events if event["ph"] == "M"}
         assert {(event["pid"], event["tid"]) for event in events} == named, "each file names its processes and tracks"
     steps = [line["step"] for line in lines(tmp_path / "t", "step")]
-    assert steps == list(range(steps[0], num_polls + 1)), "no gap up to the end"
+    assert steps == list(range(steps[0], num_polls + 1)), "no step is missing up to the end"
     assert len(steps) > 100
 
 
@@ -164,12 +164,12 @@ def test_a_long_span_is_written_periodically(tmp_path, clock):
     for _ in range(120):
         clock.now_s += 1
         ingest(timeline, actors=[report("actor-0", busy=[(clock.now_s - 1, clock.now_s)])])
-    written = lines(tmp_path / "t", "generate")  # not closed yet
+    written = lines(tmp_path / "t", "generate")  # before the trace is closed
     assert clock.now_s - written[-1]["end_s"] < 25
     timeline.close()
 
 
-def test_a_full_disk_costs_lines_but_not_the_run(clock):
+def test_a_full_disk_loses_lines_but_does_not_end_the_run(clock):
     from pathlib import Path
 
     with Trace(Path("/dev/full"), clock) as timeline:
@@ -182,4 +182,4 @@ def test_a_torn_last_line_is_skipped_by_the_reader(tmp_path, clock):
         ingest(timeline, steps=[row(1, START_S + 1), row(2, START_S + 3)])
     whole = (tmp_path / "t").read_bytes()
     (tmp_path / "t").write_bytes(whole[:-20])
-    assert len(list(read(tmp_path / "t"))) == len(whole.splitlines()) - 2, "the bracket is no event"
+    assert len(list(read(tmp_path / "t"))) == len(whole.splitlines()) - 2, "bracket and torn line are not events"

@@ -171,7 +171,7 @@ def test_pools_share_a_bar_in_their_colours():
     assert len({span.end - span.start for span in row.spans}) == 1
 
 
-def test_many_lags_share_rows_and_an_untrained_pool_has_none():
+def test_many_lags_share_rows_and_a_pool_without_lags_has_no_row():
     rows = lag_lines({"a": dict.fromkeys(range(100), 1)}, "unbounded", 60)
     assert len(rows) == MAX_LAG_ROWS
     assert rows[0].plain.split()[0] == "0-12"
@@ -209,10 +209,10 @@ def shows_the_run(grid) -> bool:
 @pytest.mark.parametrize("size", [(80, 24), (120, 40), (40, 12)])
 def test_a_terminal_of_any_size_shows_the_run_and_q_restores_it(top, size):
     terminal = top(*size)
-    before = new_attributes()  # those of `terminal` may have changed already
+    before = new_attributes()  # `leeway top` may have changed those of `terminal`
     terminal.wait_for(shows_the_run)
     assert terminal.grid.lines[0].startswith("demo  ")
-    assert terminal.attributes() != before, "keys are read one by one"
+    assert terminal.attributes() != before, "the terminal is set to pass on single keys"
     terminal.press("q")
     assert terminal.end() == 0
     assert terminal.attributes() == before
@@ -246,7 +246,7 @@ def test_the_view_follows_the_size_of_the_screen_and_the_status(top):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_restores_the_terminal(top, number):
     terminal = top(80, 24)
-    before = new_attributes()  # those of `terminal` may have changed already
+    before = new_attributes()  # `leeway top` may have changed those of `terminal`
     terminal.wait_for(shows_the_run)
     os.kill(terminal.pid, number)
     assert terminal.end() == 128 + number

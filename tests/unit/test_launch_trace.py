@@ -18,7 +18,7 @@ def run(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def events(run):
-    return json.loads(run.timeline.read_text().rstrip(",\n") + "]")  # Perfetto does not need the bracket
+    return json.loads(run.timeline.read_text().rstrip(",\n") + "]")  # the file may lack the bracket, as Perfetto allows
 
 
 def pick(events, phase):

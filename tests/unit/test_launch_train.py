@@ -147,7 +147,7 @@ def test_refused_advice_is_an_event_and_lost_actors_do_not_count(tmp_path):
 
 @pytest.fixture
 def never_done(tmp_path, monkeypatch):
-    """`never_done(10.0)` makes a run whose learner never finishes; it is interrupted at these seconds."""
+    """`never_done(10.0)` makes a run whose learner never finishes and that is interrupted after 10 s."""
     clock = SimpleNamespace(now_s=0.0)
 
     def make(*seconds):

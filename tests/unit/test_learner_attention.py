@@ -34,7 +34,7 @@ def with_gradients(inputs, **options):
 
 
 class Operators(TorchDispatchMode):
-    """Count operators by name and record the bytes of the largest tensor created."""
+    """Counter of operators by name, which also records the bytes of the largest tensor created."""
 
     def __init__(self):
         super().__init__()
@@ -90,7 +90,7 @@ def test_repeated_and_grouped_heads_give_equal_outputs(monkeypatch):
 
 @pytest.mark.parametrize("model", [Model("qwen2", tied=True), Model("gemma3_text", tied=True, changes=LOCAL)])
 def test_attention_inputs_have_16_bits_under_autocast(model, monkeypatch, tmp_path):
-    """Rotations run in float32 and return float32 queries and keys."""
+    """Rotary embeddings run in float32, so attention receives float32 queries and keys."""
     seen, gathered = set(), set()
     sdpa, to_grid = F.scaled_dot_product_attention, attention._to_grid
 
@@ -121,7 +121,7 @@ def test_cudnn_attention_is_disabled():
 )
 def test_a_shared_prompt_equals_a_separate_copy_for_each_sequence(options, prompt, is_packed, monkeypatch):
     """A grid queries the shorter prompt again for each sequence; one packed call queries each prompt once."""
-    own = [prompt + 4, 0, 13, 9, 20]  # tokens that belong to one sequence only; those of the first include the prompt
+    own = [prompt + 4, 0, 13, 9, 20]  # unshared tokens per sequence; the first number includes the prompt
     ends = np.cumsum(own)
     places = [
         np.arange(ends[0]),
@@ -215,7 +215,7 @@ def test_sequences_stay_packed_if_flash_attention_supports_them(device, dtype, s
 def test_a_layer_calls_packed_attention_once_forward_and_once_backward(window, monkeypatch):
     """Run the installed torch on fake tensors, which have shapes but no data, and count its operators."""
     monkeypatch.setattr(attention, "_supports_varlen", lambda query: query.dtype == torch.bfloat16)
-    rotated = {"dtype": torch.float32, "requires_grad": True}  # as rotations return them
+    rotated = {"dtype": torch.float32, "requires_grad": True}  # the dtype that rotary embeddings return
     with FakeTensorMode(), Operators() as operators:
         query, key = torch.empty(1, 6, 40, 64, **rotated), torch.empty(1, 2, 40, 64, **rotated)
         value = torch.empty(1, 2, 40, 64, dtype=torch.bfloat16, requires_grad=True)
@@ -252,7 +252,7 @@ def test_blocked_soft_capped_scores_are_exact_and_only_one_block_is_allocated(wi
 
 
 def test_gradients_of_blocks_are_summed_in_float32(monkeypatch):
-    """A 16-bit sum over many blocks would lose the contributions of single blocks to keys and values."""
+    """A 16-bit sum over many blocks would lose what a single block adds to the gradients of keys and values."""
     exact = [
         each.detach() for each in with_gradients(states(2, 2, 2, length=256), bounds=np.array([0, 256]), softcap=5.0)
     ]

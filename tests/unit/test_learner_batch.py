@@ -82,7 +82,7 @@ class OneByOne:
 
 
 def equal(one: object, other: object) -> bool:
-    """Compare values and dtypes bit by bit; recurse into tuples and dataclasses."""
+    """Return whether values and dtypes are equal bit by bit; recurse into tuples and dataclasses."""
     if isinstance(other, np.ndarray | torch.Tensor):
         return one.dtype == other.dtype and np.array_equal(np.asarray(one), np.asarray(other), equal_nan=True)
     if isinstance(other, str):
@@ -93,7 +93,7 @@ def equal(one: object, other: object) -> bool:
 
 
 def check_same(batch: StepBatch, expected: OneByOne, version: int) -> None:
-    """Compare everything that a step reads."""
+    """Assert that all fields that a step reads are equal."""
     for name in ("sequence_T", "group_B", "prompt_B", "counted_T", "abandoned_T", "single_version_B", "packed"):
         assert equal(getattr(batch, name), getattr(expected, name)), name
     assert batch.unscored().tolist() == [i for i, row in enumerate(expected.rows) if row.reference_logprobs is None]
@@ -161,7 +161,7 @@ def test_a_batch_from_columns_and_its_parts_equal_those_from_single_trajectories
 
 
 class Restarted:
-    """A coordinator whose buffer has a third learner incarnation."""
+    """Fake coordinator whose buffer starts the third learner incarnation."""
 
     incarnation, resumed_at = 2, RESUMED_AT
 

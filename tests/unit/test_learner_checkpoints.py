@@ -185,7 +185,7 @@ def test_a_restored_run_continues_bit_for_bit(tmp_path, model, algorithm, precis
     assert not same(weights_of(first), untouched)
 
 
-def test_a_bfloat16_run_saves_float32_tensors_under_the_usual_names(model):
+def test_a_bfloat16_run_saves_the_same_float32_tensors_as_a_float32_run(model):
     wide, rounded = (live_tensors(networks_of(model, CRITIC_MODEL, precision)) for precision in ("float32", "bfloat16"))
     assert wide.keys() == rounded.keys()
     for name, tensors in wide.items():

@@ -1,4 +1,4 @@
-"""Value heads: beside the LM head of the policy, or instead of it on a critic model; stored and published weights."""
+"""Value heads, beside the LM head of the policy or on a critic model without an LM head: training and storage."""
 
 import numpy as np
 import pytest
@@ -67,7 +67,7 @@ def test_values_are_computed_in_float32_even_if_the_model_runs_in_bfloat16(model
 @pytest.mark.parametrize("baseline", ["value_head", "critic"])
 def test_a_critic_learns_to_predict_the_reward(models, baseline, monkeypatch):
     """Rewards depend only on the prompt, so values can predict them and the value loss falls."""
-    monkeypatch.setattr("leeway.algorithms.off_policy_ppo.VALUE_CLIP", 100.0)  # 0.2 per batch would take long
+    monkeypatch.setattr("leeway.algorithms.off_policy_ppo.VALUE_CLIP", 100.0)  # a clip of 0.2 needs many more batches
     algorithm = OffPolicyPPOConfig(baseline=baseline, gae_lambda=1.0)
     rates = {"learning_rate": 1e-6, "critic_learning_rate": 3e-2, "warmup_steps": 0}
     config = LearnerConfig(**rates, num_epochs=2, max_grad_norm=100)
@@ -88,7 +88,7 @@ def test_a_critic_learns_to_predict_the_reward(models, baseline, monkeypatch):
 
 @pytest.mark.parametrize("proximal", ["draw_start", "behaviour"])
 @pytest.mark.parametrize("baseline", ["value_head", "critic"])
-def test_old_values_are_those_of_the_start_of_the_step_in_all_its_updates(models, baseline, proximal, monkeypatch):
+def test_all_updates_of_a_step_read_the_values_from_its_start(models, baseline, proximal, monkeypatch):
     algorithm = OffPolicyPPOConfig(baseline=baseline, proximal=proximal)
     config = LearnerConfig(learning_rate=1e-2, num_minibatches=2, num_epochs=2)
     seen = []

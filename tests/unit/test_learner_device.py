@@ -30,7 +30,7 @@ QWEN_7B = {
 
 
 class Kept:
-    """Bytes that autograd saves in a block: each storage once, no parameters, and casts of parameters separately."""
+    """Counter of bytes that autograd saves in a block: each storage once, casts of parameters apart, no parameters."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._own = {parameter.untyped_storage()._cdata for parameter in module.parameters()}
@@ -60,7 +60,7 @@ class Kept:
 
 
 def kept_by_layers(family: str, precision: str, num_layers: int) -> Kept:
-    """Measure the middle stage of a model on tensors without data."""
+    """Return the bytes kept by the middle stage of a model, measured on tensors without data."""
     config = transformers.CONFIG_MAPPING[family](**SHAPES[family], num_hidden_layers=num_layers + 2, vocab_size=64)
     with FakeTensorMode():
         whole = AutoModelForCausalLM.from_config(config)
@@ -89,7 +89,7 @@ def test_the_estimated_bytes_of_a_layer_equal_those_saved_by_autograd(family, pr
 
 
 def need(**changes):
-    """Estimate Qwen2.5-7B on four stages with steps of 640 samples of 1,280 tokens."""
+    """Estimate the memory need of Qwen2.5-7B on four stages with steps of 640 samples of 1,280 tokens."""
     config = LearnerConfig(**{"num_stages": 4, "token_budget": 8192, "precision": "bfloat16", **changes})
     model = transformers.Qwen2Config(**QWEN_7B)
     return memory_need(model, config, update_tokens=640 * 1280, references=[model])
@@ -97,7 +97,7 @@ def need(**changes):
 
 def test_a_7b_model_fits_four_80_gb_stages_only_with_activation_checkpointing():
     plain, checkpointed = need(), need(activation_checkpointing=True)
-    assert plain.stage == 0, "stage 0 holds one micro-batch per stage"
+    assert plain.stage == 0, "stage 0 needs most: it holds one micro-batch per stage"
     assert plain.size_bytes > 100 * 2**30
     assert checkpointed.size_bytes < 80 * 10**9 < plain.size_bytes
     assert checkpointed.parts["activations"] < plain.parts["activations"] / 10
@@ -209,7 +209,7 @@ def test_a_critic_model_is_counted_by_its_own_split_of_layers(schedule):
 def test_each_schedule_has_its_number_of_micro_batches_in_flight(schedule, in_flight):
     config = LearnerConfig(num_stages=4, num_chunks=2 if schedule == "interleaved_1f1b" else 1, schedule=schedule)
     assert micro_batches_in_flight(config, 0, 32) == in_flight
-    assert micro_batches_in_flight(config, 0, 2) == (4 if schedule == "fused" else 2)  # of two networks
+    assert micro_batches_in_flight(config, 0, 2) == (4 if schedule == "fused" else 2)  # fused has two networks
     assert micro_batches_in_flight(config, 3, 32) == (1 if schedule == "1f1b" else in_flight)
 
 

@@ -97,7 +97,7 @@ def test_a_send_never_queues_behind_a_receive_from_another_rank(monkeypatch, num
 
 
 def completes(issued):
-    """Return whether all ranks complete if a send also waits until it is received (a rendezvous).
+    """Return whether all ranks complete, assuming that a send ends only when it is received (a rendezvous).
 
     A group executes the messages of a rank in the order in which they are issued; a rank blocks only in a wait.
     """
@@ -144,7 +144,7 @@ def test_every_group_is_connected_before_a_pass_without_a_deadlock(monkeypatch, 
 
 
 def connects(issued):
-    """Return whether all ranks complete if the first message in a group waits for that of the other rank."""
+    """Return whether all ranks complete, assuming that a group's first message waits for that of the other rank."""
     at, connected = dict.fromkeys(issued, 0), set()
     moved = True
     while moved:

@@ -26,7 +26,7 @@ MODELS = [Model(family, tied=False, changes=LOCAL if family == "gemma3_text" els
 
 @pytest.fixture
 def library(monkeypatch):
-    """Fake an installed kernel library that supports CPUs and float64; restore the rotations of model files."""
+    """Fake an installed kernel library that supports CPUs and float64; restore the rotary embedding of model files."""
     for family in FAMILIES:
         kind = family.removesuffix("_text")
         file = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
@@ -76,7 +76,7 @@ def count_calls(library, monkeypatch):
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
 def test_fused_kernels_give_the_outputs_and_gradients_of_the_decoder(model, library, monkeypatch, tmp_path):
-    """The tolerance covers norms, which both compute in float32 even for float64 models."""
+    """The tolerance covers norms, which fused and plain modules compute in float32 even for float64 models."""
     stage = load(model.save(tmp_path))
     expected = train_once(stage)
     count = count_calls(library, monkeypatch)
@@ -158,7 +158,7 @@ def test_the_fused_softmax_gives_the_log_probabilities_and_gradients_of_torch(so
 
 
 def plainness(stage):
-    """Return a function that checks that no module or rotation of the stage is replaced."""
+    """Return a function that returns whether no module or rotary embedding of the stage is replaced."""
     file = sys.modules["transformers.models.llama.modeling_llama"]
     rotation = getattr(file, ROTATION)
     return lambda: (
@@ -188,7 +188,7 @@ def no_compiler(*_args, **_options):
         ("liger_rms_norm", lambda X, W, eps, **_: torch.nn.functional.rms_norm(X, (16,), W.detach(), eps), "Runtime"),
         ("liger_swiglu", lambda a, b: a * b, "wrong results of the gate kernel"),
         ("liger_geglu", lambda a, b: torch.nn.functional.silu(a) * b.detach() + b - b.detach(), "wrong results"),
-        ("liger_rope", lambda q, k, cos, sin: (q, k), "wrong results of the rotation kernel"),
+        ("liger_rope", lambda q, k, cos, sin: (q, k), "wrong results of the rotary embedding kernel"),
         ("softmax", lambda logits, tokens, out: fused_kernels.softmax(logits, tokens, None), "of the softmax kernel"),
         ("add_norm", lambda states, added, *more: fused_kernels.add_norm(states, -added, *more), "add_norm kernel"),
     ],
@@ -206,7 +206,7 @@ def test_a_kernel_that_fails_or_gives_wrong_results_disables_fusion_with_a_warni
     assert message in record.getMessage()
 
 
-def test_a_rotation_is_replaced_once_and_falls_back_to_torch_for_other_dtypes(library, monkeypatch, tmp_path):
+def test_rotary_embedding_is_replaced_once_and_falls_back_to_torch_for_other_dtypes(library, monkeypatch, tmp_path):
     stage = load(Model("llama", tied=True).save(tmp_path))
     file = sys.modules["transformers.models.llama.modeling_llama"]
     plain = getattr(file, ROTATION)
@@ -218,7 +218,7 @@ def test_a_rotation_is_replaced_once_and_falls_back_to_torch_for_other_dtypes(li
     monkeypatch.setattr(kernels, "ROTATED", (torch.bfloat16, torch.float16))
     count = count_calls(library, monkeypatch)
     run([stage], packed_batch())
-    assert "liger_rope" not in count, "float64 uses the rotation of torch"
+    assert "liger_rope" not in count, "float64 uses the rotary embedding of torch"
 
 
 @pytest.mark.process

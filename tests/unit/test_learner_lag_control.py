@@ -28,7 +28,7 @@ def control(max_lag=16, updates_per_step=1, **knobs):
 def train(control, num_updates, rate=1e-3, pace=PACE, history=None):
     """Simulate a policy whose drift is the sum of the rates since sampling; return (drift, lag, scale) per update.
 
-    The queue holds data for as many updates as the allowance permitted when they were leased.
+    Every update fills the queue to the current allowance; data stay in the queue if the allowance falls.
     """
     rates, queue = ([], []) if history is None else history
     queue += [0] * (control.allowed - len(queue)) if not rates else []

@@ -1,4 +1,4 @@
-"""Lag-0 mismatch and lags of trained tokens, per actor."""
+"""Lag-0 mismatch and lags of the tokens used for training, per actor."""
 
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ VERSION = 3
 
 
 def rows_of_two_actors(*, wrong_by: float):
-    """Return rows in which 'good' recorded the learner's -2 for every token and 'bad' is off by `wrong_by`."""
+    """Return rows of two actors: 'good' recorded the learner's -2 for every token, 'bad' `wrong_by` less."""
     rows = []
     for number, row in enumerate(make_rows(0)):
         length = row.num_completion_tokens
@@ -70,7 +70,7 @@ def test_a_missing_log_probability_does_not_count():
     assert found(rows)["bad"][0] == pytest.approx(0.5)
 
 
-def test_the_lags_of_trained_tokens_are_counted_exactly_per_actor():
+def test_the_lags_of_training_tokens_are_counted_exactly_per_actor():
     rows = []
     for number, row in enumerate(make_rows(0)):
         length = row.num_completion_tokens
@@ -88,7 +88,7 @@ def test_the_lags_of_trained_tokens_are_counted_exactly_per_actor():
         }
         for name, lengths in tokens.items()
     }
-    assert lag_by_actor([one, two]) == expected, "a token counts once per update that trains it"
+    assert lag_by_actor([one, two]) == expected, "a token counts once per update that trains on it"
     counted = [(lag, number) for lags in lag_by_actor([one]).values() for lag, number in lags.items()]
     assert sum(lag * number for lag, number in counted) / sum(number for _, number in counted) == one.lag_T.mean()
     assert lag_by_actor([]) == {}

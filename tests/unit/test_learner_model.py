@@ -107,7 +107,7 @@ def test_every_family_is_tested():
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
 def test_chained_stages_give_the_log_probabilities_and_gradients_of_the_whole_model(tmp_path, monkeypatch, model):
     folder = model.save(tmp_path)
-    check_checkpoint(folder)  # accepts every loadable checkpoint
+    check_checkpoint(folder)  # raises no error for a checkpoint that loads
     packed = packed_batch()
     coefficients_T = torch.randn(len(packed.output_T), dtype=torch.float64)
     expected_T, expected_gradients = plain(folder, coefficients_T, monkeypatch)
@@ -204,7 +204,7 @@ def test_layers_are_balanced_by_cost_with_embedding_and_head():
 def test_a_large_vocabulary_moves_layers_away_from_the_last_chunk():
     small = config_of(num_hidden_layers=12, vocab_size=8)
     assert split_layers(small, 3) == [(0, 4), (4, 8), (8, 12)]
-    # the head costs as much as three layers: 4 passes of V * hidden against 3 of a layer's weights and attention
+    # the head costs as much as three layers: 4 passes over V * hidden, against 3 over a layer's weights and attention
     large = config_of(num_hidden_layers=12, vocab_size=1500)
     (_, first), *_, (last, _) = split_layers(large, 3)
     assert 12 - last < first
@@ -216,7 +216,7 @@ def test_the_cost_shares_of_chunks_measure_the_balance_of_a_split():
     balanced = cost_shares(config, split_layers(config, 3))
     assert sum(balanced) == pytest.approx(1)
     assert max(balanced) < max(cost_shares(config, [(0, 4), (4, 8), (8, 12)]))
-    # a recomputed layer costs a third more, the head does not
+    # recomputation raises the cost of a layer by a third, but not that of the head
     assert cost_shares(config, [(0, 6), (6, 12)], recomputed=True)[0] > cost_shares(config, [(0, 6), (6, 12)])[0]
 
 
@@ -296,7 +296,7 @@ MIXED = ["sliding_attention", "full_attention", "full_attention"]
     ],
 )
 def test_a_key_that_vllm_and_the_learner_interpret_differently_is_rejected_by_name(family, changes, key):
-    """Each key is derived from the model files of vLLM 0.32 and the modeling files of Transformers 5.19."""
+    """The keys were found by comparing the models of vLLM 0.32 with those of Transformers 5.19."""
     with pytest.raises(ValueError, match=rf"^config.json has {key} = .*: set it to "):
         check_served(config_of(family, **changes))
 

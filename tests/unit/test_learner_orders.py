@@ -95,7 +95,7 @@ def test_less_memory_gives_longer_schedules_that_respect_the_limit():
     found = [find_schedule(4, 8, works(1.0), most_held) for most_held in (2, 3, 4, 5)]
     assert [schedule.most_held for schedule in found] == [2, 3, 4, 5]
     assert sorted(schedule.makespan for schedule in found)[::-1] == [schedule.makespan for schedule in found]
-    assert found[2].makespan <= 1.02 * found[3].makespan, "the memory of 1F1B for one network is nearly enough for two"
+    assert found[2].makespan <= 1.02 * found[3].makespan, "1F1B memory for one network nearly suffices for two"
 
 
 def test_the_schedule_is_the_same_on_every_machine():
@@ -108,4 +108,4 @@ def test_the_schedule_search_is_bounded_for_long_schedules(monkeypatch, num_stag
     tries, make = [], fused._ListScheduler.run
     monkeypatch.setattr(fused._ListScheduler, "run", lambda self: tries.append(1) or make(self))
     find_schedule(num_stages, num_micro_batches, works(0.625), default_most_held(num_stages))
-    assert len(tries) * num_stages * num_micro_batches <= 20_000, "about 28 us each"
+    assert len(tries) * num_stages * num_micro_batches <= 20_000, "a micro-batch of a stage takes about 28 us"

@@ -97,7 +97,7 @@ def test_required_micro_batches_are_filled_and_only_surplus_ones_are_empty():
 
 
 def test_best_fit_is_used_if_even_costs_do_not_fit():
-    lengths = [6, 5, 4, 3, 2]  # 20 of 20: 6 + 3 and 5 + 4 would leave no room for the last
+    lengths = [6, 5, 4, 3, 2]  # fill two bins of 10; after 6 + 3 and 5 + 4 the last would not fit
     assert spread(lengths, np.array(lengths, float), 10, 2) is None
     assert [sum(lengths[i] for i in members) for members in plan(lengths, np.array(lengths), PackingRule(10))] == [
         10,
@@ -137,7 +137,7 @@ def test_the_cost_balance_of_a_single_loaded_replica_is_its_share():
 
 def test_samples_of_a_prompt_are_packed_together_with_one_copy_of_the_prompt():
     prompts = [np.arange(10), np.arange(50, 60)]
-    rows = [np.append(prompts[i % 2], np.full(2, 100 + i)) for i in range(8)]  # each group fills half of 96
+    rows = [np.append(prompts[i % 2], np.full(2, 100 + i)) for i in range(8)]  # a group of four has 48 tokens
     units = np.arange(8) % 2
     packed = pack(rows, [10] * 8, PackingRule(48, min_micro_batches=2), units)
     assert sorted(sorted(members.tolist()) for members in packed.members) == [[0, 2, 4, 6], [1, 3, 5, 7]]
@@ -177,7 +177,7 @@ def trajectory(spans, **changes) -> Trajectory:
 
 
 def of_lengths(*samples):
-    """Return trajectories of these (group, number of tokens)."""
+    """Return one trajectory per (group, number of tokens)."""
     seen = {}
     rows = []
     for group, length in samples:
@@ -294,7 +294,7 @@ def test_scoring_packs_for_one_forward_pass_even_if_the_loss_compares_groups():
     rows = [replace(row, token_ids=row.token_ids + i) for i, row in enumerate(of_lengths(*[(0, 3)] * 4, *[(1, 3)] * 2))]
     rule = PackingRule(12, min_micro_batches=2, unit="group", num_stages=2)
     batch = StepBatch.build(to_batch(rows, "run"), 0, {0: 0}, rule)
-    assert batch.packed.cost_M.tolist() == [6, 12], "uneven, but one pass instead of two"
+    assert batch.packed.cost_M.tolist() == [6, 12], "whole groups are uneven, but need one pass instead of two"
     assert batch.pack(np.arange(6)).cost_M.tolist() == [9, 9]
 
 
@@ -325,7 +325,7 @@ def test_off_loaded_references_are_fetched_one_at_a_time_and_released_before_tra
     )
     assert (one.num_fetched, other.num_fetched) == (1, 1)
     assert (one.is_here, other.is_here) == (False, False)
-    assert seen == [False], "memory suffices for one"
+    assert seen == [False], "the memory holds only one reference"
 
 
 class Third(Echo):
@@ -369,7 +369,7 @@ def test_a_step_reports_the_fraction_of_groups_with_equal_rewards():
         for index, reward in enumerate(several)
     ]
     batch = StepBatch.build(to_batch(rows, "run"), 3, {0: 0}, RULE)
-    assert uninformative_frac(batch) == 2 / 4, "a single sample does not count"
+    assert uninformative_frac(batch) == 2 / 4, "a group of one sample does not count"
     report = step_report(
         batch, StepResult(4, (Update(batch, UpdateResult(True, (1.0,), 1e-5, 1.0), {}),), {}), 1, 3,
         StepTimes(0.0, 1.0, 2.0), counts_of(Ledger(uninformative=6)), LengthFidelity(),
@@ -388,7 +388,7 @@ def test_a_step_reports_the_mean_of_each_of_several_reward_functions():
     )  # fmt: skip
     assert report["reward/part/exact"] == 0.5
     alone = [trajectory(one, reward_parts={"exact": 1.0})]
-    assert part_metrics(StepBatch.build(to_batch(alone, "run"), 3, {0: 0}, RULE)) == {}, "reward/mean is the same"
+    assert part_metrics(StepBatch.build(to_batch(alone, "run"), 3, {0: 0}, RULE)) == {}, "reward/mean already has it"
     many = [trajectory(one, reward_parts={f"f{number}": 1.0 for number in range(MAX_PARTS + 9)})]
     assert len(part_metrics(StepBatch.build(to_batch(many, "run"), 3, {0: 0}, RULE))) == MAX_PARTS
 
@@ -418,5 +418,5 @@ def test_a_step_reports_the_packing_of_its_batch():
     report = step_report(
         batch, StepResult(3, (skipped,), {}), 1, 3, StepTimes(0.0, 1.0, 2.0), ledger, LengthFidelity(0.1, 0.8)
     )
-    assert report["lag_by_actor"] == {}, "nothing was trained"
+    assert report["lag_by_actor"] == {}, "a skipped update trains on no tokens"
     assert set(report) - TABLES <= set(METRICS)

@@ -38,7 +38,7 @@ CASTS = {"_to_copy", "copy_", "clone"}
 
 
 class Watch(TorchDispatchMode):
-    """Record the dtypes of products, and the weights that are cast or copied."""
+    """Recorder of the dtypes of products, and of the weights that are cast or copied."""
 
     def __init__(self, weights):
         super().__init__()
@@ -76,7 +76,7 @@ def test_no_weight_is_cast_per_micro_batch_and_every_product_is_in_bfloat16(tmp_
     for stage in stages:
         stage.rule = replace(stage.rule, chunk_mib=7 * VOCABULARY * 4 / 2**20)
     named = [each for stage in stages for each in (*stage.named_parameters(), *stage.masters.items())]
-    # weights of norms have a few kB, and the code of Gemma casts them to float32
+    # excludes weights of norms, which have a few kB: the code of Gemma casts them to float32
     with Watch(weight for name, weight in named if not name.endswith("norm.weight")) as seen:
         run(stages, packed_batch()).sum().backward()
     assert len(seen.products) > 3 * 7 * 3
@@ -216,7 +216,7 @@ def test_the_schedule_sets_the_kept_size_of_the_head_and_in_place_addition(
 
 
 @pytest.mark.parametrize("kind", ["tied", "untied"])
-def test_computed_and_published_weights_are_the_rounded_trained_and_exported_ones(networks_of, kind):
+def test_passes_and_actors_use_rounded_masters_and_the_export_has_the_masters(networks_of, kind):
     networks, _ = networks_of(kind)
     (module,) = networks.policy.modules
     for number in range(2):
@@ -323,7 +323,7 @@ def test_clipping_equals_torch_with_a_float64_norm_bit_for_bit(networks_of, dtyp
 
 
 def test_a_loaded_stage_keeps_float32_masters_for_any_checkpoint_dtype(tmp_path):
-    folder = Model("llama", True).save(tmp_path)  # float64
+    folder = Model("llama", True).save(tmp_path)  # saved in float64
     stage = load_stage(folder, 0, 1, temperature=1.0, device=CPU, heads="token_and_value")
     stage.compute_in_bfloat16()
     assert {weight.dtype for weight in stage.masters.values()} == {torch.float32}

@@ -139,12 +139,12 @@ def test_the_gradient_of_an_update_does_not_depend_on_its_micro_batches(train_st
 @pytest.mark.parametrize(
     ("config", "algorithm", "num_passes"),
     [
-        ({"num_epochs": 2, "one_pass": False}, OffPolicyPPOConfig(), 2),  # one for the batch, one for its second epoch
+        ({"num_epochs": 2, "one_pass": False}, OffPolicyPPOConfig(), 2),  # one pass for the batch, one for epoch 2
         ({"num_epochs": 2}, OffPolicyPPOConfig(), 1),
         ({}, OffPolicyPPOConfig(), 0),
         ({}, OffPolicyPPOConfig(kl_beta=0.1), 1),  # the KL is in the reward, and so in the group's baseline
         ({}, TrajectoryBalanceConfig(), 1),
-        # unread values of the start of the step are not computed
+        # no pass for the start of the step, which this loss does not read: one pass per update
         ({"num_minibatches": 2}, TrajectoryBalanceConfig(), 2),
         ({"num_epochs": 2}, OffPolicyPPOConfig(proximal="interpolated"), 0),
         ({"num_epochs": 2}, DistillationConfig(), 0),
@@ -169,7 +169,7 @@ def test_no_pass_copies_from_the_host_after_its_batch_is_on_the_device(train_ste
     _, networks = train_step(OffPolicyPPOConfig())
     on_device = networks.on_device(build(make_rows(0)).packed)
     assert on_device.packed.num_micro_batches > 1
-    assert all(layout.grids for layout in on_device.layouts)  # built on a CPU only, at the first use
+    assert all(layout.grids for layout in on_device.layouts)  # grids are built at their first use, and only on a CPU
     buckets = [each for layout in on_device.layouts for each in layout.grids.buckets]
     assert any(each.queries.shape != each.keys.shape for each in buckets), "a shared prompt is queried once"
     monkeypatch.setattr(torch, "from_numpy", lambda _: pytest.fail("such a copy waits for all queued GPU work"))
@@ -184,7 +184,7 @@ def test_no_pass_copies_from_the_host_after_its_batch_is_on_the_device(train_ste
 def test_a_one_pass_step_reads_nothing_from_the_device_before_the_pass_ends(train_step, precision):
     step, networks = train_step(OffPolicyPPOConfig(corrections=("token_tis",)), precision=precision)
     passes, train = [], networks.train_in_one_pass
-    step.run(build(make_rows(0)), 0)  # stages communicate when a schedule is built
+    step.run(build(make_rows(0)), 0)  # builds the schedule, for which stages communicate
 
     def watched(batch, gradient):
         with NoDeviceReads():
@@ -266,7 +266,7 @@ def test_beta_reaches_its_final_value_over_the_updates_of_the_run(train_step, on
     step, _ = train_step(algorithm, one_pass=one_pass, num_steps=2, num_epochs=2, learning_rate=1e-9)
     betas, norms = [], []
     for number in range(3):
-        # one update of each previous step was skipped
+        # these versions mean that one of the two updates of each previous step was skipped
         updates = step.run(build(make_rows(0), version=number), number).updates
         betas += [update.metrics["tb/beta"] for update in updates]
         norms.append(updates[0].result.grad_norms[0])
@@ -380,7 +380,7 @@ def test_policy_and_critic_are_updated_together(train_step, network):
 
 
 def one_rank(folder, mesh: Mesh) -> None:
-    """Run on each process of the next test: a stage has a NaN in the first of two updates, or an infinite loss."""
+    """Run the next test on one process: the first of two updates has a NaN on one stage, or an infinite loss."""
     algorithm, config = OffPolicyPPOConfig(), LearnerConfig(num_minibatches=2, learning_rate=1e-2)
     place = mesh.place
     for bad_rank in (*range(place.num_ranks), None):

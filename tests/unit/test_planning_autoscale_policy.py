@@ -50,7 +50,7 @@ def test_a_pool_grows_by_the_shortfall_after_enough_steps():
     assert "3 more actors in pool 'fast' would raise the rate by 110%" in advice.text
 
 
-def test_a_pool_shrinks_after_one_fewer_actor_would_suffice_for_long():
+def test_a_pool_shrinks_after_one_fewer_actor_would_have_sufficed_for_many_steps():
     policy, state = ScalingPolicy(), [pool(4)]
     observed = [policy.observe(state, facts(tokens_for(3, 0.8))) for _ in range(PATIENCE_TO_SHRINK + 5)]
     found = [each for each in observed if each is not None]
@@ -130,7 +130,7 @@ def test_the_last_actor_of_a_pool_stays_and_another_pool_shrinks():
 
 
 def autoscaled_run(seed, *, doubles=True):
-    """Simulate a run whose lengths double from step 20 to 60; return the actors per step and the final rate."""
+    """Simulate a run whose lengths double from step 20 to 60; return actors per step and relative final throughput."""
     lengths = lognormal(230, 0.6, 2000, 0.5)
     start = world(engines=3, slots=SLOTS, lengths=lengths, step_s=GROUPS / G, max_lag=8, groups=GROUPS)
     policy, counts, rates = ScalingPolicy(), [], []

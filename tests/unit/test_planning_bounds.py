@@ -1,4 +1,4 @@
-"""The three rate bounds: a simulated run that nothing else limits reaches each of them, and no run exceeds one."""
+"""The three throughput bounds: a simulated run reaches each bound if nothing else limits it, and no run exceeds one."""
 
 import itertools
 from dataclasses import replace
@@ -57,7 +57,7 @@ def test_admission_reaches_the_staleness_bound_if_engines_have_room(max_lag):
 
 @pytest.mark.parametrize(("explained", "max_lag"), [(0.0, 4), (0.8, 1), (0.8, 8)])
 def test_the_staleness_bound_includes_the_cost_of_drops(explained, max_lag):
-    """From the mean of the longest alone, the bound would be 1.3, 2.8 and 2.9 times the simulated rate."""
+    """The mean of the longest lengths alone would give bounds of 1.3, 2.8 and 2.9 times the simulated throughput."""
     made = world(
         engines=20, slots=64, law=type(LAW)(4e-3), step_s=0.05, max_lag=max_lag,
         lengths=lognormal(100, 0.9, 2000, explained),
@@ -105,14 +105,14 @@ def test_with_an_unbounded_lag_and_single_use_four_steps_may_be_outstanding():
     assert 0.5 * bounds.rate < found.samples_per_s <= bounds.rate * (1 + 1e-9)
 
 
-def test_versions_published_faster_than_applied_do_not_limit_the_rate():
+def test_versions_published_faster_than_applied_do_not_limit_throughput():
     made = world(engines=8, step_s=1.0, max_lag=64, costs=Costs(publish_s=0.2, fetch_s=0.2, pause_s=0.02))
     many = replace(made, contract=StalenessContract(made.contract.config, G, 16))
     found = Simulation(many).run(200, warm_up=50)
-    assert found.samples_per_s == pytest.approx(bounds_of(many, 1.0).rate) == G * K, "an engine skips to the newest"
+    assert found.samples_per_s == pytest.approx(bounds_of(many, 1.0).rate) == G * K, "engines skip old versions"
 
 
-def test_length_figures_of_groups_match_the_distribution():
+def test_length_statistics_of_groups_match_the_distribution():
     alike = figures_of(constant(50), 8)
     assert (alike.mean, alike.at_a_moment, alike.longest_of(1)) == (50, 25, 50)
     tail = figures_of(lognormal(100, 1.0, 100_000), 8)

@@ -29,7 +29,7 @@ def test_samples_that_start_together_end_after_one_step_per_token():
     assert found["long"] == pytest.approx(short_s + 200 * law.seconds(1, 0), rel=1e-12)
 
 
-def test_growing_contexts_cost_the_integral_of_the_law():
+def test_growing_contexts_cost_the_integral_of_the_cost_model():
     law = TokenTime(4e-3, 6e-5, 1e-7)
     clock = TokenClock(law)
     clock.start("a", 500, 1000)

@@ -1,4 +1,4 @@
-"""No process of a run imports `planning` unless a config key or a verb needs it."""
+"""No process of a run imports `planning` unless a config key or a subcommand needs it."""
 
 import re
 import subprocess
@@ -49,7 +49,7 @@ def test_no_other_package_imports_planning():
     assert {name for name, found in below.items() if any(each.startswith("leeway.planning") for each in found)} == set()
 
 
-def test_help_lists_the_planning_verbs_and_describes_each(capsys):
+def test_help_lists_the_planning_subcommands_and_describes_each(capsys):
     assert main(["--help"]) == 0
     listed = capsys.readouterr().out
     for verb, (_, text) in LAZY_VERBS.items():

@@ -73,7 +73,7 @@ def test_each_minibatch_is_packed_separately_and_has_its_own_bubble(schedule):
     parts = [[n for i, n in enumerate(lengths) if i // 4 % 4 == part] for part in range(4)]
     taken_s = law.seconds(lengths, 1, 4, four)
     assert taken_s == pytest.approx(sum(law.seconds(each, 1, 4, one) for each in parts))
-    assert taken_s > 1.15 * law.seconds(lengths, 1, 4, one), "four bubbles cost more than one"
+    assert taken_s > 1.15 * law.seconds(lengths, 1, 4, one), "four bubbles take more time than one"
     num = len(planning.cost_of_micro_batches(*map(np.array, (lengths, [1] * 64, range(64))), one.rule(CostModel()),
                                              np.arange(64) // 4)[0])  # fmt: skip
     row = terms(float(sum(lengths)), float(sum(n * n for n in lengths)), num, four)
@@ -97,7 +97,7 @@ def test_groups_split_across_micro_batches_need_an_extra_forward_pass(monkeypatc
     assert law.seconds(lengths, 1, 8, large) == pytest.approx(4 / 3 * law.seconds(lengths, 1, 8, again))
 
 
-def test_a_law_fitted_to_one_shape_holds_for_another():
+def test_a_cost_model_fitted_to_one_shape_holds_for_another():
     law, random, moments = LearnerTime(0.05, 0.004, 2e-5, 3e-9), np.random.default_rng(3), LeastSquares(4)
     for budget in (1024, 4096):
         shape = LearnerShape(2, 1, token_budget=budget)

@@ -35,14 +35,14 @@ def world(
     )
 
 
-def test_full_engines_generate_at_the_rate_of_the_law():
+def test_full_engines_reach_the_throughput_of_the_cost_model():
     found = Simulation(world(engines=3, max_lag="unbounded")).run(200, warm_up=50)
     assert found.samples_per_s == pytest.approx(3 * 16 / (100 * LAW.seconds(16, 0)), rel=1e-9)
     assert found.slots_used == pytest.approx(1.0, rel=1e-9)
     assert found.binds == "generation"
 
 
-def test_a_slow_learner_limits_the_rate():
+def test_a_slow_learner_limits_throughput():
     found = Simulation(world(engines=4, step_s=10.0)).run(60, warm_up=20)
     assert found.samples_per_s == pytest.approx(G * K / 10.0, rel=1e-9)
     assert found.learner_busy == pytest.approx(1.0, rel=1e-9)
@@ -57,7 +57,7 @@ def test_a_learner_that_is_always_busy_is_the_bottleneck():
 
 @pytest.mark.parametrize("max_lag", [1, 2, 5])
 def test_admission_obeys_littles_law(max_lag):
-    """The outstanding groups fill the room of the contract: rate = room * K / residence."""
+    """The outstanding groups use the whole capacity of the contract: throughput = capacity * K / residence."""
     made = world(engines=20, step_s=3.0, max_lag=max_lag)
     found = Simulation(made).run(80, warm_up=30)
     residence_s = found.residence_s / sum(found.lags.values())
@@ -94,7 +94,7 @@ LONG_TAIL = lognormal(100, 1.0, 2000, 0.65)
 
 @pytest.mark.parametrize("on_stale", ["drop", "wait"])
 @pytest.mark.parametrize("max_lag", [0, 1, 4])
-def test_no_group_is_trained_past_the_bound_or_dropped_if_the_step_waits(max_lag, on_stale):
+def test_no_group_is_used_past_the_bound_or_dropped_if_the_step_waits(max_lag, on_stale):
     made = world(engines=4, lengths=LONG_TAIL, step_s=0.3, max_lag=max_lag, on_stale=on_stale)
     found = Simulation(made, seed=max_lag).run(150)
     assert max(found.lags) <= max_lag
@@ -104,7 +104,7 @@ def test_no_group_is_trained_past_the_bound_or_dropped_if_the_step_waits(max_lag
 
 
 class AdmissionWatcher(Simulation):
-    """Checks after each drop of groups that no engine waits for admission that is open."""
+    """Checks after each drop of groups that no engine waits while admission is open."""
 
     num_checks = 0
 
@@ -192,7 +192,7 @@ def test_a_small_cache_makes_samples_wait():
     simulation, peaks = CacheWatcher(world(kv_tokens=5 * 112, max_lag="unbounded")), []
     simulation.record = peaks.append
     found = simulation.run(60, warm_up=20)
-    assert 4 / 16 <= found.slots_used <= 5 / 16, "five fit whole, and some space is kept free"
+    assert 4 / 16 <= found.slots_used <= 5 / 16, "five samples fit, and some space is kept free"
     assert 4 * 110 <= max(peaks) <= 5 * 110 * (1 + 1e-9)
     assert found.binds == "generation"
 
@@ -205,7 +205,7 @@ def test_a_run_stops_at_its_time_limit():
 
 
 def simulated(dispatch, unlike, max_lag=2, on_stale="wait", num_prompts=256):
-    """Simulate eight engines; `unlike`: two are twice as fast. Prompts explain 65 % of the spread of lengths."""
+    """Simulate eight engines; with `unlike`, two are twice as fast. Prompts explain 65 % of the spread of lengths."""
     law, config = TokenTime(0.04, 0.001), ActorsConfig(group_size=8, max_running_samples=16, max_new_tokens=2000)
     pools = [EnginePool("slow", 6, law, config), EnginePool("fast", 2, TokenTime(0.02, 0.0005), config)]
     world = World(
@@ -220,7 +220,7 @@ def simulated(dispatch, unlike, max_lag=2, on_stale="wait", num_prompts=256):
 
 
 @pytest.mark.parametrize("max_lag", [0, 2])
-def test_long_samples_on_fast_engines_raise_the_rate_if_steps_wait(max_lag):
+def test_long_samples_on_fast_engines_raise_throughput_if_steps_wait(max_lag):
     ahead, in_order = (simulated(each, True, max_lag).samples_per_s for each in ("by_deadline", "in_order"))
     assert ahead > 1.3 * in_order
 
@@ -241,7 +241,7 @@ def test_overlong_samples_move_to_fast_engines_if_lengths_are_unknown(monkeypatc
 
 @pytest.mark.parametrize(("explained", "of_the_bound", "of_in_order"), [(0.65, 0.75, 1.12), (1.0, 0.95, 1.15)])
 def test_longest_first_comes_near_the_work_bound_if_samples_exceed_slots(explained, of_the_bound, of_in_order):
-    """The bound of a synchronous step is the larger of all its tokens over all slots and its longest sample alone."""
+    """A synchronous step takes at least the time of its tokens over all slots, and that of its longest sample alone."""
     law, config = TokenTime(0.04, 0.001), ActorsConfig(group_size=8, max_running_samples=8, max_new_tokens=2000)
 
     def shares(dispatch):
@@ -272,6 +272,6 @@ def test_equal_engines_get_prompts_in_order():
     assert simulated("by_deadline", False) == simulated("in_order", False)
 
 
-def test_long_samples_on_fast_engines_raise_the_rate_if_stale_groups_are_dropped():
+def test_long_samples_on_fast_engines_raise_throughput_if_stale_groups_are_dropped():
     ahead, in_order = (simulated(each, True, on_stale="drop").samples_per_s for each in ("by_deadline", "in_order"))
     assert ahead > in_order

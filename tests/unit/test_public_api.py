@@ -64,7 +64,7 @@ def test_an_unknown_key_raises_with_a_suggestion_and_starts_nothing(monkeypatch)
 
 
 @pytest.mark.parametrize("content", [None, '{"format": 2}', "{"])
-def test_a_folder_that_is_no_readable_run_raises_one_sentence(folder, content):
+def test_a_folder_that_is_not_a_readable_run_raises_one_sentence(folder, content):
     if content is None:
         (folder / "config.toml").unlink()
     else:

@@ -60,7 +60,7 @@ def encodings(folder: Path, version: int, dtype: str) -> dict[str, Encoding | No
 
 
 def noise(num: int, seed: int) -> torch.Tensor:
-    """Return values of all magnitudes, so that two tensors differ even in their exponents."""
+    """Return values of all magnitudes, so two tensors differ even in their exponents."""
     bits = torch.randint(-(2**31), 2**31, (num,), generator=torch.Generator().manual_seed(seed))
     return bits.to(torch.int32).view(torch.float32).nan_to_num()
 
@@ -120,7 +120,7 @@ def test_an_incompressible_tensor_is_not_retried_before_the_next_full_version(fo
     for version, tensors in enumerate(versions):
         tensors["frozen"][0] = version
     publish_all(folder, versions, full_every=4, dtypes=["float32"])
-    # full versions: 0 and 4; the noise is tried in 1 and 5
+    # full versions: 0 and 4; a delta of the noise is tried in versions 1 and 5
     assert [size for size in tried if size == 2000] == [2000] * 2
     for version in (1, 2, 3, 5, 6):
         assert encodings(folder, version, "float32") == {"noise": "raw", "frozen": "xor"}

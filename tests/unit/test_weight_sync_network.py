@@ -123,7 +123,7 @@ def test_a_file_truncated_in_the_store_is_refused_by_name(machine: Machine):
     publish(machine.folder, 0)
     path = machine.folder / "0.0" / WHOLE
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(WeightsCorrupt, match=rf"{WHOLE} has \d+ bytes, the manifest says"):
+    with pytest.raises(WeightsCorrupt, match=rf"{WHOLE} has \d+ bytes, but the manifest says"):
         machine.puller().fetch(v(0))
 
 

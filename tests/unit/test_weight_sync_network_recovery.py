@@ -148,7 +148,7 @@ def test_a_process_that_joins_while_a_folder_is_removed_gets_a_complete_folder(t
     closing = threading.Thread(target=first.close)
     closing.start()
     assert removing.wait(60)
-    # a joining process removes abandoned folders
+    # the joining process also calls rmtree, for abandoned folders
     monkeypatch.setattr(shutil, "rmtree", rmtree)
     second = HostFolder(path)
     (path / "0.2").mkdir()

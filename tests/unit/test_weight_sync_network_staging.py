@@ -264,7 +264,7 @@ def test_partial_files_of_a_replaced_fetcher_are_removed(machine: Machine, monke
 
 @pytest.mark.parametrize("deltas", [False, True])
 def test_a_fetcher_reports_progress_at_every_tensor(machine: Machine, monkeypatch, deltas: bool):
-    """No file grows while a preallocated file is filled or its checksums are verified."""
+    """No file grows while a preallocated file is filled or verified, so the sizes of files show no progress."""
     publish(machine.folder, 0, num_tensors=5)
     puller = machine.puller()
     puller.fetch(v(0)).close()
@@ -347,7 +347,7 @@ def test_two_learners_that_publish_one_version_are_detected(machine: Machine):
     sink.commit(build_manifest(v(0), [part], None, 1.0), 3)
     machine.end()
     machine.start()
-    with pytest.raises(WeightsCorrupt, match="two learners publish under the same version number"):
+    with pytest.raises(WeightsCorrupt, match="two learners publish the same version"):
         machine.puller("actor-1").fetch(v(0))
 
 

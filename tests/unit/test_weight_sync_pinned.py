@@ -132,7 +132,7 @@ class World:
         return self.engine.model.loaded
 
     def spoil(self, version) -> None:
-        """Change every byte of its file in place, which also changes mappings of the file."""
+        """Change every byte of the version's file in place, which also changes mappings of the file."""
         path = self.folder / version.key / PART
         with path.open("r+b") as file:
             file.write(bytes(255 - byte for byte in path.read_bytes()))
@@ -273,7 +273,7 @@ def test_host_copies_of_a_stage_pin_the_memory_they_need_and_release_it(monkeypa
     view = copies[0].bytes_of("float32")
     copies.clear()
     del copy
-    assert len(cuda.unregistered) == 3  # the last view keeps its memory
+    assert len(cuda.unregistered) == 3  # an open view keeps its memory registered
     del view
     assert sorted(cuda.unregistered) == sorted(address for address, _, _ in cuda.registered)
 

@@ -50,7 +50,7 @@ def test_a_flipped_byte_is_refused_by_name(folder: Path, name: str):
     publish(folder, v(0))
     path = folder / "0.0" / name
     data = bytearray(path.read_bytes())
-    # in the manifest a digit of a checksum: JSON stays valid
+    # in the manifest, change a digit of a checksum, so the JSON stays valid
     position = data.index(b'"checksum": "') + 14 if name == MANIFEST_NAME else len(data) - 1
     data[position] ^= 1
     path.write_bytes(data)
@@ -222,7 +222,7 @@ def part_of(value: str, *, rank: int = 0, shape: tuple[int, ...] = (2,), parent:
     return Part(rank, "0.1", parent, (TensorEntry("w", DTYPE, shape, file, value, delta),), files)
 
 
-def test_the_fingerprint_identifies_the_architecture_and_the_chain_the_history():
+def test_the_fingerprint_identifies_the_architecture_and_the_chain_identifies_the_history():
     first = build_manifest(v(0), [part_of("aa")], None, 0.0)
     second = build_manifest(v(1), [part_of("bb")], first, 0.0)
     orphan = build_manifest(v(1), [part_of("bb")], None, 0.0)
@@ -254,7 +254,7 @@ def test_a_delta_from_a_version_other_than_the_parent_is_dropped_at_commit():
         ({"name": "../../etc/passwd"}, "is not a valid name of a weight file"),
         ({"name": "/etc/passwd"}, "is not a valid name of a weight file"),
         ({"name": ".hidden"}, "is not a valid name of a weight file"),
-        ({"file": "elsewhere.safetensors"}, "which it does not list"),
+        ({"file": "elsewhere.safetensors"}, "is in the unlisted file elsewhere"),
         ({"dtype": "complex64"}, "unknown dtype 'complex64'"),
         ({"shape": (10**6,)}, "does not fit its file"),
         ({"shape": (-1, -1)}, "does not fit its file"),

@@ -280,7 +280,7 @@ def _log_weights(index: GroupIndex) -> dict[int, float]:
 
 
 def weights_of(log_weights: Mapping[int, float]) -> Weights:
-    """Return items with these logarithms of weights."""
+    """Return `Weights` with these log-weights."""
     weights = Weights()
     for item, log_weight in log_weights.items():
         weights.put(item, log_weight)

@@ -1,7 +1,7 @@
 """The fork server for the ranks of a learner in tests; it has their imports preloaded.
 
 With it, a rank starts in a tenth of a second. Every rank has the preloaded modules, so they must not change the
-product; modules that do, as `tests.world.learner`, are imported by the ranks that need them.
+product; modules that do, such as `tests.world.learner`, are imported by the ranks that need them.
 """
 
 import multiprocessing

@@ -2,9 +2,9 @@
 writes to their arguments.
 
 The module fakes liger_kernel.transformers.functional 0.8, which needs a GPU: its formulas, float32 computations, output
-dtypes and overwritten tensors. A rotation overwrites its queries and keys and their gradients, a gate its inputs in the
-backward pass, and a norm the incoming gradient if `in_place`. The fakes are slow and need much memory.
-Those of `leeway.learner.row_kernels` need no Triton.
+dtypes and overwritten tensors. A rotary embedding overwrites its queries, its keys and their gradients. In the backward
+pass, a gate overwrites its inputs, and a norm with `in_place` overwrites the incoming gradient. The fakes are slow and
+need much memory. The fakes of `leeway.learner.row_kernels` need no Triton.
 """
 
 from types import ModuleType

@@ -190,7 +190,7 @@ class LiveRun:
         """Return the processes that write to the log of a role: its own, which is the oldest, and its engine."""
         log = str(self.folder / "logs" / f"{role}.{number}.log")
         found = [each for each in descendants(self.process) if _writes_into(each) == log]
-        # a process just forked by it has its name too, until it executes another program
+        # a child that the role has just forked has its name until it executes another program
         return sorted(found, key=lambda each: (not command_of(each).startswith("ray::"), each.create_time()))
 
     def kill(self, role: str, number: int = 0) -> None:

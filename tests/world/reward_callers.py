@@ -15,7 +15,7 @@ TASK = ReasoningGymTask(type="reasoning_gym", name="chain_sum")
 
 
 class InThisProcess:
-    """Calls a plain function in a thread."""
+    """Replacement of `RewardProcess` that calls a plain function in a thread."""
 
     def __init__(self, function):
         self._function = function

@@ -32,8 +32,8 @@ def run_context(folder: Path, facts: RunFacts | None = None, **changes) -> RunCo
     """Return the context that a role of a run receives.
 
     Args:
-        folder: of the run, and of its model unless `model_path` is given.
-        facts: of the run; None for those of a small run.
+        folder: run folder, and model folder unless `model_path` is given.
+        facts: facts of the run; None for those of a small run.
         changes: config sections by name, and fields of RunContext.
     """
     # imported here because they import torch, which processes of buffer tests start without

@@ -1,8 +1,8 @@
 """The buffer service with one protection disabled, a small first map, or other constants.
 
 `python -m tests.world.service CHANGE ...`, followed by the arguments of `buffer_process`. A change is the name of a
-function here, or MODULE.NAME=NUMBER. It is used by the positive controls of the fault matrix, and by tests that need
-another value of a constant.
+function here, or MODULE.NAME=NUMBER. The positive controls of the fault matrix use it, and tests that need another
+value of a constant.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ from tests.world import buffer_process as program
 def tuned(path, number):
     """Set a constant to another value."""
     module, _, name = path.rpartition(".")
-    assert module.startswith("leeway."), "in the repository, another copy of it can be imported under a shorter name"
+    assert module.startswith("leeway."), "other names import another copy of a module"
     owner = importlib.import_module(module)
     return mock.patch.object(owner, name, type(getattr(owner, name))(float(number)))
 

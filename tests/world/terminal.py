@@ -1,4 +1,4 @@
-"""A pseudo-terminal with a child process, and the contents of its screen, as far as rich needs a terminal."""
+"""A pseudo-terminal with a child process, and its screen, with the escape sequences that rich uses."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ LIMIT_S = 60.0
 def wait_until(
     condition: Callable[[], object], name: str = "it", limit_s: float = LIMIT_S, errors: Sequence[BaseException] = ()
 ) -> float:
-    """Wait until `condition()` is true; return the seconds this took. Raise the first of `errors`, if one is added."""
+    """Wait until `condition()` is true; return the seconds this took. Raise the first error added to `errors`."""
     began = time.monotonic()
     while not condition():
         if errors:
