@@ -70,11 +70,11 @@ class ActorsConfig(BaseModel):
     )
     dtype: Literal["float32", "bfloat16", "float16"] = Knob("float32", "Serving precision.", basic=True)
     kv_cache_gib: PositiveFloat | None = Knob(
-        None, "GiB of KV cache; unset: 0.25 on CPU, the rest of gpu_memory_share on a GPU."
+        None, "GiB of KV cache; unset: 0.25 on CPU; on a GPU, gpu_memory_share minus weights and overhead."
     )
     gpu_memory_share: float = Knob(
         0.85,
-        "Fraction of a GPU's memory; with launch.colocate, at most 0.95 including the learner's.",
+        "Fraction of a GPU's memory; with launch.colocate, at most 0.95 in sum with the learner's fraction.",
         basic=True,
         gt=0,
         le=1,

@@ -278,7 +278,7 @@ class Engine:
             return
         self._broken = "it was stopped"
         llm.output_processor.propagate_error(EngineDead(self._death_message()))
-        # no output is read any more; without the cancellation vLLM would log the exit of its processes as a crash
+        # no output is read any more; without the cancellation, vLLM would log the exit of its processes as a crash
         if llm.output_handler is not None:
             llm.output_handler.cancel()
         context = llm.engine_core.resources.ctx

@@ -78,7 +78,7 @@ def set_environment(config: ActorsConfig) -> None:
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         # engines share the cores of a machine: none may pin itself to cores that another one uses
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        # it implements top-k and top-p, which are never used here, and compiles for minutes if there is a compiler
+        # FlashInfer implements top-k and top-p, which are never used here; with a compiler, its build takes minutes
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
     }
     for name, value in defaults.items():
@@ -144,7 +144,7 @@ def engine_args(model_path: Path, config: ActorsConfig, seed: int) -> AsyncEngin
     else:
         placement = _memory_on_gpu(model_path, config, current_platform.get_device_total_memory)
     if config.tensor_parallel_size > 1:
-        # in a placement group vLLM would start each worker in its own Ray bundle; ours has one bundle with all GPUs
+        # in a placement group, vLLM would start each worker in its own Ray bundle; ours has one bundle with all GPUs
         placement["distributed_executor_backend"] = "mp"
     overrides = dict(config.engine_args)
     if config.dtype != "float32":
@@ -172,8 +172,8 @@ def _memory_on_gpu(model_path: Path, config: ActorsConfig, total_bytes: Callable
     """Return an engine's arguments for GPU memory; raise ValueError if its share is too small for model and cache.
 
     Alone on a GPU, the engine gets its share, and vLLM sizes the cache of keys and values by a trial run. On a shared
-    GPU the trial would measure the other processes too. The engine then gets the bytes of its cache explicitly, and the
-    share that weights and cache need, which vLLM requires to be free before it loads anything.
+    GPU, the trial would measure the other processes too. The engine then gets the bytes of its cache explicitly, and
+    the share that weights and cache need, which vLLM requires to be free before it loads anything.
     """
     if config.kv_cache_gib is None and config.gpus >= 1:
         return {"gpu_memory_utilization": config.gpu_memory_share}

@@ -399,7 +399,7 @@ class ActorLoop:
         self._release_if_done(held)
 
     async def _push(self, trajectory: Trajectory) -> RowResult:
-        """Push in order once the client has credit: without credit it would block this event loop.
+        """Push in order once the client has credit: without credit, the push would block this event loop.
 
         Earlier pushes free credit when they are acknowledged, or fail within the client's timeout and end the loop.
         """

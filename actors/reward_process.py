@@ -270,7 +270,7 @@ def serve(descriptor: str) -> None:
     except TaskError as error:
         reply(_Outcome(why=_clean(str(error))))
         return
-    except OSError as error:  # from the kernel: errors of the user's file are raised as TaskError
+    except OSError as error:  # raised by the kernel: errors of the user's file are raised as TaskError
         reply(_Outcome(why="task.reward_network = false, but the kernel refuses isolation", detail=f"{error}; {HINT}"))
         return
     reply(_Outcome())

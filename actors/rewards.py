@@ -4,7 +4,7 @@ Functions have TRL's shape, f(prompts, completions, **columns) -> one number or 
 functions are summed; the parts are kept by function name. None means that a function does not apply. If no function
 applies, the sample has no reward and is filtered. Each function runs in its own processes
 (`leeway.actors.reward_process`); more than one runs only if calls wait. If a function raises, times out, ends its
-process or returns anything else, the call is logged with its prompt and retried; then `RewardFailed` is raised.
+process or returns an invalid value, the call is logged with its prompt and retried; then `RewardFailed` is raised.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from leeway.buffer.ledger import REWARD_FAILED
 _log = logging.getLogger(__name__)
 
 RETRIES = 1
-"""Retries after a failure: one call for each sample of a failed call, so that a bad sample does not fail the others,
+"""Retries after a failure: one call for each sample of a failed call, so that a bad sample fails alone,
 and one call for the samples that failed individually."""
 SLOW_S = 3.0
 """Seconds after which an actor reports that it waits for an open call."""
@@ -118,7 +118,7 @@ class Scorer:
         return [failing for lane in self._lanes if (failing := lane.failing) is not None]
 
     async def score(self, problem: Problem, completion: str) -> Scored:
-        """Return the reward of one completion; raise RewardFailed if a function fails on it and on every retry."""
+        """Return the reward of one completion; raise RewardFailed if a function still fails after its retries."""
         outcomes = await asyncio.gather(
             *(lane.value(problem, completion) for lane in self._lanes), return_exceptions=True
         )

@@ -157,7 +157,7 @@ def serve(parent: str) -> None:
         with tempfile.TemporaryDirectory(prefix="leeway-code-", ignore_cleanup_errors=True) as folder:
             print(json.dumps(_results(job, folder)), flush=True)
         return
-    if child := os.fork():  # the first process of its namespace; when it exits, the kernel kills all others there
+    if child := os.fork():  # the first process of a namespace; the kernel kills all other processes at its exit
         _, status = os.waitpid(child, 0)
         os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
     die_with_parent()
@@ -195,7 +195,7 @@ program, main = types.ModuleType("solution"), types.ModuleType("__main__")
 sys.modules.update(solution=program, __main__=main)  # dataclasses look up their module
 space, test, marks, imports = vars(program), vars(main), set(), {}
 space["__builtins__"] = vars(builtins)
-exec("from typing import *", space)  # for the annotations of LeetCode's programs
+exec("from typing import *", space)  # LeetCode's programs use these names in annotations
 groups, plain = (list, tuple, set, frozenset, dict), {int, float, str, bool, bytes, type(None)}
 probes = object(), None, 0, 1, 2, 3, 10, 10**6, -1, "", "a", "b", "abc", ["l"], ("t",), {"d": 0}
 class Names(dict):  # the builtins of a test, then the names of the program, looked up when used
@@ -240,7 +240,7 @@ def call(function):
 def run_case(unittest, case):
     unittest.defaultTestLoader.loadTestsFromTestCase(case).run(result := unittest.TestResult())
     assert not (result.failures or result.errors or result.unexpectedSuccesses)
-    if result.skipped:  # by the test, or by the program
+    if result.skipped:  # the test or the program skipped it
         raise NoVerdict("tests of the row are skipped", result.skipped[0][1])
 def run_class(case):
     for key in [key for key in dir(case) if key.startswith("test")]:
@@ -396,7 +396,7 @@ def _end(process: subprocess.Popen[bytes], job: dict[str, Any]) -> None:
     """Kill the program and its descendants: in a namespace, all processes in it."""
     with contextlib.suppress(ProcessLookupError):
         if job["isolated"]:
-            os.kill(-1, signal.SIGKILL)  # from the first process of the namespace: all but itself
+            os.kill(-1, signal.SIGKILL)  # kills all processes of the namespace except this one, the first
         else:
             os.killpg(process.pid, signal.SIGKILL)
     process.wait()

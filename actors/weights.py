@@ -185,7 +185,7 @@ class WeightFollower:
             ) from error
 
     def _late_arrival(self) -> StagedVersion | None:
-        """Return a version whose fetch ended after its timeout, if any; else a slow machine would never catch up."""
+        """Return the version of a fetch that ended after its timeout, or None. A slow machine needs it to catch up."""
         late, self._late = self._late, None
         if late is None or late.exception() is not None:
             return None

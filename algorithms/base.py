@@ -150,7 +150,7 @@ STD_FLOOR = 1e-6
 def group_advantages(inputs: LossInputs, rewards_B: Tensor, baseline: GroupBaseline) -> Tensor:
     """Return the advantage of each sequence from the rewards of its group: B -> B; 0 for a group of one.
 
-    rloo: r_j minus the mean of the other K-1 (arXiv 2402.14740).
+    rloo: r_j minus the mean of the other K-1 rewards (arXiv 2402.14740).
     grpo: r_j minus the mean of all K, divided by the standard deviation with denominator K-1 (arXiv 2402.03300).
     dr_grpo: r_j minus the mean of all K (arXiv 2503.20783).
     """

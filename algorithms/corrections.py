@@ -65,7 +65,7 @@ class TokenTIS(Correction):
 
     type: Literal["token_tis"] = "token_tis"
     cap: PositiveFloat = Field(default=5.0, description="Maximum weight; typically 1.5 to 5.")
-    floor: NonNegativeFloat = Field(default=0.1, description="Minimum weight; above 0, every token keeps a gradient.")
+    floor: NonNegativeFloat = Field(default=0.1, description="Minimum weight; if above 0, all tokens keep a gradient.")
 
     @model_validator(mode="after")
     def _must_not_be_empty(self) -> Self:
@@ -307,8 +307,8 @@ def off_policy_metrics(inputs: LossInputs, fresh_T: Tensor, weights_T: Tensor | 
         `mismatch/lag0_abs`, `lag0_k3`, `lag0_tokens`: the same on fresh tokens, where any difference is an
         implementation gap (None if there are none); `off_policy/chi2` mean(rho^2) - 1; `off_policy/ess_token`,
         `ess_sequence` of rho; for the applied weights `*_truncated` and `off_policy/masked_frac`, the fraction of
-        tokens with weight 0. If a behaviour log-probability is not finite, all except `lag0_tokens` are None, and
-        those of the applied weights are omitted.
+        tokens with weight 0. If a behaviour log-probability is not finite, all metrics except `lag0_tokens` are
+        None, and the metrics of the applied weights are omitted.
     """
     log_rho_T = (inputs.proximal_logprobs_T - inputs.behaviour_logprobs_T).detach()
     if log_rho_T.numel() == 0 or not bool(torch.isfinite(log_rho_T).all()):

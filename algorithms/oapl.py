@@ -5,8 +5,8 @@ Objective:
     L       = mean over prompts and j of delta_j^2
     V(x)    = the mean reward of the prompt's other samples
     On data of one policy mu, the gradient is zero at pi(y|x) proportional to mu(y|x) * exp(r / beta), the policy that
-    maximizes the reward minus beta times the KL to mu. With weights pi / mu this holds for any V, as for a baseline in
-    REINFORCE; without weights it requires V = beta * log Z.
+    maximizes the reward minus beta times the KL to mu. With weights pi / mu, this holds for any V, as for a baseline in
+    REINFORCE; without weights, it requires V = beta * log Z.
 
 Estimator:
     grad L = 2 * beta / K * sum_j delta_j * sum_t w_t * grad log pi_t per prompt, with the weights w of `corrections`.

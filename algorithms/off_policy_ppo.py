@@ -9,9 +9,9 @@ Objective:
     With critic values: + 1/2 / T * sum_t 1/2 max((V - R)^2, (clip(V, V_old +- 0.2) - R)^2), R = A + V_old.
 
 Estimator:
-    A comes from the rewards of the group (rloo, grpo, dr_grpo) or of the whole batch (batch: the mean of all others,
-    for groups of one), the same for every token of a sequence; or from GAE over per-token rewards and critic values; or
-    from a user's function.
+    A comes from the rewards of the group (rloo, grpo, dr_grpo) or of the whole batch (batch: reward minus the mean
+    of the other rewards, for groups of one), the same for every token of a sequence; or from GAE over per-token rewards
+    and critic values; or from a user's function.
     KL to the reference, if kl_beta > 0. In the reward: kl_beta * log(pi_prox / pi_ref) is subtracted, per sequence with
     a group baseline, per token with a critic; the optimum is then pi* ~ pi_ref * exp(r / kl_beta).
     In the loss: + kl_beta * mean_t sg[rho_t] * k_t. "loss" uses k2 = 1/2 log(pi / pi_ref)^2, whose gradient is that of
@@ -355,7 +355,7 @@ def _kl_terms(config: OffPolicyPPOConfig, inputs: LossInputs) -> Tensor:
     log_ratio_T = inputs.logprobs_T - inputs.reference_logprobs_T
     if config.kl_in == "loss":
         return log_ratio_T.square() / 2
-    log_ratio_T = log_ratio_T.clamp_min(-LOG_RATIO_LIMIT)  # in both terms: else the linear one pushes pi from pi_ref
+    log_ratio_T = log_ratio_T.clamp_min(-LOG_RATIO_LIMIT)  # in both terms: else the linear term pushes pi away
     return (-log_ratio_T).exp() - 1 + log_ratio_T
 
 

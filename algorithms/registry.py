@@ -136,7 +136,7 @@ class _Undeclared(Tensor):
     ) -> NoReturn:
         raise UndeclaredInput(
             f"the loss reads inputs.{cls.field}, but the `needs` of its [algorithm] section do not declare it: "
-            f"return Needs({cls.need}=True, ...) there, or do not read it (a run may not provide undeclared inputs)"
+            f"return Needs({cls.need}=True, ...) there, or do not read it (undeclared inputs are absent in some runs)"
         )
 
     def __repr__(self, **_: object) -> str:  # type: ignore[override]

@@ -223,7 +223,7 @@ def rule_as_it_is() -> Judge:
 
 
 def exact_alone() -> Judge:
-    """Return the current rule for pairs that it parses as two numbers, and False for all others."""
+    """Return the current rule for pairs that it parses as two numbers, and False for all other pairs."""
     rule = rule_as_it_is()
 
     def is_right(answer: object, completion: str) -> bool:

@@ -103,7 +103,7 @@ def _ships(name: str, *overrides: str, trained_at: tuple[int, ...] = (64,)) -> R
 
 
 def _unweighted(name: str, *overrides: str) -> Row:
-    # at lag 0 every weight is 1
+    # at lag 0, every weight is 1
     return _row(f"{name}, no weights", *overrides, *NONE, lags=(1, 4, 16, 64))
 
 

@@ -38,7 +38,7 @@ from leeway.common.rpc.messages import ClientIdentity, Message, Role
 
 SILENCE_S = 1.75
 LONG_SILENCE_S = 20.0
-"""Seconds without a heartbeat after which a client reconnects: `SILENCE_S` for actors, `LONG_SILENCE_S` for others."""
+"""Seconds without a heartbeat after which a client reconnects: `SILENCE_S` for actors, `LONG_SILENCE_S` otherwise."""
 REQUEST_TIMEOUT_S = 10.0
 """Seconds without an answer after which the client retries a request; much longer than a turn of the service."""
 

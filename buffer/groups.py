@@ -115,7 +115,7 @@ class Prompts:
         return NextPrompt(int(order_of(self.facts.seed, epoch, self.facts.num_prompts)[place]))
 
     def give_back(self, tx: Transaction, prompt_id: int, failures: int) -> None:
-        """Return the prompt of a dropped or filtered group; it is leased again before new prompts."""
+        """Queue the prompt of a dropped or filtered group; it is leased again before new prompts."""
         tx.returned_prompts.put(ReturnedPrompt(prompt_id, failures), tx.state.next_returned)
         tx.state.next_returned += 1
 
@@ -308,7 +308,7 @@ class Groups:
         self.save(tx, group)
 
     def return_prompt(self, tx: Transaction, group: Group, *, failures: int) -> None:
-        """Return the prompt of a dropped or filtered group, or give it up after `MAX_ATTEMPTS` failures in a row."""
+        """Queue the prompt of a dropped or filtered group, or give it up after `MAX_ATTEMPTS` failures in a row."""
         if failures >= MAX_ATTEMPTS:
             tx.state.ledger.prompts_given_up += 1
             return

@@ -304,7 +304,7 @@ def faults(
     reject(num_tokens > facts.max_tokens, "longer than max_tokens")
     reject(num_completion < 1, "empty completion")
     reject(np.diff(logprob_bounds) != num_completion, "logprobs and completion differ in length")
-    # For most messages minimum and maximum prove that all values are valid; finding a bad row takes several passes.
+    # For most messages, minimum and maximum prove that all values are valid; finding a bad row takes several passes.
     if len(tokens) and not 0 <= tokens.min() <= tokens.max() < facts.vocab_size:
         reject(_rows_of((tokens < 0) | (tokens >= facts.vocab_size), token_bounds), "token outside the vocabulary")
     if len(logprobs) and not -np.inf < logprobs.min() <= logprobs.max() <= LOGPROB_TOLERANCE:

@@ -1,7 +1,7 @@
 """Track leases: which actor holds which prompt, and when the lease expires.
 
 A lease is permission to generate the missing samples of one group. The rows are durable. Deadlines restart when the
-service restarts. Requests that were granted nothing are remembered only in memory: after a restart a duplicate of
+service restarts. Requests that were granted nothing are remembered only in memory: after a restart, a duplicate of
 such a request may get a lease, which then expires.
 """
 
@@ -160,7 +160,7 @@ class Leases:
         return self._granted(tx, leases, requeue_at)
 
     def renew(self, tx: Transaction, request: Renew) -> RenewReply:
-        """Extend the deadlines of leases that the actor still holds; return the others."""
+        """Extend the deadlines of leases that the actor still holds; return the other leases."""
         lost = []
         for lease_id in request.lease_ids:
             group_id = self._groups.index.leases.get(lease_id)

@@ -86,7 +86,7 @@ class Ledger(msgspec.Struct):
         return {name: value for name in self.__struct_fields__ if isinstance(value := getattr(self, name), int)}
 
     def failed_by_kind(self) -> dict[str, int]:
-        """Return the failed samples by kind, as metrics: `FAILED_KINDS`, and `failed_lease` for the others."""
+        """Return the failed samples by kind, as metrics: `FAILED_KINDS`, and `failed_lease` for all other failures."""
         kinds = {
             kind: sum(count for reason, count in self.failed_by_reason.items() if reason.startswith(prefix))
             for kind, prefix in FAILED_KINDS.items()

@@ -270,7 +270,7 @@ class PosteriorsReply(Message, frozen=True):
     num_seen: int
     """Number of prompts with a group; the body has at most `leeway.planning.lengths.MAX_POSTERIORS` of them."""
     is_expecting: bool
-    """The service has predictions of the other prompts."""
+    """The service has the ranker's length predictions."""
 
 
 class IncarnationReply(Message, frozen=True):

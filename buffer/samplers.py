@@ -83,7 +83,7 @@ class Weighted:
 
 @dataclass(frozen=True)
 class OnPolicyShare:
-    """Sampler of trajectory balance with asynchrony (TBA): a fraction m of newest groups, the others by `rest`.
+    """Sampler of trajectory balance with asynchrony (TBA): a fraction m of newest groups, other groups by `rest`.
 
     m * G is rounded up or down at random, so that the newest groups make up the fraction m on average over steps.
     """

@@ -123,7 +123,7 @@ class BufferService:
         try:
             self._store.read(self._core.leases.restart)
             self._store.read(_refuse_damaged)
-            with suppress(StoreFull):  # on a full disk, a later start deletes the damaged rows
+            with suppress(StoreFull):  # if the disk is full, a later start deletes the damaged rows
                 self._store.write(self._core.groups.prompts.load)
         except CorruptRecord as error:
             self._store.close()
@@ -190,7 +190,7 @@ class BufferService:
         self._timers.end("acknowledge")
 
     def _answer_rejected(self, arrivals: list[Arrival]) -> list[Accepted]:
-        """Answer and count the messages that were rejected without the store; return the others."""
+        """Answer and count the messages that were rejected without the store; return all other messages."""
         accepted: list[Accepted] = []
         for arrival in arrivals:
             if not isinstance(arrival, Rejected):

@@ -174,7 +174,7 @@ class Steps:
         return len(self._contract.select(ages, version)) == len(groups)
 
     def _refuse_if_exhausted(self, tx: Transaction, request: DrawRequest) -> None:
-        """Refuse a draw that recorded samples can never complete; groups of unfinished steps may still be reused."""
+        """Refuse a draw that the recorded samples can never fill; groups of unfinished steps may still be reused."""
         num_ready = len(self._groups.index.ready)
         if self._groups.config.source is None or num_ready >= request.num_groups or tx.state.pending_draws:
             return
@@ -362,7 +362,7 @@ class Steps:
     def _version_after(self, draw: DrawRecord, message: BeginIncarnation) -> int:
         """Return the version after a step of the checkpoint whose StepFinished never arrived.
 
-        For the last step the checkpoint's version shows whether it was skipped; earlier steps count as not skipped.
+        For the last step, the checkpoint's version shows whether it was skipped; earlier steps count as not skipped.
         """
         if draw.step == message.step and draw.version == message.version:
             return draw.version

@@ -204,7 +204,7 @@ class Store:
     def write(self, change: Callable[[Transaction], T]) -> T:
         """Run `change` in one transaction and commit it; if the map is full, grow it and run `change` again.
 
-        `change` may run several times, so it may only change state that a second run overwrites.
+        `change` may run several times, so it must only change state that a second call overwrites.
 
         Raises:
             StoreFull: the disk is full; nothing was committed, and the write may be retried.
@@ -361,6 +361,6 @@ def _difference(stored: str, current: str) -> str:
 
 
 def _immutable(facts: str) -> dict[str, Any]:
-    """Return the facts that must not change. Length limits may, because too long samples are filtered when drawn."""
+    """Return the facts that must not change; length limits may change, as too long samples are filtered when drawn."""
     known = msgspec.json.decode(facts)
     return {name: value for name, value in known.items() if name not in ("max_tokens", "token_budget")}

@@ -225,11 +225,11 @@ class Group(msgspec.Struct):
     uses: int = 0
     """Number of steps that used the group; a redone step counts once."""
     pending: int = 0
-    """Number of draws with this group that are not finished in this incarnation; above 0, its phase is 'drawn'."""
+    """Number of draws with this group that are not finished in this incarnation; if above 0, its phase is 'drawn'."""
     trained_at: list[Use] = []
     """The last `MAX_TRAINED_AT` steps that trained on it, oldest first; a redone step is listed once."""
     held: int = 0
-    """Number of recorded draws with this group; above 0, its records are kept."""
+    """Number of recorded draws with this group; if above 0, the group's records are kept."""
 
     @classmethod
     def new(cls, group_id: int, prompt_id: int, size: int, failures: int = 0, predicted: int = 0) -> Group:

@@ -114,7 +114,7 @@ class Table(Generic[V]):
             self._write(packed, value)
 
     def append(self, pieces: Sequence[bytes | memoryview], *key: int | str) -> None:
-        """Write concatenated pieces under a key greater than all others; appending is faster and fills pages better."""
+        """Write concatenated pieces under a key above all stored keys; appending is faster and fills pages better."""
         packed = _pack(key)
         value = bytearray().join([bytes(_SEAL.size), *pieces])
         _SEAL.pack_into(value, 0, _digest(packed, memoryview(value)[_SEAL.size :]))

@@ -103,7 +103,7 @@ class StalenessConfig(BaseModel):
             return self.max_actor_lag
         if self.max_lag == "unbounded":
             return 1
-        room = self.max_lag - (self.publish_every - 1) + 1  # in versions; a step takes updates_per_step of them
+        room = self.max_lag - (self.publish_every - 1) + 1  # number of versions; a step adds updates_per_step
         # with an actor lag of 1, no step could be in flight besides the one in progress: generation would stall
         costs_the_overlap = room // updates_per_step >= 2 > (room - 1) // updates_per_step
         return 0 if room <= updates_per_step or costs_the_overlap else 1
@@ -195,8 +195,8 @@ class StalenessContract:
 
         There are two checks. The capacity assumes that weights are published when due. The second check accounts for
         late publication: the group would enter the step after all outstanding groups, with tokens as old as
-        `min_version`, and must be usable in that step. With max_lag = 0 this blocks admission between the end of a step
-        and its publication.
+        `min_version`, and must be usable in that step. With max_lag = 0, this blocks admission between the end of a
+        step and its publication.
 
         Args:
             outstanding: groups in flight, waiting, or drawn for an unfinished step.
@@ -256,7 +256,7 @@ class StalenessContract:
     def steps_left(self, oldest: int, version: int) -> int | None:
         """Return how many steps after the one beginning at `version` may use the group, assuming no skipped updates.
 
-        The result is negative if the step beginning at `version` may not use it either, and None without a bound.
+        The result is negative if the step beginning at `version` cannot use it either, and None without a bound.
         """
         bound = self.bound()
         if bound is None:

@@ -29,7 +29,7 @@ newest_first = NewestFirst()
 
 
 class SamePrompt:
-    """Draws random groups, each followed by others of its prompt, so that a loss can compare policy versions."""
+    """Draws random groups, each followed by other groups of its prompt, so that a loss can compare policy versions."""
 
     def __init__(self, num_others: int) -> None:
         """Add to each group up to `num_others` other groups of its prompt, most recently leased first."""

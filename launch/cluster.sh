@@ -4,12 +4,12 @@
 #   launch/cluster.sh up [HOSTS]                         start Ray on every host where it is not up yet
 #   launch/cluster.sh run CONFIG.toml [--key.sub VALUE]  train on the cluster
 #   launch/cluster.sh resume RUN [--key.sub VALUE]       resume a run, which may be from an earlier cluster
-#   launch/cluster.sh status                             show hosts and resource usage; exit status 1 if one is lost
+#   launch/cluster.sh status                             show hosts and resource usage; exit status 1 if a host is lost
 #   launch/cluster.sh down                               end the runs with a checkpoint, then end the processes that
-#                                                        `up` started on every host, and no others
+#                                                        `up` started on every host, and no other processes
 #
 # HOSTS, or --hosts FILE, or $LEEWAY_HOSTS, is a file with a line per host, `HOST [POOL[,POOL...] [ADDRESS]]`; the first
-# is the head. Later calls reuse it until `down`. Without one, the cluster is this machine alone, on loopback.
+# is the head. Later calls reuse it until `down`. Without HOSTS, the cluster is this machine alone, on loopback.
 #
 # Environment: LEEWAY_SSH, called as $LEEWAY_SSH HOST COMMAND
 # (ssh -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=15 -o ServerAliveCountMax=8);
@@ -135,7 +135,7 @@ down() {
   [ $# -eq 0 ] || usage
   local i line failed=0
   load_hosts
-  # before Ray stops, so that the runs can finish their step; if the head cannot be reached, `stop` reports it
+  # the runs end before Ray stops, so that they can finish their step; if the head cannot be reached, `stop` reports it
   limit_s=$((end_s + 30)) on_host 0 end-runs "$end_s" </dev/null 2>/dev/null |
     while IFS= read -r line; do print_host 0 "$line"; done || true
   each_host stop "${!hosts[@]}"

@@ -55,7 +55,7 @@ with_token() { export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH="$token" LEEWAY_RA
 # --- our own processes ------------------------------------------------------------------------------
 
 # Ray's processes have the session on their command line. Their children inherit it in their environment. A process that
-# hides both behind its own title is still a descendant of one that does not.
+# hides both behind its own title is still a descendant of a process that does not.
 own_processes() {
   local pattern found level
   pattern=$(sed 's/[].[\*^$+?(){}|/]/\\&/g' <<<"$session")
@@ -135,7 +135,7 @@ facts() {
       ! listening "$address" "$each" || echo "taken $each $(listener "$each")"
     done
   fi
-  # shellcheck disable=SC2046 # one argument per process; without an init, as in a container, ended ones stay as zombies
+  # shellcheck disable=SC2046 # one argument per process; without an init, as in containers, dead processes stay zombies
   for other in $(alive $(pgrep -x raylet || true)); do
     [[ " ${own//$'\n'/ } " == *" $other "* ]] ||
       echo "other $other $(tr '\0' '\n' <"/proc/$other/cmdline" | sed -n 's/^--session_dir=//p')"

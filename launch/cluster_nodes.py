@@ -40,7 +40,7 @@ def main() -> int:
     try:
         socket.create_connection((host, int(port)), CONNECT_S).close()
         nodes = GcsClient(address=address).get_all_node_info(timeout=TIMEOUT_S)
-    except Exception as error:  # of types private to Ray; each means that the head does not answer
+    except Exception as error:  # Ray raises private types here; each means that the head does not answer
         print(f"Ray GCS at {address} unreachable: {error}".splitlines()[0], file=sys.stderr)
         return 1
     print("\n".join(lines(nodes.values(), host)))

@@ -58,8 +58,8 @@ class ModelConfig(_Section):
 
     path: str = Knob(
         ...,
-        "Folder with config.json, safetensors and a tokenizer; or, if no folder ORG exists, ORG/NAME[@REVISION] "
-        "on the Hugging Face Hub.",
+        "Folder with config.json, safetensors and a tokenizer; or ORG/NAME[@REVISION] on the Hugging Face Hub. "
+        "If a folder ORG exists, the value is a path.",
         basic=True,
     )
     reference_path: str | None = Knob(
@@ -108,8 +108,8 @@ class PoolConfig(_Section):
     """`[pools.NAME]`: workers of one kind on hosts of one kind. Unset keys default to `[actors]` or `[learner]`."""
 
     role: Literal["actors", "learner"] = Knob(..., "Kind of workers: 'actors', or stages of the 'learner'.", basic=True)
-    count: PositiveInt | None = Knob(None, "Number of actors or stages; unset: 1 actor, all other stages.", basic=True)
-    # as in [actors]; cpus and gpus apply to both roles
+    count: PositiveInt | None = Knob(None, "Number of workers; unset: 1 actor, or all unassigned stages.", basic=True)
+    # these keys override those of [actors]; cpus and gpus apply to both roles
     cpus: NonNegativeFloat | None = None
     gpus: NonNegativeFloat | None = None
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
@@ -143,7 +143,7 @@ SET_BY_LEEWAY = {
 """Environment variables that `launch.env` cannot set -> the reason."""
 
 Action = Literal["warn", "quarantine", "stop"]
-"""Action of an alert: log it, also quarantine the actor, or stop the run."""
+"""Action of an alert: only log it, quarantine the actor too, or stop the run."""
 
 
 class LaunchConfig(_Section):
@@ -164,7 +164,7 @@ class LaunchConfig(_Section):
         "Scale actor pools by sample lengths and costs: 'advise' reports the number of actors, 'on' applies it.",
     )
     on_mismatch: Action = Knob(
-        "warn", "Action if engine and learner differ at lag 0: 'warn', also 'quarantine' the actor, or 'stop' the run."
+        "warn", "Action if engine and learner differ at lag 0: 'warn', 'quarantine' the actor, or 'stop' the run."
     )
 
     @field_validator("env")
@@ -378,7 +378,7 @@ def _resolve_paths(tree: Tree, base: Path, where: str) -> None:
                     table[key] = _resolve_reward(value, base)
             elif dotted != REWARDS_KEY and isinstance(value, str):
                 found = _absolute(value, current_folder() if dotted in WRITTEN_KEYS else base)
-                # if a folder ORGANISATION exists, the value is a path, perhaps misspelt
+                # ORG/NAME is a path, perhaps misspelt, if a folder ORG exists
                 is_of_hub = dotted == MODEL_KEY and HUB_NAME.fullmatch(value) and not os.path.exists(Path(found).parent)
                 table[key] = value if is_of_hub else found
         except (OSError, RuntimeError) as error:  # the name is too long, or ~USER does not exist

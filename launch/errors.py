@@ -110,7 +110,7 @@ def report_failure(error: Exception, status: int) -> int:
         sys.stdout.flush()
     except OSError as lost:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        is_closed = isinstance(lost, BrokenPipeError)  # for example by `head`
+        is_closed = isinstance(lost, BrokenPipeError)  # the reader closed it, as `head` does
         return status if is_closed else print_error(f"the output cannot be written: {lost.strerror}")
     return print_error(f"{error.filename}: {error.strerror}" if error.filename else error)
 
@@ -142,7 +142,7 @@ SAME_REQUEST_S = 0.3
 
 
 class Interrupts:
-    """Counter of `END_SIGNALS`. While training, the first one requests an orderly end; any other raises `Stopped`."""
+    """Counter of `END_SIGNALS`. In training, the first requests an orderly end; every other signal raises `Stopped`."""
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         """Create the counter; entering the context installs the handlers. `clock` returns monotonic seconds."""

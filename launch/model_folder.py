@@ -27,7 +27,7 @@ for source in sources:
     try:
         print(snapshot_download(name, revision=revision, local_files_only=source == "cache"))
         break
-    except Exception as error:  # of many types; each means that there is no model
+    except Exception as error:  # the client raises many types; each means that there is no model
         reason = f"{type(error).__name__}: {error}"
 else:
     print(reason)

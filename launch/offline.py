@@ -1,6 +1,6 @@
 """Training on recorded samples: validation of `buffer.source` against the config, and filling of the buffer.
 
-`leeway train CONFIG --from SOURCE` sets the key. Apart from that, the run is like any other; its actors only evaluate.
+`leeway train CONFIG --from SOURCE` sets the key. Otherwise the run is like any other run; its actors only evaluate.
 """
 
 from __future__ import annotations

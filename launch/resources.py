@@ -156,7 +156,7 @@ def _check_stages(pools: Sequence[WorkerPool]) -> None:
 
 
 def missing_resources(config: Config) -> str:
-    """Return which reserved resources this machine lacks, if Ray is local; "" if none or on a cluster."""
+    """Return an error that names the reserved resources that this machine lacks; "" if it has them, or on a cluster."""
     if config.launch.ray_address is not None:
         return ""
     import torch
@@ -239,7 +239,7 @@ def stage_need(config: Config) -> MemoryNeed | None:
 
 
 def too_small(config: Config, need: MemoryNeed, gpus: Sequence[Gpu]) -> str:
-    """Return which GPU is too small for a stage that might be placed on it, with fixes; '' if none is."""
+    """Return an error with fixes if the smallest GPU is too small for a stage; '' if every GPU suffices."""
     limit = config.learner.model_copy(update={"gpus": _gpus_of_stages(config)}).memory_limit or 1.0
     smallest = min(gpus, key=lambda gpu: gpu.total_bytes, default=None)
     if smallest is None or need.size_bytes <= int(limit * smallest.total_bytes):
@@ -266,7 +266,7 @@ def describe_gpus(config: Config) -> list[str]:
 
 
 def gpu_notes(config: Config) -> Iterator[str]:
-    """Yield warnings on stages and engines that may not fit a GPU of this machine, and on slow settings of stages."""
+    """Yield warnings on stages and engines that possibly exceed a GPU of this machine, and on slow stage settings."""
     gpus = list_gpus() if config.launch.ray_address is None else []
     if (need := stage_need(config)) is not None and (small := too_small(config, need, gpus)):
         yield small

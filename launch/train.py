@@ -138,7 +138,7 @@ def _prepare(plan: Plan, earlier: History | None, stack: ExitStack) -> _Prepared
             folder.write_identity(identity)
         last_step = 0 if earlier is None else earlier.last_step
         tracker = stack.enter_context(Tracker(config, folder, plan.run_id, last_step))
-        # for actors on this host; each actor looks for the copy on its own host
+        # actors on this host use this copy; each actor looks for the copy on its own host
         prepare_serving_model(model_path, folder.serving_models)
         if earlier is not None:
             folder.write_config(config)  # last, so that a run that cannot be resumed stays unchanged
@@ -219,7 +219,7 @@ def _supervise(
         return ExitStatus.WRONG_INPUT
     except (Stopped, SystemError) as error:
         if isinstance(error, SystemError) and not isinstance(error.__cause__, Stopped):
-            raise  # a signal within Ray's C code is a SystemError caused by Stopped; any other is a bug
+            raise  # a signal in Ray's C code surfaces as a SystemError caused by Stopped; other SystemErrors are bugs
         supervisor.shutdown_grace_s = SHORT_GRACE_S
         observer.end("stopped", ExitStatus.INTERRUPTED)
         display.fail(f"stopped; results so far are in {folder.root}")
@@ -316,7 +316,7 @@ class _Run:
 
     @property
     def _has_actors(self) -> bool:
-        """Return whether the run has actors; a run on recorded samples may have none, and is then not evaluated."""
+        """Return whether the run has actors; a run on recorded samples is not evaluated if it has no actors."""
         return bool(self.supervisor.actors.actors)
 
     def _first_evaluation(self) -> Accuracy | None:

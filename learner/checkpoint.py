@@ -191,7 +191,7 @@ class Checkpoints:
     def _remove(self, step: int) -> None:
         """Rename, then delete, so that a crash leaves no partial checkpoint under the final name."""
         path = self._path(step)
-        with suppress(OSError):  # for example, the folder is immutable
+        with suppress(OSError):  # the rename fails if, for example, the folder is immutable
             path = path.rename(self._folder / f".step-{step:08d}.{time.monotonic_ns()}.old")
         sync(self._folder)
         discard(path)

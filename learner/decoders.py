@@ -104,7 +104,7 @@ _HARMLESS = (
 
 
 def check_served(config: PreTrainedConfig) -> None:
-    """Raise ValueError, which names the key, if engines would serve a different model than the learner trains."""
+    """Raise ValueError with the name of the key if engines would serve a different model than the learner trains."""
     family, name = config.model_type, type(config).__name__.removesuffix("Config").removesuffix("Text") + "ForCausalLM"
     rows = [(key, alike) for keys, names, alike in SERVED_ALIKE if family in names.split() for key in keys.split()]
     rows += [("architectures", ([name],))]

@@ -75,7 +75,7 @@ def device_of(config: LearnerConfig, rank: int) -> torch.device:
 def configure(config: LearnerConfig, device: torch.device) -> None:
     """Configure this process for its device.
 
-    On a GPU, limit its memory, so that an engine restarted on the same GPU finds its share free. On a CPU, set the
+    On a GPU, limit its memory, so that an engine that restarts on the same GPU finds its share free. On a CPU, set the
     number of threads and retain freed memory: otherwise, page faults take an eighth of a step.
     """
     if device.type == "cpu":

@@ -2,7 +2,7 @@
 
     layer       the two norms of a layer and the sum between them, for layers that norm before each block and add after
                 it (all families except Gemma), by `leeway.learner.row_kernels`
-    norm        every other RMS norm, by liger-kernel, with the offset and rounding of its family; the incoming gradient
+    norm        all other RMS norms, by liger-kernel, with the offset and rounding of the family; the incoming gradient
                 is not overwritten: if the norm output is added to states (Gemma), both have the same gradient tensor
     gate        act(gate) * up of an MLP, for SiLU and the tanh form of GELU; its gradient overwrites its inputs
     rotation    rotary embedding of queries and keys; replaced in the model's module, where layers look it up

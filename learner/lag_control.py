@@ -4,7 +4,7 @@
     pace        drift per version of lag and unit of learning rate, averaged over recent updates
     allowance   lag at which the scheduled rate leads to `ALLOWED_DRIFT` at that pace; bounds the lag of new leases
     brake       rate that leads to `BRAKE_DRIFT` at the lag of the current data; bounds the rate of an update
-    mask        a token whose log-probability has moved by `MASK_AT` since sampling gets no gradient in that direction
+    mask        zeroes gradients that would move a log-probability further, once it moved by `MASK_AT` since sampling
 
 Drift is a mean over tokens, so it does not depend on the length of answers. It is roughly proportional to lag and to
 rate, so one pace serves both bounds: the allowance makes future data fresher, and the brake acts until they arrive.

@@ -5,8 +5,8 @@ replica 0 is the coordinator: it evaluates the loss and is connected to the buff
 
     MeshPlace, Mesh   position of a rank among stages and replicas, and its process groups
     join_group        rendezvous. torch's channels have no authentication. By default the store listens on every
-                      interface, gloo on that of the host name, NCCL on any. Here all use the interface of the
-                      rendezvous: loopback on one machine, the private network between machines
+                      interface, gloo on that of the host name, and NCCL on any interface. Here all three use the
+                      interface of the rendezvous: loopback on one machine, the private network between machines
     Agreement         runs an action on all ranks: it succeeds on all, or fails on all with the same error
     StageLost         another rank died or timed out; GpuFailed: the GPU of this rank failed
 """

@@ -48,7 +48,7 @@ def learning_rate(config: LearnerConfig, update: int, last: float) -> float:
 
 @dataclass(frozen=True)
 class UpdateResult:
-    """Result of an update, the same on all ranks. If it was not taken, no weight of any stage changed."""
+    """Result of an update, the same on all ranks. If it was not applied, no weight of any stage changed."""
 
     taken: bool
     """False if the loss or gradient was not finite."""
@@ -117,7 +117,7 @@ class StageOptimizer:
         return nn.utils.get_total_norm(gradients).double().square()
 
     def apply(self, norm: float, rate: float) -> None:
-        """Clip by the norm over all stages and step; the rate of a critic is scaled by the ratio of the peak rates."""
+        """Clip by the norm over all stages, then step; a critic's rate is scaled by the ratio of the peak rates."""
         if self.adam is None:
             return
         coefficient = self._config.max_grad_norm / (norm + CLIP_EPS)

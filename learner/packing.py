@@ -2,7 +2,7 @@
 
     best fit   place sequences, longest first, into the fullest micro-batch with room; determines their number
     spread     redistribute over that number of micro-batches, or more if the schedule requires it: each sequence goes
-               into the cheapest micro-batch with room; if one does not fit, the best-fit result is used
+               into the cheapest micro-batch with room; if a sequence does not fit, the best-fit result is used
     deal       assign equal numbers of micro-batches to the replicas, balanced by cost
     order      sort the micro-batches of a replica: increasing cost up to the most expensive, then decreasing
     whole      do the same with groups or prompts instead of sequences, if the loss compares samples only within them
@@ -69,8 +69,8 @@ class PackingRule:
     """The number of micro-batches per replica is a multiple of this."""
     cost: CostModel = field(default_factory=CostModel)
     unit: Unit = "sequence"
-    """Unit within which the loss compares samples. Units are kept whole in a micro-batch, which allows a one-pass
-    update, if every unit fits the budget and this saves time."""
+    """Unit within which the loss compares samples. If every unit fits the budget and this saves time, each unit
+    is kept whole in one micro-batch, which allows a one-pass update."""
     num_stages: int = 1
     """P, the number of pipeline stages per replica."""
 

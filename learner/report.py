@@ -93,10 +93,10 @@ def uninformative_frac(start: StepBatch) -> float:
 
 
 def part_metrics(start: StepBatch) -> Metrics:
-    """Return the mean of each reward function over the samples it applies to, if there are several functions."""
+    """Return the mean of each reward function over the samples it applies to; {} if there is only one function."""
     names, values = start.rows.column("reward_parts").flatten().flatten()
     parts = pa.table({"name": names, "value": values})
-    means = parts.group_by("name", use_threads=False).aggregate([("value", "mean")])  # in order of appearance
+    means = parts.group_by("name", use_threads=False).aggregate([("value", "mean")])  # keeps the order of appearance
     found = dict(zip(means["name"].to_pylist(), means["value_mean"].to_pylist(), strict=True))
     return {f"reward/part/{name}": found[name] for name in [*found][:MAX_PARTS]} if len(found) > 1 else {}
 

@@ -91,8 +91,8 @@ class Stage:
     def setup(self) -> None:
         """Load everything, resume from the newest checkpoint and publish the initial version.
 
-        Raises StageLost if a stage misses the rendezvous or does not load in time, and TimeoutError, which names the
-        service, if the buffer does not answer the coordinator.
+        Raises StageLost if a stage misses the rendezvous or does not load in time. Raises TimeoutError with the
+        name of the service if the buffer does not answer the coordinator.
         """
         self._guard(self._setup, "set up")
 
@@ -266,7 +266,7 @@ class Stage:
 
     def _take_step(self, step: int, received: Batch | bytes, requested_s: float) -> None:
         started_s = wall_time()
-        own = received if isinstance(received, Batch) else None  # on the coordinator
+        own = received if isinstance(received, Batch) else None  # only the coordinator receives a Batch
         rows, body = (read_stream(received), None) if isinstance(received, bytes) else (received.rows, received.body)
         batch = StepBatch.build(rows, self._progress.version, self._resumed_at, self._packing)
         newest = self._coordinator.newest_published if self._coordinator is not None else None

@@ -355,7 +355,7 @@ class Update:
 
 
 def counted(updates: Sequence[Update]) -> list[Update]:
-    """Return the updates that the metrics of a step cover: the updates taken, or all if none was taken."""
+    """Return the updates that the metrics of a step cover: the applied updates, or all updates if none was applied."""
     return [update for update in updates if update.result.taken] or list(updates)
 
 

@@ -13,8 +13,8 @@ A step consumes the samples that it uses for the first time, those set aside bec
 equal, and those dropped as stale. This is more than its batch if groups are set aside or dropped, and less if samples
 are reused. Both times are exponential moving averages (over `MEMORY` steps). The mean length is extrapolated `AHEAD`
 steps by its trend, because lengths grow for hours and a plain mean lags behind. A pool grows, by the missing number of
-actors, after T_gen exceeds T_train for a few steps. It shrinks after one actor fewer would have sufficed for many steps
-if the learner hardly waits: with weight_sync.max_lag = 0 it waits for each batch, and fewer actors slow every step.
+actors, after T_gen exceeds T_train for a few steps. It shrinks if one actor fewer would have sufficed for many steps
+and the learner hardly waits: with weight_sync.max_lag = 0 it waits for each batch, and fewer actors slow every step.
 The band in between absorbs noise. After a change, steps are ignored until the change takes effect.
 (StreamRL, arXiv 2504.15930, adjusts its generation stage by the same two times.)
 """

@@ -363,7 +363,7 @@ def _separate_weights(config: Config, name: str) -> Iterator[list[str]]:
     if config.weight_sync.folder is None:
         yield []
         return
-    folder = Path(config.weight_sync.folder) / name  # on the same disk, visible to the same hosts
+    folder = Path(config.weight_sync.folder) / name  # a subfolder is on the same disk and visible to the same hosts
     try:
         yield [f"--{WEIGHTS_KEY}", str(folder)]
     finally:

@@ -34,7 +34,7 @@ def profile(
         from leeway.planning.profiling import profile_of, take
 
         if (config is None) == (not runs):
-            raise ConfigError("pass either a config to run, or runs to read with --from RUN")
+            raise ConfigError("pass either CONFIG.toml to start two runs, or --from RUN to profile an existing run")
         try:
             if config is None:
                 found = profile_of([open_run(each) for each in runs or ()])

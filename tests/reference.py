@@ -147,7 +147,8 @@ def metrics_reference() -> str:
     of_actors = f"{', '.join(f'`{name}`' for name in OF_ACTORS)} and all of `actors/`, `weights/` and `{POOL_PREFIX}`"
     head = (
         f"# Metrics reference\n\n{GENERATED}\n\nA metric that does not apply to a step is null, never 0. "
-        f"`eval/` metrics are in `eval.jsonl`; {of_actors} are in `actors.jsonl`; all others are in `metrics.jsonl`.\n"
+        f"`eval/` metrics are in `eval.jsonl`; {of_actors} are in `actors.jsonl`; "
+        "all other metrics are in `metrics.jsonl`.\n"
     )
     charts = (
         f"| {chart.title} | {_cell(chart.good.removeprefix('Good: '))} | {_cell(chart.otherwise)} |"

@@ -323,11 +323,11 @@ def _check_entries(document: Part | Manifest, source: Path | str) -> None:
         if entry.file not in sizes:
             raise WeightsCorrupt(f"{source}: tensor '{entry.name}' is in the unlisted file {entry.file}")
         if any(extent < 0 for extent in entry.shape) or entry.size_bytes > sizes[entry.file]:
-            raise WeightsCorrupt(f"{source}: tensor '{entry.name}' of shape {list(entry.shape)} does not fit its file")
-        delta = entry.delta
-        if delta is not None and not 0 <= delta.offset <= delta.offset + delta.size_bytes <= sizes.get(
-            delta_name(entry.file), -1
-        ):
+            raise WeightsCorrupt(
+                f"{source}: tensor '{entry.name}' of shape {list(entry.shape)} does not match the size of its file"
+            )
+        delta, limit = entry.delta, sizes.get(delta_name(entry.file), -1)
+        if delta is not None and not 0 <= delta.offset <= delta.offset + delta.size_bytes <= limit:
             raise WeightsCorrupt(f"{source}: the delta of tensor '{entry.name}' is outside its file")
     if isinstance(document, Manifest) and document.chain != chain_of(document.parent_chain, document.tensors):
         raise WeightsCorrupt(f"{source}: its chain does not match its parent and content")

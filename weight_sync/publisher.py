@@ -384,7 +384,7 @@ class PartMaker:
         return part, files
 
     def keep(self, version: PolicyVersion, copy: HostCopy, part: Part, *, as_parent: bool) -> list[HostCopy]:
-        """Return the copies that are free once a version is written; `as_parent` keeps this one for the next deltas."""
+        """Return the copies that are free once a version is written; `as_parent` keeps `copy` for the next deltas."""
         free = [] if self._parent is None else [self._parent.copy]
         self._parent = None
         if as_parent and self._num_made % self._full_every:

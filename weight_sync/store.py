@@ -108,7 +108,7 @@ class WeightStore:
         except FileNotFoundError:
             return None
         except ValueError:
-            # after a power cut the file may hold anything, so search for the version instead
+            # after a power cut, the file may hold anything, so search for the version instead
             return next(reversed(self.committed()), None)
 
     def newest_manifest(self) -> Manifest | None:

@@ -153,7 +153,7 @@ class HostCopy:
     ) -> None:
         """Allocate the buffers and touch their pages. `places` must be contiguous.
 
-        With a GPU the buffers are pinned, which asynchronous copies require. If pinning fails, unpinned memory is used
+        With a GPU, the buffers are pinned, which asynchronous copies require. If pinning fails, unpinned memory is used
         if `is_needed`; otherwise OSError is raised.
         """
         self.places = tuple(places)

@@ -193,7 +193,7 @@ def verified_tensors(
     manifest = store.manifest(version)
     shapes = {entry.name: entry.shape for entry in manifest.variant(info["dtype"])}
     _check_shapes(version, shapes, model_config.model)
-    # without pinned memory the tensors are memory-mapped, so loading copies from the verified pages
+    # without pinned memory, the tensors are memory-mapped, so loading copies from the verified pages
     return read_tensors(store, manifest, info["dtype"], pinned)
 
 

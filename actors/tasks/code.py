@@ -75,9 +75,9 @@ def load_code(name: str, rule: CodeRule, look_up: Callable[[Problem], Any]) -> C
 
 
 def source_of(completion: str) -> str:
-    """Return the last fenced block of Python, else the last without a language; without a fence, the whole text."""
+    """Return the last fenced Python block, else the last block without a language; without any fence, the text."""
     found, block = dict[str, str](), list[str]()
-    language, depth, width = None, 0, 0  # of the block that is open
+    language, depth, width = None, 0, 0  # state of the open block
     for line in completion.split("\n"):
         fence, indent = line.strip(), len(line) - len(line.lstrip())
         ticks, named = opening.groups() if (opening := _OPENS.fullmatch(fence)) else ("", "")

@@ -66,7 +66,7 @@ def _parsed(reference: str) -> ast.Module:
     path, _ = parse_reference(reference)
     try:
         return ast.parse(importlib.util.decode_source(path.read_bytes()), filename=str(path))
-    except (ValueError, SyntaxError, RecursionError, MemoryError) as error:  # the last two from deep nesting
+    except (ValueError, SyntaxError, RecursionError, MemoryError) as error:  # deep nesting raises the last two
         raise TaskError(f"task.rewards: {path} is not Python: {error or type(error).__name__}") from error
     except OSError as error:
         raise TaskError(f"task.rewards: {path} cannot be read: {error.strerror}") from error

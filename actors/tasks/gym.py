@@ -128,10 +128,10 @@ def _dataset(config: ReasoningGymTask) -> ProceduralDataset:
         size = 1 + _most_items(config)
         try:
             return reasoning_gym.create_dataset(config.name, size=size, **params)
-        except ValueError:  # possibly a size that the dataset does not accept
+        except ValueError:  # the dataset possibly rejects this size
             size = min(size, _ACCEPTED_SIZE)
             return reasoning_gym.create_dataset(config.name, size=size, **params)
-    except Exception as error:  # as in `_item`
+    except Exception as error:  # any type, as in `_item`
         why = str(error) or type(error).__name__
         raise TaskError(f"task.params: {config.name} rejects {dict(config.params)}: {why}") from error
 
@@ -141,7 +141,7 @@ def _item(dataset: ProceduralDataset, index: int, name: str) -> dict[str, Any]:
     random.seed(index)  # some datasets use the global generator too, and each process regenerates items
     try:
         item: dict[str, Any] = dataset[index]
-    except Exception as error:  # generators of over a hundred datasets: name the dataset and the item
+    except Exception as error:  # any type: over a hundred datasets have their own generators
         raise TaskError(
             f"reasoning-gym dataset {name} failed at item {index}: {type(error).__name__}: {error}"
         ) from error

@@ -166,7 +166,7 @@ class Template:
         """
         try:
             return self._formatter.vformat(self.text, (), item)
-        except (ValueError, TypeError, LookupError, ArithmeticError, MemoryError) as error:  # the last two from a width
+        except (ValueError, TypeError, LookupError, ArithmeticError, MemoryError) as error:  # widths raise the last two
             why = error if isinstance(error, ValueError | TypeError) else f"{type(error).__name__}: {error}"
             raise TaskError(f"{self._key} {self.text!r} at {where}: {why}") from error
 
@@ -326,7 +326,7 @@ def _parquet_rows(
             for batch in file.iter_batches(_BATCH_ROWS, columns=names):
                 for row in zip(*map(_values, batch.columns), strict=True):
                     yield next(numbers), dict(zip(batch.schema.names, row, strict=True))
-    except (pa.ArrowException, OSError, ValueError, OverflowError, LookupError) as error:  # the last from a time zone
+    except (pa.ArrowException, OSError, ValueError, OverflowError, LookupError) as error:  # a time zone raises the last
         raise TaskError(f"{key}: {path} is not a readable Parquet file: {error}") from error
 
 

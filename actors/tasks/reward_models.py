@@ -231,7 +231,7 @@ def _http(kind: Callable[..., Any], endpoint: str, **options: object) -> Any:  #
     direct = {"trust_env": False, "verify": ssl.create_default_context()} if _is_local(endpoint) else {}
     try:
         return kind(**direct, **options)
-    except (ValueError, ImportError) as error:  # from the value of a variable
+    except (ValueError, ImportError) as error:  # an environment variable, such as HTTPS_PROXY, is invalid
         raise TaskError(f"cannot query the judge {endpoint}: {first_line(error)}{_proxy_hint(endpoint)}") from error
 
 
@@ -273,7 +273,7 @@ def load_classifier(name: str, config: Classifier) -> Call:
             config.path, dtype=getattr(torch, config.dtype), local_files_only=True, output_loading_info=True
         )
         model = model.to(config.device).eval()
-    except (OSError, ValueError, RuntimeError, AssertionError) as error:  # the last from a torch without CUDA
+    except (OSError, ValueError, RuntimeError, AssertionError) as error:  # last type: torch without CUDA
         raise TaskError(f"{where}: {config.path} cannot be loaded: {first_line(error)}") from error
     if missing := sorted(loaded["missing_keys"]):
         raise TaskError(
@@ -311,7 +311,7 @@ def load_classifier(name: str, config: Classifier) -> Call:
             else NoScore("the reward model's tokenizer returns no token for the text")
             for ids in encoded
         ]
-        # without a separate padding token a classifier cannot find the end of a shorter text
+        # without a separate padding token, a classifier cannot find the end of a shorter text
         for batch in [fit] if pads and fit else [[number] for number in fit]:
             for number, value in zip(batch, score([encoded[number] for number in batch]), strict=True):
                 values[number] = config.weight * value
@@ -363,7 +363,7 @@ def _tokenizer_for(name: str, config: Classifier, model_config: Any) -> Any:  # 
     where = f"task.reward_models.{name}.path = '{config.path}'"
     try:
         tokenizer = AutoTokenizer.from_pretrained(config.path, local_files_only=True)
-    except Exception as error:  # of many types
+    except Exception as error:  # libraries raise many types here
         raise TaskError(f"{where} has no loadable tokenizer: {first_line(error)}") from error
     vocab_size = model_config.get_text_config().vocab_size
     if len(tokenizer) > vocab_size:

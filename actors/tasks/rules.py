@@ -175,7 +175,7 @@ _PART_OF_MORE = re.compile(  # text before \1 or after \2, which enclose a numbe
     r"|(?:\bnot|n't|than|instead of) |[\d)}$]\W{0,3}\bor\W{0,3})\x01|[.\d]\d\x02\.\.|\x02(?:[)\]}]*\^|_\d|[.,:]\d"
     r"|[xyzikKMB]\b|[eEbxo]\d| *(?:[π√∞±]|\\(?:pi|sqrt|pm|[lc]?dots|frac)|[-+*·/] *[({\\]|hundr|thous|[mbtr]+ill))"
 )
-_SEVERAL = re.compile(  # in these, math-verify accepts one of several answers, or a part as the whole
+_SEVERAL = re.compile(  # texts in which math-verify accepts one of several answers, or a part as the whole
     r"(?<!\\);|[±…]|(?<![\\{]),(?!\d{3})|\b(?:or|and)\b|\.{3}|\\(?:pm|n|[lc]?dots)|\\text\w*\{[^{}]*\d|illion|thousand|[\d)}]_"
 )
 _BOX = re.compile(r"\\boxed\s*(?:\{(" + r"(?>[^{}]|\{" * 5 + r"[^{}]*" + r"\})*+" * 5 + r")\}|([^{\n]+))")

@@ -327,7 +327,7 @@ class PromptCodec:
     """Encodes prompts, unchanged or as a user turn of a chat, and decodes completions."""
 
     def __init__(self, folder: Path, chat: bool, system_prompt: str | None) -> None:
-        """Load the tokenizer of a local folder; with `chat` each prompt is wrapped in its chat template.
+        """Load the tokenizer of a local folder; if `chat` is set, wrap each prompt in its chat template.
 
         Raises TaskError if the folder has no tokenizer, or if `chat` is set and it has no chat template.
         """
@@ -342,7 +342,7 @@ class PromptCodec:
             )
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        except Exception as error:  # of many types, including a bare Exception for a damaged file
+        except Exception as error:  # many types, including a bare Exception for a damaged file
             raise TaskError(
                 f"model folder {folder} has no loadable tokenizer: {first_line(error)}; download its files again"
             ) from error
@@ -396,7 +396,7 @@ class PromptCodec:
         """Render a question and these turns; return '' without a chat template, or if it rejects them."""
         try:
             return self._rendered([[*self._turns("the-question"), *answered]], **options)[0] if self._chat else ""
-        except Exception:  # of any type; harmless, because a run never renders an answer
+        except Exception:  # every type is harmless, because a run never renders an answer
             return ""
 
     def _turns(self, text: str) -> list[dict[str, str]]:

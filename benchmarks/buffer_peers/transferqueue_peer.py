@@ -49,7 +49,7 @@ def measure(work: Workload, folder: Path) -> Figures:
     rows = work.trajectories()
     client = transfer_queue.get_client()
     started = time.perf_counter()
-    client._run_coroutine(_put_all(rows))  # on the client's own event loop, like its synchronous calls
+    client._run_coroutine(_put_all(rows))  # uses the client's own event loop, like its synchronous calls
     push_s = time.perf_counter() - started
     num_held = len(transfer_queue.kv_list("train")["train"])
     if num_held != len(rows):

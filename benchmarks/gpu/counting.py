@@ -79,7 +79,7 @@ class Counting(TorchDispatchMode):
             self._weights[storage._cdata] = storage
 
     def kept(self) -> tuple[int, int]:
-        """Return the bytes of live tensors from the forward pass: copies of weights, and all others."""
+        """Return the bytes of live tensors from the forward pass: copies of weights, and all other tensors."""
         alive = [(size, is_copy) for reference, size, is_copy in self._made if not reference.expired()]
         copies = sum(size for size, is_copy in alive if is_copy)
         return copies, sum(size for size, _ in alive) - copies

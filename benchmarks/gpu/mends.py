@@ -36,7 +36,7 @@ ROUNDS = 5
 
 
 def in_turns(place: Place, sides: Mapping[str, Side], rounds: int = ROUNDS) -> dict[str, float]:
-    """Return the median milliseconds of each side; after a warm-up the sides take turns."""
+    """Return the median milliseconds of each side; after a warm-up, the sides take turns."""
     times_s: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(rounds + 1):
         for name, side in sides.items():

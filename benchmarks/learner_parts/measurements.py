@@ -322,7 +322,7 @@ def _smollm2_plain(
     config = configured(spot.mesh(), precision="bfloat16")
     loop = PlainLoop(folder, ALGORITHM, config, attention=IMPLEMENTATION)
     batches = packed(batch.packed, rows, DeviceBatch(batch.packed, torch.device("cpu")), TEMPERATURE)
-    # On one thread, like a stage: with two threads bf16 products are rounded differently, by 16 % of this norm (AMX).
+    # On one thread, like a stage: with two threads, bf16 products are rounded differently, by 16 % of this norm (AMX).
     norm = loop.step(batches)
     torch.set_num_threads(PLAIN_THREADS)
 

@@ -88,7 +88,7 @@ class Spot:
 
     def __enter__(self) -> Spot:
         torch.set_num_threads(1)
-        keep_freed_memory()  # on every side, like the learner on a CPU
+        keep_freed_memory()  # all sides keep it, like the learner on a CPU
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
             init_method=f"file://{self.folder}/world-{self.world}",

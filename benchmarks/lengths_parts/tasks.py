@@ -93,7 +93,7 @@ def smollm2_tasks(num_prompts: int, folder: Path) -> Figures:
     by_task = np.array([np.mean(of_task[problem.columns["task"]]) for problem in problems]) + chance
     by_length = np.array([len(problem.token_ids) for problem in problems], np.float64) + chance
     totals, longest = groups.sum(axis=1).astype(np.float64) + chance, groups.max(axis=1)
-    shorter = predicted < LONGEST  # for the others, truncation hides whether the prediction was right
+    shorter = predicted < LONGEST  # for longer predictions, truncation hides whether the prediction was right
     return {
         "num_prompts": num_prompts,
         "mean_tokens": float(groups.mean()),

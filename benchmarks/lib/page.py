@@ -13,7 +13,7 @@ MET = {True: "yes", False: "**no**", None: "-"}
 
 
 def parsed(parser: argparse.ArgumentParser, page: Path) -> argparse.Namespace:
-    """Add `--page` to the parser of a benchmark with `--quick`, and parse; the two exclude each other."""
+    """Add `--page` to the parser of a benchmark with `--quick`, and parse; the two options exclude each other."""
     parser.add_argument(
         "--page", type=Path, nargs="?", const=page, metavar="FILE", help="write the page; default: to docs/results/"
     )

@@ -45,7 +45,7 @@ def measure(folder: Path, *, checkout: Path = ROOT, cold: bool = False) -> dict[
         cold: empty the page cache first.
 
     Raises:
-        MeasurementFailed: the run failed, or `cold` is set and this user may not empty the page cache.
+        MeasurementFailed: the run failed, or `cold` is set and this user has no permission to empty the page cache.
     """
     if cold:
         os.sync()

@@ -50,7 +50,7 @@ PART_ROWS = 4096
 
 SUFFIXES = (".jsonl", ".parquet")
 MAX_NAMED = 20
-"""Maximum number of invalid rows listed in an error; the others are counted."""
+"""Maximum number of invalid rows listed in an error; further rows are only counted."""
 FROM_FILE = "file"
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]

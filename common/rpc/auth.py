@@ -42,7 +42,7 @@ class Key:
     __slots__ = ("_characters",)
 
     def __init__(self, characters: bytes) -> None:
-        """Wrap a key of 40 Z85 characters, as zmq uses it; ValueError, which omits them, if the length is wrong."""
+        """Wrap a key of 40 Z85 characters, as zmq uses it; a wrong length raises ValueError without showing them."""
         if len(characters) != _NUM_KEY_CHARACTERS:
             raise ValueError(f"a CURVE key has {_NUM_KEY_CHARACTERS} characters, got {len(characters)}")
         self._characters = characters

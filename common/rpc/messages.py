@@ -32,7 +32,7 @@ class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True)
     """Base class of requests and replies. The tag is the name of the class."""
 
     is_bulk: ClassVar[bool] = False
-    """Whether messages of this class are sent after all others, in any order."""
+    """Whether messages of this class are sent after all other messages, in any order."""
 
 
 class Done(Message, frozen=True):

@@ -1,7 +1,7 @@
 """Alerts: faults that raise no error, checked at every poll.
 
     mismatch    an actor and the learner compute different log-probabilities of the same tokens at the same version
-    stuck       the learner takes updates but publishes none
+    stuck       the learner applies updates but publishes no version
     behind      an actor stays more than max_actor_lag behind the newest published version
     publishing  the weight publisher waits for something, such as disk space
     refused     an actor refused an update and keeps its version

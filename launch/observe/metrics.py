@@ -24,9 +24,9 @@ METRICS: dict[str, str] = {
     "step": "Step number, from 1, including skipped steps.",
     "restarts": "Number of learner restarts and resumes so far.",
     "version": "Policy version after the step: updates (optimizer steps) so far.",
-    "skipped": "True if the step took no update: loss or gradient not finite, or no sample left.",
-    "updates/taken": "Number of updates taken. Per-update metrics are means over them (over all, if none was taken), "
-    "weighted by completion tokens.",
+    "skipped": "True if the step applied no update: loss or gradient not finite, or no sample left.",
+    "updates/taken": "Number of updates applied. Per-update metrics are means over these updates (over all updates if "
+    "none was applied), weighted by completion tokens.",
     "updates/skipped": "Number of updates with a non-finite loss or gradient.",
     "started_s": "Arrival of the batch, seconds since the Unix epoch.",
     "finished_s": "End of the update, seconds since the Unix epoch.",
@@ -38,14 +38,14 @@ METRICS: dict[str, str] = {
     "brake/masked_frac": "Fraction of tokens that lag control masked.",
     # reward and length
     "reward/mean": "Mean of the step's rewards.",
-    "reward/part/NAME": "Mean of reward function NAME over the step's samples to which it applies, if several "
-    "functions are summed (first 16 only).",
+    "reward/part/NAME": "Mean of reward function NAME over the step's samples to which it applies. Absent if "
+    "there is one function; at most 16 functions have it.",
     "reward/std": "Standard deviation of the step's rewards.",
     "length/trained_mean": "Mean completion length in the step, in tokens.",
     "length/fidelity_ks": "Kolmogorov-Smirnov distance between completion lengths in training and generation; 0 if "
-    "equal, alert above 0.2.",
+    "both are equal, alert above 0.2.",
     "length/p95_ratio": "95th percentile of completion lengths in training divided by that in generation, from "
-    "half-octave buckets; below 1, long answers are missing.",
+    "half-octave buckets; a ratio below 1 means that long answers are missing.",
     "length/covered": "Fraction of groups whose longest completion was within the buffer's prediction; target 0.9. 0 "
     "without predictions (one pool with ample cache).",
     "length/predicted": "Explained fraction of the variance of prompts' mean log lengths; 0 until prompts repeat.",
@@ -115,7 +115,7 @@ METRICS: dict[str, str] = {
     "batch/empty_micro_batches": "Micro-batches of all replicas without a sequence.",
     "batch/pack_efficiency": "Real tokens divided by the capacity of all micro-batches.",
     "batch/shared_frac": "Fraction of batch/tokens not computed, because samples of a micro-batch share a prompt.",
-    "batch/cost_balance": "Mean computed cost of the replicas divided by the maximum; 1 if equal.",
+    "batch/cost_balance": "Mean computed cost of the replicas divided by the maximum; 1 if all costs are equal.",
     # the ledger, counted in samples since the start of the run, when the step's batch was drawn
     "buffer/issued": "Samples leased, counted once per lease.",
     "buffer/in_flight": "Samples leased, not yet committed, failed or requeued.",
@@ -124,16 +124,16 @@ METRICS: dict[str, str] = {
     "buffer/failed_reward": "Samples whose reward function failed.",
     "buffer/failed_generation": "Samples that failed or timed out in the engine.",
     "buffer/failed_quarantined": "Samples with a result that failed validation.",
-    "buffer/failed_lease": "Samples whose lease expired or whose actor restarted; also reasons beyond the first 64.",
+    "buffer/failed_lease": "Samples whose lease expired or actor restarted; also failures after the first 64 reasons.",
     "buffer/requeued": "Unfinished samples of an actor that exited or is too slow, issued again with their tokens.",
     "buffer/waiting": "Samples committed and not yet drawn.",
     "buffer/drawn": "Samples drawn for an unfinished step.",
-    "buffer/trained": "Samples used by a finished step that took an update.",
+    "buffer/trained": "Samples used by a finished step that applied an update.",
     "buffer/trained_uninformative": "Samples of buffer/trained in groups with equal rewards.",
     "buffer/dropped_stale": "Samples of groups dropped because they would exceed max_lag.",
     "buffer/filtered": "Samples without a reward, or in an unused group or step.",
-    "buffer/filtered_too_long": "Filtered samples longer than a lowered learner.token_budget, and others of groups "
-    "that became too small.",
+    "buffer/filtered_too_long": "Filtered samples longer than a lowered learner.token_budget, and other samples of "
+    "groups that became too small.",
     "buffer/uninformative": "Samples of groups with equal rewards that buffer.refill_uninformative set aside.",
     "buffer/evicted_unused": "Samples removed before they were used.",
     "buffer/quarantined": "Rows and messages that failed validation, by reason in `status.json`.",

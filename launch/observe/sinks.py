@@ -84,7 +84,7 @@ class Tracker:
             return
         try:
             call(self._wandb)
-        except Exception as error:  # of various types, mostly because its process died
+        except Exception as error:  # wandb raises many types, mostly because its process died
             self._wandb = None
             import wandb
 

@@ -79,7 +79,7 @@ def failures(ledger: Mapping[str, int], by_reason: Mapping[str, int]) -> str:
 
 
 def most_common(by_reason: Mapping[str, int], limit: int = NUM_REASONS) -> str:
-    """Return up to `limit` of the most common reasons with their counts, and one count for all others."""
+    """Return up to `limit` of the most common reasons with their counts, and one count for all other reasons."""
     ordered = sorted(by_reason.items(), key=lambda each: -each[1])
     named = [f"{shortened(reason, MAX_REASON)} ({count:,})" for reason, count in ordered[:limit]]
     if others := ordered[limit:]:

@@ -59,7 +59,7 @@ class ActorProcess(PlacedProcess):
     """The call that returns when it is ready."""
     evaluating: Any = None
     leaving: Any = None
-    """The call that stops it, if its pool was scaled down."""
+    """The call that stops it; set when its pool is scaled down."""
     after_sigterm: Restarts = field(default_factory=lambda: Restarts(MAX_SIGTERMS, SIGTERM_RESET_S))
     """Restarts after SIGTERM; `restarts` counts failures."""
     _disconnected_s: float | None = None

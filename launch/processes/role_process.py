@@ -44,7 +44,7 @@ _CAUSES = (
 )
 """Patterns of the log lines that state why an engine process failed."""
 _FOLLOWS = re.compile("root cause|EngineDead|Engine ?[Cc]ore|Executor failed|initialization failed")
-"""Matches log lines of processes that failed because another one did."""
+"""Matches log lines of processes that failed because another process failed."""
 _TAIL_BYTES, _QUOTED_CHARACTERS = 2**18, 300
 _NO_REASON = "For further information visit"  # pydantic's last line
 
@@ -127,7 +127,7 @@ def _rotate(log: Path) -> None:
     """Bound the size of a log: copy it to LOG.1 and truncate it, since other processes hold the file open."""
     while True:
         time.sleep(_CHECK_INTERVAL_S)
-        with contextlib.suppress(OSError):  # on a full disk, retry later
+        with contextlib.suppress(OSError):  # the disk may be full: retry later
             if log.stat().st_size >= LOG_BYTES:
                 shutil.copyfile(log, log.with_name(f"{log.name}.1"))
                 os.truncate(log, 0)
@@ -163,7 +163,7 @@ class RoleProcess:
 
     @property
     def log_hint(self) -> str:
-        """Return the path of its log, with the line that states why an engine failed, if there is one."""
+        """Return the path of its log; if a line of the log states why an engine failed, quote that line."""
         try:
             with self.log.open("rb") as log:  # not mapped into memory, because the log may be truncated meanwhile
                 log.seek(max(0, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
@@ -293,7 +293,7 @@ def outcome(pending: object) -> str:
 def _cause(error: Exception) -> Exception:
     """Return the exception raised in the role, also while Ray decoded the arguments there; else the error itself."""
     cause = error.cause if isinstance(error, RayTaskError) and error.cause is not None else error
-    inner: object = getattr(cause, "client_exc", None)  # of a RaySystemError
+    inner: object = getattr(cause, "client_exc", None)  # RaySystemError has this attribute
     return inner if isinstance(inner, Exception) else cause
 
 

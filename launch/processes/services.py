@@ -196,7 +196,7 @@ class BufferHost(ServiceHost):
 
 
 class WeightsHost(ServiceHost):
-    """Host of the weight service; without network transfer of weights, it starts none and `address` is ''."""
+    """Host of the weight service; without network transfer of weights, it starts no service and `address` is ''."""
 
     name, title = "weights", "the weight service"
 

@@ -235,7 +235,7 @@ class Supervisor:
         if not ray.is_initialized():
             end_ray()  # its start may have been interrupted
             return
-        # in a thread: calls block for minutes if some of Ray's processes died, as after a signal to every process
+        # a thread, because calls block for minutes if processes of Ray died, as after a signal to every process
         ending = DaemonThreads("ending", max_threads=1).submit(self._end_gracefully)
         try:
             ending.result(2 * self.shutdown_grace_s + ENDING_S)

@@ -251,7 +251,7 @@ class RunData:
 
     @property
     def num_steps(self) -> int:
-        """Number of the last step, which metrics.jsonl may not have yet."""
+        """Number of the last step; metrics.jsonl possibly lacks its row."""
         return max(self.metrics.num_steps, self.status.step)
 
     @property

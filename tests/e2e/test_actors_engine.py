@@ -216,7 +216,7 @@ async def test_weights_fetched_as_a_delta_over_the_network_are_served(world: Wor
             open_puller(StoreAccess(config, Path("/nowhere"), address, "run"), "actor-0", "float32")
         ) as puller,
     ):
-        # after a fetch over the network the learner keeps the next version as a parent of deltas
+        # after a fetch over the network, the learner keeps the next version as a parent of deltas
         puller.fetch(world.publish()).close()
         first = world.publish(only="layers.1.self_attn")
         puller.fetch(first).close()
@@ -335,7 +335,7 @@ async def requeued_twice(world: World) -> tuple[list[list[int]], list[Prefix]]:
 
 async def test_a_sample_requeued_twice_has_three_versions_with_matching_logprobs(world: World):
     """In float32 every span matches its version: later spans never use keys of an earlier version."""
-    for _ in range(10):  # on a busy machine all samples may end before the first check
+    for _ in range(10):  # on a busy machine, all samples may end before the first check
         prompts, prefixes = await requeued_twice(world)
         if len(prompts) > 4:
             break
@@ -357,7 +357,7 @@ async def test_a_sample_requeued_twice_has_three_versions_with_matching_logprobs
 async def test_a_killed_engine_stays_dead_and_keeps_the_tokens_received_so_far(world: World):
     engines = [child for child in psutil.Process().children(recursive=True) if "Engine" in child.name()]
     assert engines
-    for _ in range(10):  # on a busy machine the engine may complete all requests before it is suspended
+    for _ in range(10):  # on a busy machine, the engine may complete all requests before it is suspended
         requests = [world.engine.generate(prompt, key=(2, i)) for i, prompt in enumerate(make_prompts(32))]
         before = asyncio.gather(*requests, return_exceptions=True)
         async with asyncio.timeout(60):

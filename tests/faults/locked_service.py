@@ -1,7 +1,7 @@
 """A service that requires client keys, in its own process. It reads its keys from a file; in a run Ray delivers them.
 
 `python -m tests.faults.locked_service KEYS buffer ...`, followed by the arguments of `tests.world.buffer_process`, or
-`python -m tests.faults.locked_service KEYS weights FOLDER`. With the prefix `unlisted-` it accepts every key.
+`python -m tests.faults.locked_service KEYS weights FOLDER`. `unlisted-buffer` and `unlisted-weights` accept every key.
 """
 
 import contextlib

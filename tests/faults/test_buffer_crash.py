@@ -176,7 +176,7 @@ def cut_power(service, load, image, copy) -> set:
 def test_a_power_cut_loses_nothing_acknowledged(mounts, start_service, load_on, tmp_path, show):
     disk, image = mounts.ext4("disk", 128)
     service = start_service(disk / "buffer", facts=MANY)
-    # with pauses: a faster load would use up its leases before the last cut
+    # the pauses are needed: a faster load would use up its leases before the last cut
     load = load_on(service, draws=False, num_actors=1, groups=2, pause_s=0.02)
     chance = random.Random(3)
     num_acknowledged = []

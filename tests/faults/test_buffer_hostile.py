@@ -30,7 +30,7 @@ BAD_PER_S = 100
 LONGEST_HANG_S = bound(1.0)
 BOMBER = ClientIdentity("bomber", "actor", "b")
 LAST = 2**52
-"""Request number above all others."""
+"""Request number above all other request numbers."""
 
 
 @pytest.fixture

@@ -36,7 +36,7 @@ def test_training_continues_while_no_version_can_be_written_and_publishes_the_la
     assert read(store.folder, PolicyVersion(1, NUM_STEPS)), "every tensor checked"
     # two writes were started before the disk was found full; the last one is published at the end
     assert set(store.committed()) <= {PolicyVersion(1, version) for version in (0, 1, NUM_STEPS)}
-    show(f"{NUM_STEPS} steps trained without room for weights; with room again the last version is published")
+    show(f"{NUM_STEPS} steps trained without room for weights; with room again, the last version is published")
 
 
 @pytest.mark.fault(6, "no space in the weights folder for longer than PUBLISH_TIMEOUT_S")

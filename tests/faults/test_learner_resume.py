@@ -334,6 +334,6 @@ def flip_a_byte(checkpoint: Path) -> Path:
     content = bytearray(file.read_bytes())
     # the longest range without a zero byte holds numbers, not padding of the container
     start = max(content.split(b"\0"), key=len)
-    content[content.index(start) + len(start) // 2] ^= 0x01  # in any byte of a float32 a value that stays finite
+    content[content.index(start) + len(start) // 2] ^= 0x01  # keeps a float32 finite, whichever byte it is
     file.write_bytes(content)
     return file

@@ -40,7 +40,7 @@ class Served:
         self.start()
 
     def start(self):
-        # with the umask of most systems: the service must restrict access itself
+        # most systems use this umask, so the service must restrict access itself
         self.process = subprocess.Popen(self._command, stdout=subprocess.PIPE, text=True, umask=0o022)
         self.address = self.process.stdout.readline().strip()
 

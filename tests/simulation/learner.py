@@ -15,7 +15,7 @@ NUM_KEPT = 2
 
 
 class SimLearner:
-    """Draws steps, takes their updates, publishes between and after them, and sometimes writes a checkpoint."""
+    """Draws steps, applies updates, publishes weights between and after updates, and sometimes writes a checkpoint."""
 
     def __init__(self, world: World, process_number: int) -> None:
         self.world = world

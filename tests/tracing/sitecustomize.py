@@ -31,7 +31,7 @@ _files = {}
 
 @functools.cache
 def _name(code):
-    """Return `package/file.py<tab>function` for a function of the product, or '' for any other."""
+    """Return `package/file.py<tab>function` for a function of the product, or '' for any other function."""
     path = code.co_filename
     if not code.co_flags & inspect.CO_OPTIMIZED and code.co_name != "<module>":
         return ""  # a class body, which runs at import

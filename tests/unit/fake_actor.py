@@ -188,7 +188,7 @@ class FakeStaged(contextlib.AbstractContextManager):
 
 
 class FakeBuffer:
-    """Grants `num_groups` leases, then drains; records all calls. Without `credit` a push is an error."""
+    """Grants `num_groups` leases, then drains; records all calls. Without `credit`, a push is an error."""
 
     def __init__(self, num_groups, min_version=0, timeout_s=60.0):
         self.num_groups = num_groups

@@ -58,7 +58,7 @@ class World:
             for index in lease.sample_indices:
                 made = make_trajectory(lease, index, seq=0, num_completion_tokens=self.length(lease.prompt_id))
                 pushed.append(actor.push(made))
-        # on a busy machine replies may be so late that some are sent twice
+        # on a busy machine, replies may be so late that some are sent twice
         assert {each.result(60).outcome for each in pushed} <= {"committed", "duplicate"}
         learner.close(1.0)
         actor.close(1.0)

@@ -266,7 +266,7 @@ async def test_a_process_that_exits_between_calls_fails_no_sample(processes):
 async def test_one_process_serves_short_calls_and_waiting_calls_start_more_to_a_limit(processes, monkeypatch):
     scores = with_processes(processes, hang_on_stuck, num_processes=3)
     with monkeypatch.context() as patched:
-        patched.setattr("leeway.actors.rewards._PATIENCE_S", 60.0)  # on a busy machine these calls are not short
+        patched.setattr("leeway.actors.rewards._PATIENCE_S", 60.0)  # on a busy machine, these calls are not short
         for _ in range(20):
             await asyncio.gather(*(scores.score(PROBLEM, "a") for _ in range(70)))
     assert len(processes) == 1

@@ -82,7 +82,7 @@ def test_all_runs_of_a_model_share_one_folder_that_stores_only_the_head(tmp_path
     assert served.stat().st_ino == made
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # from imports of vLLM
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # imports of vLLM raise it
 @pytest.mark.process  # vLLM inspects the class of a new model in a process
 def test_engines_of_two_runs_look_up_one_compiled_model(tmp_path: Path, model, cache):
     from vllm.engine.arg_utils import AsyncEngineArgs

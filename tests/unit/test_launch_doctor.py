@@ -59,7 +59,7 @@ def only(results: Iterable[CheckResult]) -> CheckResult:
 
 @pytest.mark.parametrize(("load", "late"), [(0.0, "problem"), (1000.0, "warning")], ids=["idle", "busy"])
 def test_a_check_that_raises_or_hangs_is_a_problem_and_the_others_continue(monkeypatch, load, late):
-    """On a busy machine a timeout is only a warning, because the check may just be slow."""
+    """On a busy machine, a timeout is only a warning, because the check may just be slow."""
     monkeypatch.setattr(os, "getloadavg", lambda: (load, load, load))
     never = threading.Event()
 

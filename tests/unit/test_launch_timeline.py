@@ -44,7 +44,7 @@ def test_a_step_and_its_wait_are_spans_of_the_learner(tmp_path, clock):
     assert (wait["who"], wait["what"], step["what"], step["step"]) == ("learner", "wait_for_batch", "step", 7)
     assert (wait["start_s"], wait["end_s"]) == (START_S + 1, START_S + 1.4)
     assert (step["start_s"], step["end_s"], step["lag_mean"]) == (START_S + 1.4, START_S + 2, 1.5)
-    assert json.loads((tmp_path / "t").read_text().rstrip(",\n") + "]"), "with a closing bracket it is valid JSON"
+    assert json.loads((tmp_path / "t").read_text().rstrip(",\n") + "]"), "with a closing bracket, it is valid JSON"
 
 
 def test_adjacent_intervals_are_one_span_with_their_totals(tmp_path, clock):

@@ -65,7 +65,7 @@ def test_admission_obeys_littles_law(max_lag):
 
 
 def test_synchronous_training_alternates_with_generation():
-    """With max_lag = 0 the groups of a step are generated after the previous step's weights are served."""
+    """With max_lag = 0, the groups of a step are generated after the previous step's weights are served."""
     costs = Costs(publish_s=0.5, fetch_s=0.25, pause_s=0.125)
     found = Simulation(world(slots=G * K, step_s=3.0, max_lag=0, costs=costs)).run(40, warm_up=10)
     # samples are leased when the weights are published, and start when the engine serves them

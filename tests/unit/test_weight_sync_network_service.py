@@ -312,7 +312,7 @@ def test_slow_work_runs_once_despite_resent_requests(machine: Machine):
     waiter.start()
     wait_until(lambda: machine.service.requests["PartDone"] >= 3, "a third request")
     assert machine.client("other").newest() is None, "other clients are served meanwhile"
-    assert jobs == [1]  # for three requests; a request after completion may start another
+    assert jobs == [1]  # one job for three requests; a request after completion may start another job
     go.set()
     waiter.join(20)
     assert not waiter.is_alive()
