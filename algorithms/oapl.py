@@ -18,8 +18,8 @@ Where the off-policy correction enters:
 
 What we left out:
     The reference: no term pulls towards it, so the optimum of a whole run is the best completion, not a tilted policy.
-    The paper's V, a log-mean-exp of the rewards of the group: it is biased and close to the maximum reward, so nearly
-    every sample would be pushed down, including stale ones.
+    The paper's V, a log-mean-exp of the rewards of the group: it is biased and close to the maximum reward. With it,
+    the loss would lower the probability of nearly every sample, even of stale samples.
 
 References:
     OAPL, arXiv 2602.19362; V, the mean of the others: RLOO, arXiv 2402.14740.

@@ -92,7 +92,7 @@ class StalenessConfig(BaseModel):
     publish_every: int = Knob(1, "Optimizer steps between publications of weights.", basic=True, fixed=_BOUND, ge=1)
     on_stale: Literal["drop", "wait"] = Knob(
         "drop",
-        "'drop' groups about to exceed max_lag and lease their prompts again, or 'wait' for them.",
+        "Before a group exceeds max_lag: 'drop' discards it and leases its prompt again; 'wait' waits for it.",
         basic=True,
         fixed=_BOUND,
     )

@@ -37,8 +37,8 @@ else:
 
 
 STARTED_NOTE = (
-    "prompts end with the start of the answer, {!r}: completions begin after it, so a reward that searches for it does "
-    "not find it"
+    "the chat template ends each prompt with {!r}, the start of the answer: completions begin after that text, so a "
+    "reward that searches for the text fails"
 )
 
 

@@ -103,7 +103,7 @@ class Pipeline:
         else:
             assert outputs is None or isinstance(outputs, Tensor)
             return outputs
-        # raised outside the except block, so that torch's long wrapper does not become the context of the cause
+        # raised outside the except block, so that torch's long wrapper is not chained to the original error
         if isinstance(failed, torch.OutOfMemoryError):
             message = explain_out_of_memory(self._mesh.place, self.modules[0], batch.packed, failed, train=key[0])
             raise OutOfMemory(message) from failed

@@ -66,7 +66,7 @@ def plan(
     host_gpus: Annotated[float | None, typer.Option(metavar="N", help="GPUs per host; default: this machine.")] = None,
     price: Annotated[
         list[str] | None,
-        typer.Option(metavar="POOL=PER_HOUR", help="Worker price; repeatable. Plans then maximize samples per price."),
+        typer.Option(metavar="POOL=PER_HOUR", help="Worker price; repeatable. Plans maximize samples per price."),
     ] = None,
     out: Annotated[Path, typer.Option(metavar="FILE", help="Output file of the plan.")] = Path("plan.toml"),
 ) -> int:

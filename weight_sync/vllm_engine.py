@@ -56,7 +56,7 @@ def register() -> None:
     WeightTransferEngineFactory._registry.setdefault(BACKEND, transfer_class)
     owner = os.environ.get(OWNER_ENV, "")
     if owner.isdigit() and int(owner) != os.getpid():
-        # vLLM stops its processes with SIGTERM; all other processes of a run block it
+        # vLLM stops its processes with SIGTERM, a signal that every other process of a run blocks
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         gc.enable()
         _die_with(int(owner))

@@ -47,7 +47,7 @@ class FleetSetting:
     """Setting of a whole fleet."""
 
     pools: Mapping[str, TokenTime]
-    """Pool -> token time of its engines."""
+    """Pool -> seconds per token of its engines."""
     lengths: LengthDistribution
     step_s: float
     """Fixed seconds of a learner step."""

@@ -381,8 +381,8 @@ def _of_export(path: Path, table: pa.Table) -> RecordedGroups:
         batch = pa.concat_batches(chosen.take(order).to_batches()) if len(order) else to_batch([], "")
     except (pa.ArrowException, ValueError) as error:
         raise StoreError(
-            f"{path} has columns with other types than an export, or more than 2**31 tokens ({error}): export the run "
-            "again, or a part of it"
+            f"{path} has other column types than an export has, or over 2**31 tokens ({error}): export the run again, "
+            "or export a part of it"
         ) from error
     return RecordedGroups(batch, order.astype(np.int64) + 1)
 

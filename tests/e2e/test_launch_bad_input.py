@@ -50,7 +50,7 @@ def test_a_disk_without_space_for_the_folder_is_refused_before_anything_starts(m
 @pytest.mark.timeout(600)
 def test_a_full_disk_ends_the_run_with_one_sentence_and_the_run_can_be_resumed(mounts):
     disk = mounts.tmpfs("disk", 96)
-    # a failed checkpoint write ends the run at once; publishing would wait for space until max_lag is reached
+    # a failed checkpoint write ends the run at once; a failed publication waits for space instead
     often = ("--learner.checkpoint_every", "1")
     process = start(disk, "--learner.num_steps", "400", "--actors.eval_every", "0", *often)
     wait_for_steps(process, disk, 4, timeout_s=LIMIT_S)

@@ -296,7 +296,7 @@ def test_failing_rewards_are_reported_during_an_evaluation():
 
 @pytest.fixture
 def run(tmp_path, request):
-    """A factory of runs that only process polls; `quarantined` lists the actors removed by the run."""
+    """A factory of runs that do nothing but handle polls; `quarantined` lists the actors removed by the run."""
 
     def make(*overrides: str) -> SimpleNamespace:
         plan = check(load_config(DEMO, ["--tracking.wandb", "disabled", *overrides]), tmp_path / "run")

@@ -221,7 +221,7 @@ def test_a_stopped_fetcher_is_replaced_by_one_of_the_waiting_processes(machine: 
         for thread in threads:
             thread.start()
         wait_until(lambda: len(waiting) == 4, "all four to wait")
-        now[0] += UPDATE_TIMEOUT_S / 4  # not longer: the new fetcher must not be replaced too
+        now[0] += UPDATE_TIMEOUT_S / 4  # a longer wait would also replace the new fetcher
         for thread in threads:
             thread.join(60)
         stale.write(b"late data")
