@@ -148,7 +148,7 @@ def engine_args(model_path: Path, config: ActorsConfig, seed: int) -> AsyncEngin
         placement["distributed_executor_backend"] = "mp"
     overrides = dict(config.engine_args)
     if config.dtype != "float32":
-        # logits rounded to 16 bits would be off by hundredths; the learner does not round its logits either
+        # keep logits in float32, as the learner does: rounding them to 16 bits shifts them by hundredths
         overrides["hf_overrides"] = {"head_dtype": "float32", **overrides.get("hf_overrides", {})}
     fixed = {
         "model": str(model_path),

@@ -33,8 +33,8 @@ class BufferConfig(BaseModel):
         "(docs/buffer.md), 'on_policy_share' (a fraction of newest groups), or your FILE.py:NAME.",
         basic=True,
     )
-    on_policy_share: float = Knob(0.5, "sampler = 'on_policy_share': average fraction of newest groups.", ge=0, le=1)
-    replay_sampler: RestSampler = Knob("uniform", "sampler = 'on_policy_share': sampler of remaining groups.")
+    on_policy_share: float = Knob(0.5, "With sampler = 'on_policy_share': mean fraction of newest groups.", ge=0, le=1)
+    replay_sampler: RestSampler = Knob("uniform", "With sampler = 'on_policy_share': sampler of the other groups.")
     max_uses: PositiveInt | Literal["unlimited"] = Knob(
         1, "Maximum number of steps that use a group: 1, a larger number (replay) or 'unlimited'.", basic=True
     )

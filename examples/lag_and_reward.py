@@ -45,8 +45,7 @@ step = known["trained_step"].to_numpy()
 # %% [markdown]
 # Reward rises while a run learns, and lag is not spread evenly over the run: at its start, for example, there is none.
 # So each sample is also compared with the others of its step: `relative` is its reward minus the mean reward of that
-# step. If the plain mean has a slope and `relative` has none, the slope comes from the progress of the run, not from
-# the lag.
+# step. If the plain mean has a slope and `relative` has none, the run's progress causes the slope, and lag does not.
 
 # %%
 _, place = np.unique(step, return_inverse=True)

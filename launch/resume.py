@@ -1,4 +1,4 @@
-"""Resuming a run in its own folder, and the checks of changed keys and contents.
+"""Resume a run in its own folder, and check for changed config keys and file contents.
 
 A killed run resumes like a learner that is restarted during a run: the buffer has every acknowledged sample, the newest
 intact checkpoint has the learner state, and a new incarnation separates both from abandoned work. Without a checkpoint,

@@ -11,7 +11,7 @@ from leeway.algorithms.registry import AlgorithmConfig
 from leeway.common.user_input import Knob
 from leeway.weight_sync.config import WeightSyncConfig
 
-_STEP = "the draw records of the buffer depend on it"
+_STEP = "the buffer's records of draws depend on it"
 ScheduleName = Literal["1f1b", "interleaved_1f1b", "zero_bubble", "fused"]
 
 
@@ -68,7 +68,7 @@ class LearnerConfig(BaseModel):
     critic_learning_rate: PositiveFloat | None = Knob(
         None, "Peak learning rate of a critic model or value head; unset: learning_rate."
     )
-    warmup_steps: NonNegativeInt = Knob(10, "Steps of linear warm-up, also after num_steps is raised.", basic=True)
+    warmup_steps: NonNegativeInt = Knob(10, "Steps of linear warm-up; repeated if num_steps is raised.", basic=True)
     lr_schedule: Literal["constant", "linear", "cosine"] = Knob("linear", "Decay after warm-up, over num_steps.")
     max_grad_norm: PositiveFloat = Knob(1.0, "Maximum gradient norm over all stages; critics are clipped separately.")
     checkpoint_every: PositiveInt = Knob(50, "Steps between checkpoints.", basic=True)

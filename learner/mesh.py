@@ -111,7 +111,7 @@ _GPU_FAULT_PATTERNS = (
     "unspecified launch failure",
 )
 """Substrings of CUDA errors, also through NCCL, if a GPU or a link failed. The last may also indicate a bug: CUDA
-reports it for all unnamed faults."""
+reports it for all faults without a code of their own."""
 _PERMANENT_PATTERNS = (
     *("Duplicate GPU detected", "invalid usage", "ncclInvalidUsage", "ncclInvalidArgument"),
     *("illegal memory access", "device-side assert"),

@@ -358,8 +358,8 @@ def _check_names(folder: Path, known: Iterable[str]) -> None:
     unknown = sorted(found - set(known))
     if unknown:
         raise ModelFolderError(
-            f"checkpoint {folder} has {len(unknown)} tensors that are not in the model of its config.json, the first "
-            f"is {unknown[0]}: its weights do not match its config.json. Download the checkpoint again, or set another "
+            f"checkpoint {folder} has {len(unknown)} tensors that the model of its config.json lacks, such as "
+            f"{unknown[0]}: its weights do not match its config.json. Download the checkpoint again, or set another "
             "model_path"
         )
 

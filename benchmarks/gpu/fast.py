@@ -112,7 +112,7 @@ def timed_steps(
 
 
 def sweep(place: Place, shape: str = "1.5B") -> None:
-    """Measure variants of the config, each with one difference from the default, and report out of memory."""
+    """Measure variants of the config, each with one difference from the default, and report which run out of memory."""
     variants: list[tuple[str, dict[str, Any], float | None, bool]] = [
         ("default", {}, None, True),
         ("two passes", {}, None, False),

@@ -72,7 +72,7 @@ def judge(completions, answer, **_):
 """
 
 
-@pytest.mark.full  # tests/unit has the parts: the count, the end of the run and its message
+@pytest.mark.full  # tests/unit tests the parts separately: the count, the end of the run, and its message
 def test_a_run_whose_samples_all_fail_ends_with_the_reason_and_can_be_resumed(tmp_path):
     broken = tmp_path / "broken"
     (tmp_path / "judge.py").write_text(REWARD.format(broken=str(broken)))

@@ -153,7 +153,7 @@ def test_leases_of_a_killed_actor_are_issued_again_without_delaying_other_actors
 def test_control_samples_of_a_killed_actor_are_lost_if_leases_do_not_expire(start_service, start_actor, load_on, show):
     service = start_service(facts=MANY, environment=LONG_LEASES)
     load = load_on(service, draws=False)
-    _, killed_at = kill_in_mid_send(start_actor, service, 4)  # several, as all samples of one may arrive
+    _, killed_at = kill_in_mid_send(start_actor, service, 4)  # of one actor, all samples may arrive before the kill
     load.end()
     load.close()
     service.stop()

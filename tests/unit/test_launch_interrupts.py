@@ -72,7 +72,7 @@ def test_before_training_a_signal_stops_code_that_catches_every_exception():
 
 def test_a_dropped_signal_stops_the_run_before_the_next_phase():
     with Interrupts() as interrupts:
-        with contextlib.suppress(Stopped):  # Python drops an exception in a callback of C code
+        with contextlib.suppress(Stopped):  # Python discards an exception raised in a callback that C code calls
             interrupt()
         with pytest.raises(Stopped):
             interrupts.raise_if_stopped()

@@ -73,8 +73,8 @@ def test_a_key_may_change_although_its_section_may_not():
         (["--actors.group_size", "4"], "the buffer has leased groups of that size"),
         (["--actors.temperature", "0.7"], "the stored samples were generated at that temperature"),
         (["--buffer.sampler", "uniform"], "the stored groups and the recorded batches depend on it"),
-        (["--learner.groups_per_step", "16"], "the draw records of the buffer depend on it"),
-        (["--learner.num_minibatches", "2"], "the draw records of the buffer depend on it"),
+        (["--learner.groups_per_step", "16"], "the buffer's records of draws depend on it"),
+        (["--learner.num_minibatches", "2"], "the buffer's records of draws depend on it"),
         (["--weight_sync.max_lag", "8"], "the buffer admitted prompts by these rules"),
     ],
 )
