@@ -139,7 +139,7 @@ def test_the_weights_of_another_model_are_rejected(tmp_path):
         load(tmp_path / "qwen3")
     Model("qwen2", False).save(tmp_path / "qwen2")
     shutil.copyfile(tmp_path / "qwen2" / SINGLE_NAME, folder / SINGLE_NAME)
-    with pytest.raises(ValueError, match=r"has 9 tensors that are not in .*model.layers.0.self_attn.k_proj.bias"):
+    with pytest.raises(ValueError, match=r"has 9 tensors that the .* lacks, .*model.layers.0.self_attn.k_proj.bias"):
         load(folder)
     (folder / SINGLE_NAME).unlink()
     with pytest.raises(FileNotFoundError, match="save_pretrained"):
