@@ -64,7 +64,7 @@ def phrases(status: RunStatus, left_s: float | None = None) -> list[str]:
 def line(status: RunStatus, left_s: float | None = None, num_waits: int = NUM_WAITS) -> str:
     """Return the status line of a run: its phrases, up to `num_waits` waits, and the alerts."""
     sentences = status.waits[:num_waits]
-    if num_waits and len(status.waits) > num_waits:
+    if num_waits > 1 and len(status.waits) > num_waits:
         sentences = [*sentences, f"and {len(status.waits) - num_waits} more wait"]
     return "; ".join(["  ".join(phrases(status, left_s)), *sentences, *status.alerts])
 
