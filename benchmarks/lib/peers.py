@@ -14,7 +14,7 @@ import sysconfig
 from functools import lru_cache
 from pathlib import Path
 
-from leeway.launch.bootstrap import pinned_versions
+from leeway.launch.bootstrap import ROOT, pinned_versions
 
 INSTALL_TIMEOUT_S = 900
 
@@ -32,7 +32,8 @@ def python_with(*requirements: str) -> Path:
     """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     here = sysconfig.get_path("purelib")
-    make = hashlib.sha256("\n".join([sys.version, here, *requirements]).encode()).hexdigest()[:12]
+    visible = f"{here}\n{ROOT / 'src'}\n"  # an editable installation is a .pth file, which this one does not include
+    make = hashlib.sha256("\n".join([sys.version, visible, *requirements]).encode()).hexdigest()[:12]
     folder = cache / "leeway" / f"peers-{make}"
     python, done = folder / "bin" / "python", folder / "done"
     if done.exists():
@@ -40,7 +41,7 @@ def python_with(*requirements: str) -> Path:
     print(f"installing {', '.join(requirements)} into {folder}", file=sys.stderr, flush=True)
     _run([sys.executable, "-m", "venv", "--clear", str(folder)])
     packages = folder / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
-    (packages / "leeway_packages.pth").write_text(here + "\n")
+    (packages / "leeway_packages.pth").write_text(visible)
     # Pin the repository's versions, above all torch's: a CPU build must not be replaced.
     constraints, own = folder / "constraints.txt", {each.partition("==")[0] for each in requirements}
     lines = (each for each in pinned_versions() if each.partition("==")[0] not in own)
