@@ -179,7 +179,7 @@ class KeptResults:
         part = self.folder / f"{name}.part"
         part.write_text(json.dumps(result := make(folder)))
         part.replace(kept)
-        shutil.rmtree(folder)
+        shutil.rmtree(folder, ignore_errors=True)  # a peer's run may not use it
         return result
 
 
