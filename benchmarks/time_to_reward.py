@@ -155,7 +155,8 @@ def compared(lines: Mapping[str, Sequence[Line]]) -> dict[str, Any]:
         pairs = [(ours, theirs) for ours, theirs in zip(seconds["default"], seconds[side], strict=True)]
         whole = [(ours, theirs) for ours, theirs in pairs if ours is not None and theirs is not None]
         ratios[side] = median_ratio(*zip(*whole, strict=True)) if len(whole) == len(pairs) else None
-    return {"target": target, "ends": ends, "seconds": seconds, "ratios": ratios}
+    whole_s = {side: [line[-1][0] for line in own] for side, own in lines.items()}
+    return {"target": target, "ends": ends, "seconds": seconds, "whole": whole_s, "ratios": ratios}
 
 
 def page(result: Mapping[str, Any], words: str, figure: str) -> list[str]:
@@ -167,6 +168,7 @@ def page(result: Mapping[str, Any], words: str, figure: str) -> list[str]:
             side,
             number(fmean(case["ends"][side]), "{:.3f}"),
             ", ".join(number(each, "{:.0f}") for each in case["seconds"][side]),
+            number(fmean(case["whole"][side]), "{:.0f}"),
         ]
         for name, case in result["cases"].items()
         for side in case["seconds"]
@@ -181,7 +183,9 @@ def page(result: Mapping[str, Any], words: str, figure: str) -> list[str]:
         f"![Held-out accuracy over seconds of training]({figure})",
         f"The target is {SHARE:g} of the final accuracy with `max_lag = 0`: {targets}. Accuracy is greedy, every ten "
         f"steps; the final accuracy is the mean of the last {NUM_LATE}. TRL's clock stops during evaluation.",
-        table(["task", "side", "final accuracy", "seconds to the target, by seed"], rows),
+        table(["task", "side", "final accuracy", "seconds to the target, by seed", "seconds to the end, mean"], rows),
+        "All sides share the cores, so asynchronous training adds no capacity here. [overlap.md](overlap.md) compares "
+        "speeds with one core per role.",
         bars_table(result["wanted"], "at most"),
     ]
 
