@@ -62,7 +62,7 @@ BARS: Mapping[str, Mapping[str, float]] = {
 LAW, SLOTS, STEP_S, K, GROUPS, PROMPT_TOKENS = TokenTime(0.08, 0.002), 16, 2.1, 8, 8, 8
 LENGTHS = lognormal(12, 0.4, 27, 0.5)
 DOUBLES, AFTER = Stretch(20, 40, 2.0), 50
-"""The change of lengths in the fleets, and the number of steps after it."""
+"""Change of completion lengths in the fleets, and the number of steps after it."""
 CHANGES = {"sudden doubling": Stretch(20, 1, 2.0), "slow doubling": DOUBLES, "sudden halving": Stretch(20, 1, 0.5)}
 NUM_STEPS, LAST, SEEDS = 160, 60, 100
 """Number of steps of a simulated run, of steps at its end whose rate counts, and of runs per kind of change."""

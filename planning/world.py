@@ -116,7 +116,7 @@ class TokenClock(Generic[K]):
         self._context -= part
         self.num_running -= 1
         if not self.num_running:
-            self._context = self.made = 0.0  # limits their growth, and with it rounding errors
+            self._context = self.made = 0.0  # limits their growth, and therefore rounding errors
         return key
 
     def running(self) -> list[K]:

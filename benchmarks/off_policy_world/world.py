@@ -103,7 +103,7 @@ class TreePolicy(nn.Module):
         nn.init.zeros_(self.value_head.bias)
 
     def forward(self) -> tuple[Tensor, Tensor]:
-        """Return the log-probability of each choice and the value of each prefix: P, C and P, N."""
+        """Return the log-probability of each choice, shape (P, C), and the value of each prefix, shape (P, N)."""
         input_PN = LAST_TOKEN_N.repeat(NUM_PROMPTS, 1)
         input_PN[:, 0] = NUM_TOKENS + torch.arange(NUM_PROMPTS)
         hidden_PNW = self.norm(self.blocks(self.embed(input_PN) + self.place(DEPTH_N)))

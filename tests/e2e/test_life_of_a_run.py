@@ -606,7 +606,7 @@ def ports_without_keys(ports: set[int]) -> list[int]:
                 socket.send(p.encode(1, p.StatusRequest()), zmq.NOBLOCK)
         time.sleep(2.0)
         answers = {port: socket.recv_multipart() for port, socket in sockets.items() if socket.poll(0)}
-        # a web server of Ray replies to any peer that it expects HTTP
+        # a web server of Ray answers any peer with an error that says it expects HTTP
         return [
             port for port, frames in answers.items() if b"HTTP" not in b"".join(frames) and b"Server:" not in frames[0]
         ]

@@ -173,7 +173,7 @@ def test_replayed_replies_are_never_accepted_for_later_requests(folder, service,
         puller.newest()
         puller.fetch(v(0)).close()
         publish(folder, 1, **SIZE)
-        replays.append(None)  # from here on, old replies precede every reply
+        replays.append(None)  # from here on, stale replies arrive before each current reply
         wait_until(lambda: puller.newest() == v(1), "the newer version")
         with puller.fetch(v(1)) as staged:
             assert_holds(staged, 1, **SIZE)

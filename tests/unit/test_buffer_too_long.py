@@ -16,7 +16,7 @@ PROMPT = 3
 
 
 def filled(buffer, *groups, session="1"):
-    """Complete groups whose samples have these numbers of tokens; return their ids."""
+    """Finish groups whose samples have these numbers of tokens; return the group ids."""
     actor = Actor(buffer, session=session)
     done = []
     for lengths in groups:
