@@ -69,7 +69,7 @@ docs-check: install  ## check that every command in README.md and docs/ exists, 
 bench: install  ## run all benchmarks; each prints one JSON line last
 	@for file in benchmarks/*.py; do echo "== $$file"; $(VENV)/python $$file || exit 1; done
 
-install:  ## install missing dependencies into .venv; called directly, runs pip even if nothing has changed
+install:  ## install missing dependencies into .venv; called directly, installs even if nothing has changed
 	@$(PYTHON) launch/bootstrap.py $(if $(filter install,$(MAKECMDGOALS)),--repair)
 
 clean:  ## remove caches; runs/ and .venv/ stay

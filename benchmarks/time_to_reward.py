@@ -152,7 +152,7 @@ def compared(lines: Mapping[str, Sequence[Line]]) -> dict[str, Any]:
     seconds = {side: [reached_s(line, target) for line in own] for side, own in lines.items()}
     ratios = {}
     for side in ("synchronous", "trl"):
-        pairs = [(ours, theirs) for ours, theirs in zip(seconds["default"], seconds[side], strict=True)]
+        pairs = list(zip(seconds["default"], seconds[side], strict=True))
         whole = [(ours, theirs) for ours, theirs in pairs if ours is not None and theirs is not None]
         ratios[side] = median_ratio(*zip(*whole, strict=True)) if len(whole) == len(pairs) else None
     whole_s = {side: [line[-1][0] for line in own] for side, own in lines.items()}
