@@ -48,8 +48,8 @@ POLL_S = 0.5
 """Seconds between polls of the roles; bounds how late an exited process is noticed. A poll takes milliseconds."""
 SHUTDOWN_TIMEOUT_S = 600.0
 """Seconds for the learner to finish its step after Ctrl-C, even with long samples; a second Ctrl-C ends the run."""
-EVAL_PROBLEMS = 256
-"""Maximum number of held-out problems of an evaluation during the run; the standard error is at most 3 %."""
+EVAL_PROBLEMS = 512
+"""Maximum number of held-out problems of an evaluation during the run; the standard error is at most 2.2 %."""
 EVALUATION_POLL_S = 0.1
 REPORT_S = 60.0
 """Timeout of the report, in seconds."""
