@@ -10,16 +10,18 @@ import signal
 import subprocess
 import tempfile
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
-
-import pyarrow as pa
+from typing import TYPE_CHECKING, Any
 
 from leeway.common.errors import LeewayError
 from leeway.launch.host import leeway_command
 from leeway.launch.observe.status import RunStatus, StatusView, view_run
 from leeway.launch.run_folder import RunFolder, choose_root, find_config, open_run, owner_of, read_json_lines
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 START_S = 120.0
 """Seconds after which a command that wrote no status counts as failed."""
@@ -61,13 +63,19 @@ class Run:
 
     def status(self) -> RunStatus:
         """Return the newest status: phase, step, rates, lag, ledger, alerts. Raise LeewayError if unreadable."""
-        return self._look().status
+        return self.view().status
+
+    def view(self) -> StatusView:
+        """Return the status and, if the launcher has exited without a final status, the reason and the fix."""
+        return view_run(self._folder)
 
     def metrics(self) -> pa.Table:
         """Return one row per optimizer step, in order; docs/metrics.md describes the columns.
 
         Columns that a step lacks are null in its row. The table is empty before the first step.
         """
+        import pyarrow as pa
+
         rows = [row for row in read_json_lines(self._folder.metrics) if row is not None]
         names = dict.fromkeys(name for row in rows for name in row)
         return pa.table({name: [row.get(name) for row in rows] for name in names})
@@ -81,14 +89,19 @@ class Run:
 
         Raises:
             LeewayError: a column does not exist, or the buffer cannot be read.
+        Warns:
+            UserWarning: rows were left out because their stored bytes are damaged.
         """
         from leeway.buffer.offline.inspect import Inspection, samples
 
         with Inspection.open(self.path) as inspection:
             try:
-                return samples(inspection, columns)
+                table = samples(inspection, columns)
             except KeyError as error:
                 raise LeewayError(f"samples() has no such column: {error.args[0]}") from None
+            for message in dict.fromkeys(inspection.damaged):
+                warnings.warn(f"left out: {message}", stacklevel=2)
+            return table
 
     def wait(self, timeout_s: float | None = None) -> Run:
         """Block until the run has ended, and return it.
@@ -98,7 +111,7 @@ class Run:
             TimeoutError: the run is still active after `timeout_s` seconds, and continues.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        while not self._has_ended(view := self._look()):
+        while not self._has_ended(view := self.view()):
             if deadline is not None and time.monotonic() > deadline:
                 raise TimeoutError(f"the run {self.path} is still {view.status.phase} after {timeout_s:g} s")
             time.sleep(_POLL_S)
@@ -121,9 +134,6 @@ class Run:
                 raise LeewayError(f"the launcher of {self.path} runs on {self.status().host}: stop it there")
             os.kill(owner, signal.SIGINT)
         return self.wait(timeout_s)
-
-    def _look(self) -> StatusView:
-        return view_run(self._folder)
 
     @staticmethod
     def _has_ended(view: StatusView) -> bool:

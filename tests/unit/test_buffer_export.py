@@ -17,6 +17,8 @@ from leeway.buffer.offline.inspect import STATE, Inspection, export, version_bou
 from leeway.buffer.rows import SPAN
 from leeway.buffer.store import Store
 from leeway.buffer.tables import Tries
+from leeway.launch.api import Run
+from leeway.launch.run_folder import RunFolder
 from tests.world.buffer import Actor, InProcessBuffer, facts
 
 PAGE = Path(__file__).parents[2] / "docs" / "buffer.md"
@@ -107,6 +109,8 @@ def test_a_damaged_block_is_omitted_and_its_records_are_reported(run, tmp_path):
     assert done.num_rows == 14
     assert [each[:22] for each in done.damaged] == ["record 3 of group 2: t", "record 4 of group 2: t"]
     assert 3 not in pq.read_table(tmp_path / "out.parquet")["record_id"].to_pylist()
+    with pytest.warns(UserWarning, match="left out: record [34] of group 2"):
+        assert len(Run(RunFolder(run)).samples(["record_id"])) == 14
 
 
 def test_samples_with_damaged_scores_or_success_counts_are_exported_without_them(run, tmp_path):
