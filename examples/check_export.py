@@ -2,8 +2,8 @@
 
 python examples/check_export.py runs/NAME/model
 
-Builds the held-out problems from reasoning-gym alone: the first 1,024 distinct questions whose hash is in the held-out
-eighth, written as `42-25=` and answered greedily.
+The script creates the held-out problems with reasoning-gym only: the first 1,024 distinct questions whose hash is in
+the held-out eighth, written as `42-25=`. The model answers greedily.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def held_out_problems() -> list[tuple[str, str]]:
     problems: list[tuple[str, str]] = []
     for index in count():
         item = dataset[index]
-        question = "".join(item["question"].split()).casefold()
+        question = item["question"]
         value = int.from_bytes(blake2b(question.encode(), digest_size=8).digest(), "big")
         if question not in seen and value / 2**64 < HELD_OUT_SHARE:
             problems.append(("".join(item["metadata"]["expression"].split()) + "=", item["answer"]))

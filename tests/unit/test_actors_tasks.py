@@ -14,12 +14,14 @@ from typing import ClassVar
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from examples.check_export import held_out_problems
 
 from leeway.actors.sandbox import cut_network_error
 from leeway.actors.tasks import TaskError, check_task, functions, held_out, load_reward, load_task
 from leeway.actors.tasks.config import FileTask, ReasoningGymTask
 from leeway.actors.tasks.prompts import file_problems
 from leeway.actors.tasks.task import Task, json_safe
+from leeway.launch.config import load_config
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 2}
@@ -92,7 +94,7 @@ def test_chain_sum_with_a_template_is_scored_by_its_dataset():
 def test_a_file_task_is_split_deduplicated_and_scored_with_its_columns(file_task):
     task = load_task(file_task)
     assert len(task.train) + len(task.heldout) == 61
-    assert task.rows == "62 read, 61 used, 1 duplicate, 0 skipped", "white space is significant"
+    assert task.rows == "62 read, 61 used, 1 duplicate, 0 skipped", "rows that differ only in white space are distinct"
     assert all(held_out(problem.question) for problem in task.heldout)
     exact, short = task.rewards
     assert (exact.name, short.name) == ("exact", "short")
@@ -215,7 +217,7 @@ def test_the_error_for_long_prompts_has_their_count_and_the_longest_length(file_
 
     split = task(Letters())
     lengths = [len(problem.text) for problem in (*split.train, *split.heldout)]
-    assert sorted(set(lengths)) == [7, 8], "numbers of one or two digits"
+    assert sorted(set(lengths)) == [7, 8], "the prompts contain numbers of one or two digits"
     with pytest.raises(TaskError, match=rf"^{lengths.count(8)} of the task's 61 prompts are longer .* = 7; .* has 8"):
         split.check_lengths(7)
     with pytest.raises(TaskError, match=r"max_prompt_tokens = 8, shorten"):
@@ -321,7 +323,9 @@ def test_the_held_out_split_of_a_large_file_is_bounded(tmp_path, file_task, monk
         changes = {"heldout_path": str(tmp_path / "test.jsonl")}
     task = load_task(file_task.model_copy(update=changes))
     assert len(task.heldout) == 5
-    assert own_file or not any(held_out(problem.question) for problem in task.train), "no held-out row is trained on"
+    assert own_file or not any(held_out(problem.question) for problem in task.train), (
+        "no held-out row may be in the training split"
+    )
     assert len(load_task(file_task.model_copy(update={**changes, "num_heldout": 7})).heldout) == 7
 
 
@@ -430,7 +434,7 @@ TWO_OF_THEM = {
 
 @pytest.mark.parametrize("name", ["acre", "gsm_symbolic", "list_functions", "word_ladder", "composite"])
 def test_composite_datasets_and_those_that_draw_all_items_at_once_are_streamed(name):
-    """The first three would exhaust memory if they drew all 2**31 items."""
+    """Drawing all 2**31 items of one of the first three datasets would exhaust the memory."""
     params = TWO_OF_THEM if name == "composite" else {}
     task = load_task(gym(name=name, params=params, num_train=8, num_heldout=2))
     (reward,) = map(load_reward, task.rewards)
@@ -499,3 +503,8 @@ def test_prompts_are_encoded_plain_or_as_chat_and_decoding_drops_special_tokens(
     assert codec.end_of_turn() == (0, "<eos>", "tokenizer"), "the template appends nothing to an answer"
     with pytest.raises(TaskError, match="does not exist"):
         PromptCodec(tmp_path / "none", chat=False, system_prompt=None)
+
+
+def test_the_script_that_checks_an_export_evaluates_the_held_out_problems_of_the_demo():
+    heldout = load_task(load_config(EXAMPLES / "demo.toml").task).heldout
+    assert [prompt for prompt, _ in held_out_problems()] == [problem.text for problem in heldout]
