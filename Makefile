@@ -1,17 +1,17 @@
-# Every target first installs missing dependencies. LEEWAY_EXTRA=gpu installs for a CUDA machine; .venv stores it.
+# Most targets first install missing dependencies. LEEWAY_EXTRA=gpu installs CUDA builds; .venv stores the choice.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv/bin
 PYTEST := $(VENV)/python -m pytest
-# One worker runs all tests of a file, because they share processes. Two cores have three workers, because tests often
-# wait. Unit tests run at a lower priority than runs with engines. `make full` and `make faults` run tests with engines
-# and faults one at a time, because they measure times.
+# One worker runs all tests of a file, because these tests share processes. Three workers run on two cores, because tests
+# often wait. Unit tests run at a lower priority than tests with engines. `make full` and `make faults` run tests with
+# engines or faults one at a time, because these tests measure times.
 FILE_BY_FILE := --dist loadfile --no-loadscope-reorder
-# Tests with full counts take minutes, and three times as long on a slow machine, so their timeout is longer.
+# LEEWAY_FAULTS=all repeats tests with full counts. A test then takes minutes, so the timeout is longer.
 FULL_COUNTS := LEEWAY_FAULTS=all $(PYTEST) -o timeout=1800
 PART ?= unit faults-1 faults-2 e2e
-# Faults of the buffer and of whole clusters; the two parts of the faults take about the same time.
+# Fault tests of the buffer and of whole clusters. They take about as long as the other fault tests together.
 FAULTS_1 := $(wildcard tests/faults/test_buffer_*.py tests/faults/test_cluster_*.py)
-# Small tensors on few cores: with more than one thread per process, processes would compete.
+# Tests use small tensors on few cores. With more than one thread per process, processes would compete for cores.
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 # Tests start hundreds of processes, which share compiled bytecode.
@@ -69,7 +69,7 @@ docs-check: install  ## check that every command in README.md and docs/ exists, 
 bench: install  ## run all benchmarks; each prints one JSON line last
 	@for file in benchmarks/*.py; do echo "== $$file"; $(VENV)/python $$file || exit 1; done
 
-install:  ## install missing dependencies into .venv; called directly, installs even if nothing has changed
+install:  ## install missing dependencies into .venv; `make install` does so even if nothing has changed
 	@$(PYTHON) launch/bootstrap.py $(if $(filter install,$(MAKECMDGOALS)),--repair)
 
 clean:  ## remove caches; runs/ and .venv/ stay

@@ -6,12 +6,12 @@ engine_output  Generation: the complete or partial output of one request
            EngineStats: step costs, cache usage and preemptions
 config    the `[actors]` section; Admission: decides when samples start, by slots or `leeway.planning.kv_gate`
 tasks     Task: prompts and a reward, from reasoning-gym by name or from files
-rewards   Scorer: calls reward functions in TRL's shape; a failure is counted, never scored 0
+rewards   Scorer: calls reward functions with TRL's signature; a failed call is counted and never gives reward 0
 reward_process  RewardProcess: runs a reward function in its own process, which contains hangs and crashes
-sandbox   runs programs that a model wrote; cuts a process off from the network
-weights   WeightFollower: pulls newer weights in flight and decides when a request may start; ActorError
-sample    SampleMaker: generates a sample and turns it into a scored trajectory; held-out accuracy at one version
+sandbox   runs programs that a model wrote; blocks the network access of a process
+weights   WeightFollower: pulls newer weights during generation and decides when a request may start; ActorError
+sample    SampleMaker: generates and scores training samples and the answers of an evaluation
           HeldLease: a lease and its samples; PartialRollouts: requeues unfinished samples
-loop      ActorLoop: leases, generates, pushes, renews; ActorComponents: its parts and their start
+loop      ActorLoop: leases prompts, pushes trajectories and renews leases; ActorComponents: the parts of an actor
 report    ActorReport: state and metrics that an actor sends to the launcher
 """

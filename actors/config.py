@@ -23,7 +23,7 @@ from leeway.weight_sync.config import WeightSyncConfig
 AdmissionName = Literal["slots", "cache"]
 
 READY_ENV = "VLLM_ENGINE_READY_TIMEOUT_S"
-"""Timeout in seconds for the start of an engine's processes. vLLM reads it at import: set it before an actor starts."""
+"""Timeout in seconds for the start of an engine's processes. vLLM reads the variable when it is imported."""
 OFFLINE_ENV = "LEEWAY_TOOK_OFFLINE"
 """Comma-separated variables that were added to keep this process offline; reward processes start without them."""
 ON_GPU_BYTES = 2 * 2**30
@@ -34,14 +34,14 @@ workspaces, activations of a step of 2,048 tokens, and CUDA graphs."""
 class ActorsConfig(BaseModel):
     """Options of generation.
 
-    Training samples use temperature only, so that the recorded log-probability is that of the full
-    vocabulary and every correction built on it is exact. Options such as top_p are rejected by name.
+    Training samples use temperature only: the recorded log-probabilities then cover the full vocabulary,
+    and corrections that use these log-probabilities are exact. Options such as top_p are rejected.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     num_actors: NonNegativeInt = Knob(
-        2, "Number of actors (vLLM engines). With buffer.source they only evaluate; 0: no evaluation.", basic=True
+        2, "Number of actors (vLLM engines). With buffer.source, actors only evaluate; 0: no evaluation.", basic=True
     )
     group_size: int = Knob(
         8,
@@ -59,9 +59,9 @@ class ActorsConfig(BaseModel):
         ge=0.01,
     )
     max_new_tokens: PositiveInt = Knob(64, "Maximum completion length in tokens.", basic=True)
-    max_prompt_tokens: PositiveInt = Knob(64, "Maximum prompt length in tokens; a longer one is an error.", basic=True)
+    max_prompt_tokens: PositiveInt = Knob(64, "Maximum prompt length in tokens; longer prompts are errors.", basic=True)
     max_running_samples: PositiveInt = Knob(
-        64, "Maximum concurrent samples per actor; its cache may hold fewer.", basic=True
+        64, "Maximum concurrent samples per actor; the cache may hold fewer.", basic=True
     )
     admission: AdmissionName = Knob(
         "slots",
@@ -94,9 +94,9 @@ class ActorsConfig(BaseModel):
     def room(self, num_to_generate: int, num_open: int, num_ahead: float = 0.0, slots: int | None = None) -> int:
         """Return the number of groups to lease, rounded up, so that no slot stays empty.
 
-        `num_to_generate` leased samples are not completed by the engine. `num_open` also counts samples that are being
-        scored or pushed, which need no slot but are bounded too. `num_ahead` samples finish before their replacements
-        arrive. `slots` is the number of samples that fit into the engine's cache.
+        `num_to_generate` counts leased samples that the engine has not completed. `num_open` also counts samples that
+        are being scored or pushed. `num_ahead` counts running samples that finish before their replacements arrive.
+        `slots` is the number of samples that fit into the engine's cache.
         """
         slots = self.max_running_samples if slots is None else slots
         ahead = min(slots, round(num_ahead))
@@ -110,10 +110,10 @@ class ActorsConfig(BaseModel):
 
 
 class ActorSections(Protocol):
-    """The config sections that an actor reads. The staleness contract of the run bounds the age of weights."""
+    """The config sections that an actor reads."""
 
     actors: ActorsConfig
-    """Includes the overrides of the actor's pool."""
+    """Options of generation, with the overrides of the actor's pool."""
     task: TaskConfig
     weight_sync: WeightSyncConfig
 
@@ -142,10 +142,10 @@ class KvSample(NamedTuple):
 
 
 class Admission(Protocol):
-    """Decides which samples of one engine may start; FIFO."""
+    """Decides when samples of one engine may start, in first-in, first-out order."""
 
     num_sure: int
-    """Number of samples that fit at any length."""
+    """Number of samples that fit into the cache at any length."""
 
     @property
     def needs_lengths(self) -> bool:
@@ -161,7 +161,7 @@ class Admission(Protocol):
         """Record that an admitted sample starts now, after it has waited for weights."""
 
     def end(self, key: Hashable, num_tokens: int | None = None, *, is_cut: bool = False) -> None:
-        """Record that the sample ended with `num_tokens` of completion; None if its length is not representative."""
+        """Record the end of a sample. `num_tokens` is the completion length, or None if it is not representative."""
 
 
 class SlotAdmission:
@@ -195,7 +195,7 @@ ADMISSIONS: Mapping[AdmissionName, str] = {
 def admission_of(config: ActorsConfig, cache: KvCache | None, now: Callable[[], float]) -> Admission:
     """Return the admission of one engine.
 
-    `cache` is None if unknown. `now` returns the engine's step count; a step adds a token to each running sample.
+    `cache` is None if unknown. `now` returns the engine's step count; each step adds a token to each running sample.
     """
     admission: Admission = resolve_name(ADMISSIONS[config.admission])(config, cache, now)
     return admission

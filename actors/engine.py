@@ -1,7 +1,7 @@
 """One vLLM engine: takes and returns token ids, and loads newer weights while it generates.
 
-In `actors`, only this module, `engine_setup` and `engine_output` use vLLM's API. The engine runs in its own processes,
-which exit with the process that started them, even if that is killed.
+In `actors`, only this module, `engine_setup` and `engine_output` use vLLM's API. The engine runs in separate processes,
+which exit when the process that started them exits or is killed.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ R = TypeVar("R")
 
 _ALIVE_POLL_S = 0.2
 _MIN_POLL_S, _MAX_POLL_S, _POLL_GROWTH = 0.005, 0.2, 1.5
-"""Pauses between polls of a verification, and their growth. A tiny model is verified in milliseconds; each poll is a
-call to all workers of an engine, which delays its next step."""
+"""First and longest pause in seconds between polls of a verification, and growth factor of the pause. The verification
+of a tiny model takes milliseconds. Each poll calls all workers of an engine and delays the engine's next step."""
 _STOP_TIMEOUT_S = 10.0
 
 
 class EngineDead(EngineError):
-    """The engine's process has exited, or its model is in an unknown state: start another engine."""
+    """The engine's process has exited, or the engine's model is in an unknown state: start another engine."""
 
 
 class UpdateRefused(EngineError):
-    """New weights were missing, modified or of another model; the engine still serves the old ones."""
+    """New weights were missing, modified or of another model; the engine still serves the old weights."""
 
 
 RequestKey = tuple[int, int]
@@ -86,15 +86,15 @@ class Engine:
         self._numbers = itertools.count()
         self._known_sampling: dict[float, SamplingParams] = {}
         self._running: dict[RequestKey, _Running] = {}
-        """Running requests; after the engine has died, those that were running at that time."""
+        """Requests that are running, or that were running when the engine died."""
         self._broken: str | None = None
         self._verified: dict[str, Any] | None = None
-        # held while weights change, so that a request's cache salt is the version that it starts under
+        # locked while weights change, so that the cache salt of a request is the policy version at its start
         self._updating = asyncio.Lock()
 
     @classmethod
     async def start(cls, model_path: Path, config: ActorsConfig, *, version: PolicyVersion, seed: int) -> Engine:
-        """Start an engine. This takes 20 to 30 s on CPU and blocks the event loop. Each actor needs its own seed.
+        """Start an engine, which takes 20 to 30 s on CPU and blocks the event loop. Each actor needs its own seed.
 
         `model_path` is a checkpoint from `leeway.common.serving_model.prepare_serving_model`, with the weights of
         `version`. Raises ModelFolderError if the checkpoint is incomplete, EngineDead if the engine does not start, and
@@ -107,7 +107,7 @@ class Engine:
         from vllm.v1.engine.async_llm import AsyncLLM
 
         try:
-            # referenced by `engine` only: vLLM keeps this frame alive, so other locals would outlive `stop`
+            # store the AsyncLLM only in `engine`: vLLM keeps this frame alive, so other variables outlive `stop`
             with gc_disabled_children():
                 engine = cls(
                     AsyncLLM.from_engine_args(engine_args(model_path, config, seed), stat_loggers=[stat_logger(stats)]),
@@ -118,7 +118,7 @@ class Engine:
                     stats,
                 )
             await engine._alive().update_weight_version(version.key)
-            # the first step of an engine takes seconds; run it now, so that no update waits for it
+            # the first step of an engine takes seconds: run a step now, so that no weight update waits for the first
             await engine.generate([facts.eos_token_ids[0]], max_new_tokens=1)
         except Exception as error:
             sockets.remove()
@@ -138,7 +138,7 @@ class Engine:
         """Complete one tokenized prompt, or resume it after a `prefix`. Cancelling the task aborts the request.
 
         Temperature 0 is greedy. Without a seed, the engine's own generator samples. `interrupt` and `so_far` find the
-        request by its key.
+        request by `key`.
 
         Raises:
             RequestRefused: the prompt is too long, or vLLM rejects it for another reason.
@@ -155,7 +155,7 @@ class Engine:
                 return completion.after(prefix)
 
     def ended(self, prefix: Prefix) -> Literal["stop", "length"] | None:
-        """Return the finish reason of a complete prefix; None if tokens are still to be generated."""
+        """Return the finish reason of a complete prefix; None if the sample needs more tokens."""
         if prefix.token_ids[-1] in self._stop_token_ids:
             return "stop"
         return "length" if len(prefix.token_ids) >= self._config.max_new_tokens else None
@@ -165,14 +165,14 @@ class Engine:
         return key in self._running
 
     async def interrupt(self, keys: Iterable[RequestKey]) -> None:
-        """End these requests now: `generate` returns their tokens so far. Raises EngineDead if the engine has died."""
+        """End requests now: `generate` returns the tokens until then. Raises EngineDead if the engine has died."""
         llm = self._llm
-        if llm is None or llm.errored:  # not `_alive`: requests can also be ended during an update
+        if llm is None or llm.errored:  # `_alive` would raise during an update, when requests can be ended
             raise EngineDead(self._death_message())
         await llm.abort([self._running[key].request_id for key in keys if key in self._running])
 
     def so_far(self, key: RequestKey) -> Generation | None:
-        """Return the tokens so far of a request that is running, or was when the engine died; None without tokens."""
+        """Return the tokens that a running request has generated, also after the engine died; None without tokens."""
         running, llm = self._running.get(key), self._llm
         if running is None or llm is None:
             return None
@@ -196,7 +196,7 @@ class Engine:
                 pass
         llm = self._alive()
         version = self.version
-        # prefixes cached under one version are never reused under another
+        # the cache salt prevents the reuse of a cached prefix under another policy version
         prompt = tokens_input(list(prompt_token_ids), cache_salt=version.key)
         request_id = f"r{next(self._numbers)}"
         # requests with a long prefix are preempted last: they are the most expensive to recompute
@@ -211,7 +211,7 @@ class Engine:
         except Exception as error:
             if self._broken is None and not llm.errored:
                 raise RequestRefused(f"vLLM refused a prompt of {len(prompt_token_ids)} tokens: {error}") from error
-            key = None  # keep the entry: `so_far` still returns its tokens
+            key = None  # keep the request in `_running`: `so_far` returns its tokens after the failure
             raise EngineDead(self._death_message()) from error
         finally:
             if key is not None:
@@ -221,10 +221,10 @@ class Engine:
         return version, final
 
     async def prepare(self, staged: StagedVersion, *, timeout_s: float = 120.0) -> None:
-        """Verify newer weights while the engine generates, so that `apply` pauses only for their reload.
+        """Verify newer weights while the engine generates, so that `apply` pauses generation only for the load.
 
         Raises:
-            UpdateRefused: the weights differ from those published, or are of another model; nothing has changed.
+            UpdateRefused: the weights differ from the published ones, or are of another model; the engine is unchanged.
             EngineDead: the engine has died, or did not verify the weights within `timeout_s`.
         """
         llm = self._alive()
@@ -242,13 +242,13 @@ class Engine:
     async def apply(
         self, staged: StagedVersion, kv_cache: Literal["keep", "recompute"], *, timeout_s: float = 120.0
     ) -> tuple[float, float]:
-        """Load the weights that `prepare` has verified, without ending running requests. New requests wait meanwhile.
+        """Load the weights that `prepare` has verified, and keep running requests. New requests wait for the load.
 
         Return the seconds of the pause, and of the load within it. With `kv_cache` "keep", running requests
         keep their attention keys and values of the old version.
 
         Raises:
-            UpdateRefused: the version is not the one that was verified; nothing has changed.
+            UpdateRefused: `prepare` has not verified this version; the engine is unchanged.
             EngineDead: the update failed midway or exceeded `timeout_s`, or the engine has died.
         """
         async with self._updating:
@@ -257,7 +257,7 @@ class Engine:
             if verified != _update_of(staged):
                 raise UpdateRefused(f"version {staged.version} was not verified; still serving version {self.version}")
             started_s = time.perf_counter()
-            # until generation resumes, any early exit, also by cancellation, leaves an engine that must be replaced
+            # after an error or a cancellation before generation resumes, the engine must be replaced
             self._broken = f"its update to version {staged.version} did not complete"
             try:
                 async with asyncio.timeout(timeout_s):
@@ -278,7 +278,7 @@ class Engine:
             return
         self._broken = "it was stopped"
         llm.output_processor.propagate_error(EngineDead(self._death_message()))
-        # no output is read any more; without the cancellation, vLLM would log the exit of its processes as a crash
+        # stop reading outputs: without this cancellation, vLLM would log the exit of its processes as a crash
         if llm.output_handler is not None:
             llm.output_handler.cancel()
         context = llm.engine_core.resources.ctx
@@ -322,9 +322,9 @@ class Engine:
 
 
 async def while_alive(llm: AsyncLLM, work: Coroutine[Any, Any, R]) -> R:
-    """Await a call to an engine; raise EngineDead if its process exits meanwhile.
+    """Await a call to an engine; raise EngineDead if the engine's process exits during the call.
 
-    When its process exits, vLLM fails the requests but never completes calls to its workers.
+    After the exit, vLLM fails running requests but never completes calls to its workers.
     """
     task = asyncio.ensure_future(work)
     try:
@@ -348,10 +348,10 @@ async def verify(llm: AsyncLLM, staged: StagedVersion) -> list[str]:
 
 
 async def swap(llm: AsyncLLM, staged: StagedVersion, kv_cache: Literal["keep", "recompute"]) -> float:
-    """Pause, load a verified version and resume; return the seconds of the load."""
+    """Pause generation, load a verified version and resume generation; return the seconds of the load."""
     from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
-    # not llm.pause_generation, which makes the same call and then sleeps for 20 ms
+    # llm.pause_generation would make this call and then sleep for 20 ms
     await llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=kv_cache == "recompute")
     started_s = time.perf_counter()
     await llm.start_weight_update()

@@ -37,14 +37,14 @@ class RequestRefused(EngineError):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Generation:
-    """Output of one request. It includes the end-of-sequence token: the learner trains on it."""
+    """Output of one request, including the end-of-sequence token, because the learner trains on this token too."""
 
     token_ids: npt.NDArray[np.int32]
     logprobs: npt.NDArray[np.float32]
     spans: tuple[VersionSpan, ...]
-    """Ranges of tokens by the version that sampled them, in order and without gaps."""
+    """Token ranges and the policy version that sampled each range, in order and without gaps."""
     finish_reason: Literal["stop", "length", "requeued"]
-    """`REQUEUED`: the request was interrupted, and these are its tokens so far, if any."""
+    """`REQUEUED` if the request was interrupted; `token_ids` then has the tokens generated until that time, if any."""
 
     def after(self, prefix: Prefix | None) -> Generation:
         """Prepend the tokens that the request resumed from."""
@@ -69,8 +69,8 @@ class Generation:
 def completion_of(final: RequestOutput, sent_under: PolicyVersion) -> Generation | None:
     """Convert vLLM's output; return None if the request must be generated again.
 
-    A request may be queued in the engine during an update and then reuse a prefix that the old weights computed. Its
-    tokens belong to no version. They are dropped regardless of content, which adds no bias. Raises RequestRefused if
+    A request that is queued during a weight update may reuse a cached prefix of the old weights. The tokens of this
+    request belong to no version; dropping them regardless of content adds no bias. Raises RequestRefused if
     the request did not end with an end-of-sequence token, at its length limit, or by `Engine.interrupt`.
     """
     output: CompletionOutput = final.outputs[0]
@@ -106,20 +106,20 @@ class EngineReport:
     """Sum of the seconds that ended requests were queued in the engine before their first step."""
     kv_usage: float = 0.0
     moments: tuple[float, ...] = ()
-    """Sums of `leeway.planning.costs.LeastSquares` for step seconds, without steps after idle time or an update."""
+    """Sums for a fit of step times by `leeway.planning.costs.LeastSquares`, without steps after a pause."""
     kv_tokens: int = 0
     """Capacity of the cache in tokens; 0 if unknown."""
 
 
 class EngineStats:
-    """Statistics of one engine. vLLM calls `record` once per step; the engine wraps each request in `request`."""
+    """Statistics of one engine. vLLM calls `record` once per step; each request runs within `request`."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._moments: npt.NDArray[np.float64] = np.zeros(3 + 4 + 4 * 4)
-        """Sums of `leeway.planning.costs.LeastSquares` for step seconds; `record` defines the terms."""
+        """Sums for a fit of step times by `leeway.planning.costs.LeastSquares`; `record` defines the fit's terms."""
         self.num_steps = 0
-        """All steps so far, measured or not; each adds a token to the context of every running sample."""
+        """Number of steps, including unmeasured ones; each step adds a token to every running sample."""
         self._running = 0
         self._prompt_tokens = 0
         self._first_steps = 0
@@ -129,7 +129,7 @@ class EngineStats:
         self._num_preempted = self._num_ended = 0
         self._num_in_step = 0
         self._num_interrupted = 0
-        """Upcoming preemptions that an update caused; they are not counted."""
+        """Number of coming preemptions that a weight update causes; these preemptions are not counted."""
         self._queued_s = 0.0
         self.cache: KvCache | None = None
 
@@ -148,8 +148,8 @@ class EngineStats:
             self._first_steps -= began
 
     def interrupt(self, *, recomputes: bool = False) -> None:
-        """Record that generation was paused until now: the current step is not measured, and with `recomputes` its
-        preemptions are not counted.
+        """Record that generation was paused until now, so that the current step is not measured. With `recomputes`,
+        the preemptions that the pause causes are not counted.
         """
         self._interrupted_s = self._clock()
         self._num_interrupted = self._num_in_step if recomputes else 0
@@ -168,7 +168,7 @@ class EngineStats:
         for ended in iteration.finished_requests:
             self._num_ended += 1
             self._queued_s += max(0.0, ended.queued_time)
-        # the latency of a sample that also ran in the previous step is the duration of this step
+        # if a sample also ran in the previous step, the latency of its new token is the duration of this step
         if not iteration.inter_token_latencies_iter:
             return
         step_s = min(iteration.inter_token_latencies_iter)
@@ -180,7 +180,7 @@ class EngineStats:
 
     @property
     def step_s(self) -> float:
-        """Return the mean seconds of a step, which adds a token to each running sample; 0 before the first."""
+        """Return the mean duration of an engine step in seconds; 0 before the first measured step."""
         return float(self._moments[2] / self._moments[1]) if self._moments[1] else 0.0
 
     def report(self) -> EngineReport:
@@ -199,7 +199,7 @@ class EngineStats:
 def stat_logger(stats: EngineStats) -> type[AggregateStatLoggerBase]:
     from vllm.v1.metrics.loggers import PrometheusStatLogger
 
-    # a Prometheus logger in name only: without one vLLM adds its own, which costs more than a small model's step
+    # with this subclass, vLLM does not add its own Prometheus logger, which takes longer than a small model's step
     class Logger(PrometheusStatLogger):
         def __init__(self, vllm_config: VllmConfig, engine_indexes: object = None) -> None:
             stats.cache = _cache_of(vllm_config)
@@ -223,10 +223,10 @@ def stat_logger(stats: EngineStats) -> type[AggregateStatLoggerBase]:
 
 
 def _cache_of(config: VllmConfig) -> KvCache | None:
-    """Return the cache's capacity in blocks of all layers, each of which may take several of vLLM's own blocks."""
+    """Return the cache's capacity in blocks that span all layers; such a block may take several of vLLM's blocks."""
     cache, longest = config.cache_config, config.model_config.max_model_len
     if not cache.num_gpu_blocks or not cache.block_size or not cache.kv_cache_max_concurrency:
         return None
     num_blocks = int(cache.kv_cache_max_concurrency * ceil(longest / cache.block_size))
-    # vLLM reserves one block
+    # subtract the block that vLLM reserves
     return KvCache(max(1, num_blocks - 1), cache.block_size, bool(cache.enable_prefix_caching))

@@ -37,7 +37,7 @@ _LOGITS_BYTES = 16
 
 _SET_ALREADY = {
     **{"dtype": "use actors.dtype", "seed": "use run.seed", "max_num_seqs": "use actors.max_running_samples"},
-    "max_model_len": "it is actors.max_prompt_tokens + actors.max_new_tokens",
+    "max_model_len": "the value is actors.max_prompt_tokens + actors.max_new_tokens",
     **{"tensor_parallel_size": "use actors.tensor_parallel_size", "model": "use model.path"},
     **dict.fromkeys(("gpu_memory_utilization", "num_gpu_blocks_override"), "use actors.gpu_memory_share"),
     "kv_cache_memory_bytes": "use actors.kv_cache_gib",
@@ -47,24 +47,24 @@ _SET_ALREADY = {
     ),
     **dict.fromkeys(
         ("weight_transfer_config", "worker_extension_cls", "worker_cls", "distributed_executor_backend"),
-        "weight updates of a running engine depend on it",
+        "weight updates of a running engine need the value that Leeway sets",
     ),
     **dict.fromkeys(
         ("pipeline_parallel_size", "data_parallel_size", "nnodes"),
         "an engine is one replica, split only by actors.tensor_parallel_size; for more replicas, use actors.num_actors",
     ),
-    "scheduling_policy": "samples that another actor requeued have priority",
+    "scheduling_policy": "the scheduler gives priority to samples that another actor requeued",
     "skip_tokenizer_init": "engines take and return token ids, without a tokenizer",
 }
 """Arguments that `engine_args` must not set, with the reason or the key to use instead."""
 _SET_ON_CPU = {
     "enable_chunked_prefill": "a seeded request that is split over steps crashes an engine on CPU",
-    "enforce_eager": "an engine on CPU compiles nothing",
+    "enforce_eager": "an engine on CPU runs without compilation",
 }
 
 
 def set_environment(config: ActorsConfig) -> None:
-    """Set the variables that vLLM reads only from the environment; its processes inherit them."""
+    """Set the variables that vLLM reads only from the environment; vLLM's processes inherit these variables."""
     os.environ[OWNER_ENV] = str(os.getpid())
     os.environ["OMP_NUM_THREADS"] = str(threads_of(config.cpus))
     defaults = {
@@ -74,11 +74,11 @@ def set_environment(config: ActorsConfig) -> None:
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_OFFLINE": "1",
         READY_ENV: str(_READY_TIMEOUT_S),
-        # a forked child would not load our plugin again, and so would not exit with its owner
+        # a forked process would not load Leeway's plugin again, and would not exit when its owner exits
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-        # engines share the cores of a machine: none may pin itself to cores that another one uses
+        # engines share the cores of a machine, so an engine must not pin its threads to cores
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        # FlashInfer implements top-k and top-p, which are never used here; with a compiler, its build takes minutes
+        # FlashInfer's sampler is for top-k and top-p, which Leeway never uses; its compilation can take minutes
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
     }
     for name, value in defaults.items():
@@ -94,7 +94,7 @@ def load_engine(config: ActorsConfig) -> None:
 
 @contextlib.contextmanager
 def gc_disabled_children() -> Iterator[None]:
-    """Start vLLM's processes within the block with garbage collection off; our plugin turns it on again."""
+    """Start the block's vLLM processes without garbage collection; Leeway's vLLM plugin enables collection again."""
     command_line = spawn.get_command_line
 
     def with_collector_off(**arguments: object) -> list[str]:
@@ -128,27 +128,27 @@ def engine_args(model_path: Path, config: ActorsConfig, seed: int) -> AsyncEngin
             "run LEEWAY_EXTRA=gpu make install there, or set actors.gpus = 0"
         )
     if on_cpu:
-        # Prompts are not split over steps: vLLM rewinds the generator of a seeded request after each
-        # part, and a generator on CPU cannot be rewound, which crashes the engine.
+        # Prompts are not split over steps. After each part of a prompt, vLLM would rewind the random generator of a
+        # seeded request. A generator on CPU cannot be rewound, so the engine would crash.
         placement: dict[str, Any] = {
             "kv_cache_memory_bytes": config.kv_cache_bytes_on_cpu,
             "enforce_eager": True,
             "enable_chunked_prefill": False,
         }
         if config.tensor_parallel_size == 1:
-            # vLLM would put the model into a third process, which costs a round trip per step
+            # by default, vLLM runs the model in a third process, which costs a round trip per step
             placement["distributed_executor_backend"] = _EXECUTOR_IN_PROCESS
         if config.max_prompt_tokens < _CPU_BLOCK_TOKENS:
-            # no prompt fills a block, so no block can be shared: skip the hashing
+            # all prompts are shorter than a cache block, so samples cannot share blocks: skip the hashing of blocks
             placement["enable_prefix_caching"] = False
     else:
         placement = _memory_on_gpu(model_path, config, current_platform.get_device_total_memory)
     if config.tensor_parallel_size > 1:
-        # in a placement group, vLLM would start each worker in its own Ray bundle; ours has one bundle with all GPUs
+        # without "mp", vLLM starts each worker in its own Ray bundle, but an actor has one bundle with all its GPUs
         placement["distributed_executor_backend"] = "mp"
     overrides = dict(config.engine_args)
     if config.dtype != "float32":
-        # keep logits in float32, as the learner does: rounding them to 16 bits shifts them by hundredths
+        # keep logits in float32, as the learner does: 16-bit rounding shifts logits by hundredths
         overrides["hf_overrides"] = {"head_dtype": "float32", **overrides.get("hf_overrides", {})}
     fixed = {
         "model": str(model_path),
@@ -162,18 +162,18 @@ def engine_args(model_path: Path, config: ActorsConfig, seed: int) -> AsyncEngin
         "logprobs_mode": "processed_logprobs",
         "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
         "worker_extension_cls": WORKER_CALLS,
-        # use only our sampling parameters, not those of a generation_config.json
+        # ignore the sampling parameters in the model's generation_config.json
         "generation_config": "vllm",
     }
     return AsyncEngineArgs(**{"disable_log_stats": True, **placement, **overrides, **fixed})
 
 
 def _memory_on_gpu(model_path: Path, config: ActorsConfig, total_bytes: Callable[[], int]) -> dict[str, Any]:
-    """Return an engine's arguments for GPU memory; raise ValueError if its share is too small for model and cache.
+    """Return an engine's arguments for GPU memory; raise ValueError if the share is too small for model and cache.
 
-    Alone on a GPU, the engine gets its share, and vLLM sizes the cache of keys and values by a trial run. On a shared
-    GPU, the trial would measure the other processes too. The engine then gets the bytes of its cache explicitly, and
-    the share that weights and cache need, which vLLM requires to be free before it loads anything.
+    An engine with a whole GPU gets `gpu_memory_share`, and a trial run of vLLM sets the size of the KV cache. On a
+    shared GPU, the trial would also measure other processes. An engine there gets the size of the KV cache in bytes,
+    and the memory share that weights and cache need. vLLM requires this share to be free before loading the model.
     """
     if config.kv_cache_gib is None and config.gpus >= 1:
         return {"gpu_memory_utilization": config.gpu_memory_share}
@@ -187,7 +187,7 @@ def _memory_on_gpu(model_path: Path, config: ActorsConfig, total_bytes: Callable
         raise ValueError(
             f"actors.gpu_memory_share = {config.gpu_memory_share:g} of a GPU of {total / 2**30:.0f} GiB does not leave "
             f"{amount} for attention keys and values besides {weights / 2**30:.1f} GiB of weights and about "
-            f"{(ON_GPU_BYTES + logits) / 2**30:.1f} GiB of engine overhead: raise it, or lower "
+            f"{(ON_GPU_BYTES + logits) / 2**30:.1f} GiB of engine overhead: raise actors.gpu_memory_share, or lower "
             f"{'actors.max_running_samples' if config.kv_cache_gib is None else 'actors.kv_cache_gib'}"
         )
     needed = (weights // config.tensor_parallel_size + kv_cache) / total
@@ -195,7 +195,7 @@ def _memory_on_gpu(model_path: Path, config: ActorsConfig, total_bytes: Callable
 
 
 def check_engine_args(arguments: Mapping[str, Any], *, on_cpu: bool) -> None:
-    """Raise ValueError for an argument that vLLM does not have or that Leeway sets, with the alternative."""
+    """Raise ValueError if vLLM does not have an argument, or if Leeway sets it; the error names an alternative."""
     set_already = {**_SET_ALREADY, **(_SET_ON_CPU if on_cpu else {})}
     for name, value in arguments.items():
         if name in set_already:
@@ -209,7 +209,7 @@ def check_engine_args(arguments: Mapping[str, Any], *, on_cpu: bool) -> None:
 
 @cache
 def known_engine_args() -> frozenset[str]:
-    """Return the fields of vLLM's AsyncEngineArgs from its source, as its import takes seconds; empty without vLLM."""
+    """Return the fields of AsyncEngineArgs from vLLM's source, since importing vLLM is slow; empty without vLLM."""
     found = find_spec("vllm")
     file = Path(found.origin).parent / "engine" / "arg_utils.py" if found is not None and found.origin else None
     if file is None or not file.is_file():
@@ -229,15 +229,15 @@ _TERM_TIMEOUT_S = 10.0
 _MAX_PATH_BYTES = 107
 _NAME_BYTES = 37
 _KIN = r"leeway-{user}-vllm-\d+-\d{{1,9}}"
-"""Pattern that matches only socket folders; folders of fetched weights beside them end in the name of a store."""
+"""Pattern of the names of socket folders; the names of folders with fetched weights do not match the pattern."""
 _numbers = itertools.count()
 
 
 class EngineSockets:
     """A folder for the sockets between one engine's processes, accessible only to this user.
 
-    It is removed when the engine stops, or by the next engine after a kill. Without it, vLLM's sockets would stay in
-    the temporary folder forever.
+    The folder is removed when the engine stops. If the engine was killed, the next engine removes the folder. Without
+    the folder, vLLM's sockets would stay in the temporary folder forever.
     """
 
     def __init__(self) -> None:
@@ -249,7 +249,7 @@ class EngineSockets:
         try:
             self._folder = HostFolder(path, siblings=_KIN)
         except TransferFailed as error:
-            # a cause is an error of the system; without one, the text itself states the reason
+            # the cause is the operating system's error; an error without a cause states the reason in its message
             why = error.__cause__ or error
             raise OSError(f"cannot create a folder for vLLM's sockets in {path.parent}: {why}") from error
         os.environ[_SOCKETS_ENV] = str(path)
@@ -257,7 +257,7 @@ class EngineSockets:
     async def end(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         """Terminate vLLM's ZeroMQ context, which vLLM leaves to the garbage collector, and remove the folder.
 
-        Terminate in another thread: it blocks on sockets that this event loop closes after a crash.
+        Run the termination in another thread: after a crash, it blocks until this event loop closes the sockets.
         """
         thread = DaemonThreads("engine-context", max_threads=1)
         with contextlib.suppress(TimeoutError):

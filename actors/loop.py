@@ -1,11 +1,11 @@
-"""ActorLoop: the life cycle of one actor: lease, generate, score, push; renew leases and follow the weights.
+"""ActorLoop: runs one actor, which leases prompts, generates and scores samples, and pushes them to the buffer.
 
     starting -> running -> draining -> stopped
                    `-------------------^  (stop, or an error that ends the actor)
 
 Each sample runs in its own task and is pushed when it is complete. Further tasks lease prompts while slots are free,
-renew held leases, follow the weight store, and save partial rollouts. The first task to fail ends the loop with its
-error; a failed sample is only reported. When the loop ends, unfinished samples are requeued with their tokens.
+renew held leases, pull newer weights, and save partial rollouts. The first task that fails ends the loop with an error;
+a failed sample is only reported to the buffer. When the loop ends, unfinished samples are requeued with their tokens.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _CLOSE_S = 3.0
 
 
 class ActorFenced(ActorError):
-    """Another process registered under this actor's name, so the buffer rejects the messages of this one."""
+    """Another process registered under this actor's name, so the buffer rejects this process's messages."""
 
 
 @dataclass(slots=True)
@@ -73,7 +73,7 @@ class ActorComponents:
 
 
 async def assemble(context: RunContext[ActorSections], number: int) -> ActorComponents:
-    """Start the components of an actor, cheap and error-prone ones first; on failure, stop those already started."""
+    """Start an actor's components, cheap and error-prone ones first. On failure, stop the components started before."""
     facts, config, name = context.facts, context.config, actor_name(number)
     threads = DaemonThreads(f"{name}-start", max_threads=2)
     task, codec = await threads.run(load_encoded, config.task, context.model_path, config.actors.max_prompt_tokens)
@@ -92,14 +92,14 @@ async def assemble(context: RunContext[ActorSections], number: int) -> ActorComp
         served = await threads.run(prepare_serving_model, context.model_path, context.folder / "serving_models")
         engine = await Engine.start(served, config.actors, version=PolicyVersion(0, 0), seed=facts.seed + number)
         undo.push_async_callback(engine.stop)
-        # Connect last: from here on the buffer fences an older process of this name.
+        # Connect last: after the connection, the buffer rejects messages of an older process with this name.
         await threads.run(client.connect)
         undo.pop_all()
     return ActorComponents(task, codec, scorer, engine, puller, client)
 
 
 class ActorLoop:
-    """One actor. `start` it, then `run` it until the buffer drains or `stop` is called; `evaluate` works meanwhile."""
+    """One actor. Call `start`, then `run`, which returns when the buffer drains or after `stop` is called."""
 
     def __init__(
         self,
@@ -134,15 +134,15 @@ class ActorLoop:
         self._num_ahead = 0.0
         """Running mean of the samples that leave the engine before their replacements arrive."""
         self._requeue_at = 0
-        """Tokens at which samples are requeued to a faster pool, as set by the buffer; 0: never."""
+        """Number of tokens at which a sample is requeued to a faster pool, set by the buffer; 0 disables this."""
         self._waiting = "starting"
         self.drain_result = 0, 0
-        """Numbers of samples that `run` requeued when it ended, and of tokens that were lost."""
+        """Number of samples that `run` requeued at its end, and number of tokens that were lost."""
 
     # --- life cycle -------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Load the task, start the engine, connect to the buffer, and pull weights if the store is ahead.
+        """Load the task, start the engine, connect to the buffer, and pull newer weights if the store has any.
 
         Raises the errors of the components (TaskError, ModelFolderError, EngineDead, BufferError, TransferFailed,
         OSError), and PolicyTimeout if the newest weights are not applied in time.
@@ -184,7 +184,7 @@ class ActorLoop:
         tasks = [asyncio.create_task(job) for job in jobs]
         self._ended.clear()
         try:
-            # the first two return by themselves; the others end only with an error
+            # the first two jobs may return; the other jobs end only with an error
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
             self._stopping.set()
@@ -201,7 +201,7 @@ class ActorLoop:
             raise self._failure or failures[0]
 
     async def evaluate(self, request: EvalRequest) -> EvalResult:
-        """Return held-out accuracy at one version. Weight updates and new training requests wait meanwhile.
+        """Return held-out accuracy at one version. Weight updates and new training requests wait until its end.
 
         Raises:
             ValueError: the request does not fit the task.
@@ -223,11 +223,11 @@ class ActorLoop:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(2 * SHUTDOWN_GRACE_S):
                 await self._ended.wait()
-                if self._samples:  # the remaining samples are being pushed: let that finish
+                if self._samples:  # these samples are being pushed: wait for the pushes
                     await asyncio.wait(self._samples)
         self._held.clear()
         await parts.scorer.close()
-        # concurrently: an unresponsive buffer must not delay the release of this machine's staged weights
+        # close both concurrently: an unresponsive buffer must not delay the release of this machine's staged weights
         closer = DaemonThreads(f"{self._name}-close", max_threads=2)
         closing = [closer.submit(parts.client.close), closer.submit(parts.puller.close)]
         await asyncio.wait([asyncio.wrap_future(each) for each in closing], timeout=_CLOSE_S)
@@ -260,7 +260,7 @@ class ActorLoop:
         )
 
     def _waiting_for(self) -> tuple[str, float]:
-        """Return what the actor waits for, and for how many seconds; 0.0 if unknown."""
+        """Return what the actor waits for, and how many seconds it has waited; 0.0 if that time is unknown."""
         reward, open_s = self._started.scorer.waits_for or ("", 0.0)
         slow = f"reward {reward}" if reward else ""
         if self._evaluating:
@@ -298,7 +298,7 @@ class ActorLoop:
                 self._take(lease, {i: prefixes[lease.lease_id, i] for i in lease.prefixes})
             if grant.leases:
                 now_s = self._clock()
-                # twice: a sample that ends just after a request is replaced only by the next request
+                # double the number: a sample that ends just after a lease request is replaced by the next request
                 num_ahead = 2 * self._num_departed * (now_s - requested_s) / max(1e-9, now_s - since_s)
                 num_ahead = self._num_ahead + (num_ahead - self._num_ahead) * _AHEAD_SHARE
                 self._num_ahead = 0.0 if grant.is_near_bound else num_ahead
@@ -328,12 +328,12 @@ class ActorLoop:
         return task
 
     async def _renew_leases(self) -> None:
-        """Renew each lease at every third of its timeout; cancel the samples of leases that the buffer took back."""
+        """Renew each lease after a third of its timeout; cancel the samples of leases that the buffer has revoked."""
         while True:
             next_s = min((held.renew_at_s for held in self._held.values()), default=None)
             self._leased.clear()
             with contextlib.suppress(TimeoutError):
-                # a lease granted meanwhile may be due sooner
+                # a lease that is granted during the wait may need renewal sooner
                 async with asyncio.timeout(None if next_s is None else next_s - self._clock()):
                     await self._leased.wait()
             now_s = self._clock()
@@ -388,7 +388,7 @@ class ActorLoop:
             self._room_changed.set()
 
     def _requeue_group(self, held: HeldLease, index: int) -> None:
-        """Requeue a sample that would be late here, with all samples of its group that are still to be generated."""
+        """Requeue a sample that is too long for this pool, with all samples of its group that are not generated yet."""
         if index not in held.requeued:
             indices = held.to_generate | {index}
             held.requeued |= indices
@@ -399,9 +399,9 @@ class ActorLoop:
         self._release_if_done(held)
 
     async def _push(self, trajectory: Trajectory) -> RowResult:
-        """Push in order once the client has credit: without credit, the push would block this event loop.
+        """Push a trajectory once the client has credit; a push without credit would block this event loop.
 
-        Earlier pushes free credit when they are acknowledged, or fail within the client's timeout and end the loop.
+        Acknowledged pushes free credit. A push without an acknowledgement fails after the timeout and ends the loop.
         """
         async with self._pushing:
             while not self._client.has_room(trajectory):
@@ -431,13 +431,13 @@ class ActorLoop:
             error = task.exception()
         elif self._stopping.is_set() or index in held.requeued or self._held.get(held.lease.lease_id) is not held:
             return
-        else:  # cancelled from outside: its lease would be renewed, and its group awaited, forever
+        else:  # cancelled from outside: without an error, its lease would be renewed forever
             error = ActorError(
                 f"{self._name}: sample {index} of group {held.lease.group_id} ended before it was pushed or reported "
                 "as failed: a call that it awaited was cancelled. Check whether the engine or task cancels its own work"
             )
         if error is not None:
-            # A failure of this sample alone was already reported; this error affects all samples.
+            # Failures of a single sample are reported to the buffer; this error affects all samples.
             assert isinstance(error, Exception)
             self._failure = self._failure or error
             self._stopping.set()

@@ -12,7 +12,7 @@ from leeway.common.process import wall_time
 from leeway.common.staleness import PolicyVersion
 
 _MAX_INTERVALS = 4096
-"""Maximum number of intervals between reports; the oldest are dropped beyond it."""
+"""Maximum number of intervals that an actor keeps between two reports; older intervals are dropped."""
 
 
 def actor_name(number: int) -> str:
@@ -27,7 +27,7 @@ class WeightUpdate:
     start_s: float
     end_s: float
     load_s: float
-    """Seconds of the pause that the reload took."""
+    """Seconds that loading the weights took within the pause."""
     version: tuple[int, int]
 
     @property
@@ -37,13 +37,13 @@ class WeightUpdate:
 
 @dataclass(frozen=True, slots=True)
 class ActorReport:
-    """Report of one actor, in plain values. Counts are since the actor's start, lists since the last report."""
+    """Report of one actor, in plain values. Counts cover the time since the start, lists since the last report."""
 
     name: str
     pool: str
     version: tuple[int, int]
     task_fingerprint: str
-    """Must be equal for all actors; otherwise their prompt ids refer to different prompts."""
+    """Must be equal for all actors, so that a prompt id refers to the same prompt in every actor."""
     num_samples: int
     num_tokens: int
     num_outcomes: dict[str, int]
@@ -51,25 +51,25 @@ class ActorReport:
     failing: list[FailingReward]
     """Reward functions that failed on their last sample after all retries."""
     num_tokens_lost: int
-    """Tokens of samples that were lost with their lease or could not be requeued; they are generated again."""
+    """Tokens of samples that were lost with their lease or could not be requeued; the samples are generated again."""
     settled_s: float
     """Sum over samples of the seconds from the last token to the buffer's acknowledgement."""
     num_running: int
     num_slots: int
-    """Maximum of `num_running`: as configured, or the number of samples that the cache is likely to hold if lower."""
+    """Maximum of `num_running`: the configured number, or fewer if the cache is likely to hold fewer samples."""
     running_s: float
-    """Sum of the seconds of training requests in the engine; divided by wall time, it is their mean number."""
+    """Sum of the seconds that training requests spent in the engine; divide by wall time for their mean number."""
     busy_intervals: list[tuple[float, float]]
-    """Wall-clock (start, end), seconds since the epoch, while a training request was running."""
+    """Intervals (start, end) with at least one running training request, in seconds since the epoch."""
     refused: str
     """The last rejected version and the reason; empty once the engine serves the newest version."""
     updates: list[WeightUpdate]
     requeue_at: int
-    """Tokens at which samples are requeued to a faster pool; 0: never."""
+    """Number of tokens at which a sample is requeued to a faster pool; 0 disables this."""
     waiting: str
     """Reason why the actor does not run more samples, or a group does not complete; empty if there is none."""
     waiting_s: float
-    """Seconds of that wait; 0.0 if unknown."""
+    """Seconds that the actor has waited for the reason in `waiting`; 0.0 if unknown."""
     engine: EngineReport
 
 
@@ -86,12 +86,12 @@ class EvalRequest:
 
 @dataclass(frozen=True, slots=True)
 class EvalCounts:
-    """Counts of answers, one per problem. Shards are added field by field."""
+    """Counts of answers, with one answer per problem. The sum of two shards adds each field."""
 
     num_correct: int = 0
     num_scored: int = 0
     num_failed: int = 0
-    """Answers neither correct nor wrong: generation or a reward function failed, or no function applied."""
+    """Number of answers without a score: generation or a reward function failed, or no reward function applied."""
 
     def __add__(self, other: EvalCounts) -> EvalCounts:
         return EvalCounts(
@@ -102,7 +102,7 @@ class EvalCounts:
 
     @property
     def accuracy(self) -> float | None:
-        """Return the fraction of scored answers that are correct; None if none was scored."""
+        """Return the fraction of scored answers that are correct; None if no answer was scored."""
         return self.num_correct / self.num_scored if self.num_scored else None
 
 
@@ -153,7 +153,7 @@ class BusyClock:
             self._closed.append((self._since_s, now_s))
 
     def running_s(self) -> float:
-        """Return the sum of the seconds of all requests so far."""
+        """Return the sum of the seconds that all requests have run."""
         self._count()
         return self._running_s
 
@@ -164,7 +164,7 @@ class BusyClock:
         return now_s
 
     def take(self) -> list[tuple[float, float]]:
-        """Return the intervals since the last call; an open interval is split at this time."""
+        """Return the intervals since the last call; an open interval is split at the present time."""
         if self.num_running:
             now = self._wall()
             self._closed.append((self._since_s, now))

@@ -1,9 +1,9 @@
 """RewardProcess: a reward function in its own process, which contains hangs, crashes and memory exhaustion.
 
-The process loads the function itself, from the `[task]` section of the config: it receives problems and completions as
-JSON and returns numbers. It runs one call at a time, in its main thread, where alarms and signal handlers work. The
-result of an `async def` is awaited there, in one event loop for all calls, so that connections persist. A call that
-does not return is killed with its process and all descendants by the parent of the process.
+The process loads the function from the `[task]` section of the config, receives problems and completions as JSON, and
+returns numbers. The process runs one call at a time in its main thread, where alarms and signal handlers work. One
+event loop awaits the results of all `async def` calls, so that connections persist. If a call does not return, the
+parent of the process kills the process and all its descendants.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from leeway.actors.tasks.config import Classifier, Judge, TaskConfig
 from leeway.actors.tasks.task import TOOK_TOO_LONG, Call, NoScore
 
 MEMORY_BYTES = 16 * 2**30
-"""Soft limit of a process's allocations, except a classifier's; a reward file that needs more can raise the limit."""
+"""Soft limit in bytes of a reward process's memory, except for classifiers. A reward file can raise the limit."""
 _EXIT_S = 5.0
-"""Timeout in seconds for the exit of a killed process; one that holds much memory takes longest."""
+"""Timeout in seconds for the exit of a killed process; a process with much memory takes longest."""
 _POLL_S = 0.005
 _OOM_SCORE = 1000
 """OOM score adjustment: the kernel kills the reward process before the actor."""
@@ -53,7 +53,7 @@ _NOT_STARTED = "its process did not start"
 _CLOSED, _CLOSED_STATUS = "the reward closed the descriptor through which its process replies", 121
 _LENGTH = struct.Struct("!I")
 _INTERNAL_FOLDERS = (str(Path(__file__).parent), str(Path(asyncio.__file__).parent))
-"""Folders of code that runs between this module and the user's function; tracebacks leave it out."""
+"""Folders of code that runs between this module and the user's function; tracebacks omit this code."""
 _PROGRAM = (
     "import sys; sys.path.append(sys.argv[1]); from leeway.actors.reward_process import serve; serve(*sys.argv[2:])"
 )
@@ -74,17 +74,17 @@ class CallFailed(Exception):
     ) -> None:
         super().__init__(f"{why}: {detail}" if detail else why)
         self.why = why
-        """Failures are counted by this text, so it must not contain anything specific to a sample."""
+        """Reason of the failure. Failures are counted by reason, so the text must not contain details of a sample."""
         self.where = where
         """The line of the user's function, if known."""
         self.trace = trace
         self.lost = lost
-        """True if the process was lost with the call."""
+        """True if the process ended during the call, or must be ended."""
         self.is_timeout = is_timeout
 
 
 Value = float | CallFailed | None
-"""Value of a sample: a finite number, None if the function does not apply, or the failure of this sample alone."""
+"""Value of a sample: a finite number, None if the function does not apply, or the error of this single sample."""
 
 
 class _Outcome(msgspec.Struct, omit_defaults=True):
@@ -92,7 +92,7 @@ class _Outcome(msgspec.Struct, omit_defaults=True):
 
     values: list[float | None] = []
     without: dict[int, tuple[str, str]] = {}
-    """Index of a sample without a value -> reason and detail."""
+    """Maps the index of a sample without a value to a reason and details."""
     why: str = ""
     detail: str = ""
     where: str = ""
@@ -108,7 +108,7 @@ class _Outcome(msgspec.Struct, omit_defaults=True):
 
 
 def _environment() -> dict[str, str]:
-    """Return the environment that the run was started with, since a reward may need the Hub."""
+    """Return the environment of the run's start, without offline settings: a reward may need the Hugging Face Hub."""
     added = os.environ.get(OFFLINE_ENV, "").split(",")
     return {name: value for name, value in os.environ.items() if name not in added}
 
@@ -126,7 +126,7 @@ class RewardProcess:
 
     @classmethod
     async def start(cls, function: RewardFunction, timeout_s: float) -> RewardProcess:
-        """Start a process that loads the function within `timeout_s`. It exits with the calling process.
+        """Start a process that loads the function within `timeout_s` and exits when the calling process exits.
 
         Raises CallFailed if the function cannot be loaded, or if the process exits or times out.
         """
@@ -139,8 +139,8 @@ class RewardProcess:
                     stdin=subprocess.DEVNULL,
                     env=_environment(),
                     pass_fds=[descriptor],
-                    # no signals of the terminal; a new session would also do that, but is scheduled as one group
-                    # (CONFIG_SCHED_AUTOGROUP) and starved by busy engines
+                    # a separate process group gets no signals from the terminal; a separate session would be
+                    # scheduled as one group (CONFIG_SCHED_AUTOGROUP) and get little CPU time beside busy engines
                     process_group=0,
                 )
         except OSError as error:
@@ -173,7 +173,7 @@ class RewardProcess:
         return not self._is_ended and not self._reader.at_eof() and self._process.poll() is None
 
     async def call(self, problems: Sequence[Problem], completions: Sequence[str]) -> list[Value]:
-        """Return each sample's value. A caller that stops waiting must `end` the process.
+        """Return each sample's value. If the caller stops waiting, the caller must also `end` the process.
 
         Raises CallFailed if the function fails or the process exits.
         """
@@ -203,12 +203,12 @@ class RewardProcess:
         deadline = time.monotonic() + _EXIT_S
         while (status := self._process.poll()) is None and time.monotonic() < deadline:
             await asyncio.sleep(_POLL_S)
-        self._process.kill()  # no effect if it has exited
+        self._process.kill()  # no effect if the process has exited
         return status
 
 
 def _call_message(problems: Sequence[Problem], completions: Sequence[str]) -> dict[str, Any]:
-    distinct = {id(problem): problem for problem in problems}  # a group's samples share their problem
+    distinct = {id(problem): problem for problem in problems}  # samples of a group share a problem
     place = {key: number for number, key in enumerate(distinct)}
     return {
         "problems": [[each.question, each.text, each.columns, each.index] for each in distinct.values()],
@@ -230,7 +230,7 @@ def _describe(status: int | None) -> str:
 
 
 def serve(descriptor: str) -> None:
-    """Load a function and run its calls until the other end of the channel is closed."""
+    """Load a function and run its calls until the actor closes the channel."""
     channel = io.FileIO(int(descriptor), "r+")
     os.set_inheritable(channel.fileno(), False)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the parent may have blocked some signals
@@ -238,7 +238,7 @@ def serve(descriptor: str) -> None:
         _fork_guarded(channel.fileno())
         with contextlib.suppress(OSError):
             Path("/proc/self/oom_score_adj").write_text(str(_OOM_SCORE))
-    os.register_at_fork(after_in_child=channel.close)  # else processes that the user's file forks keep it open
+    os.register_at_fork(after_in_child=channel.close)  # forked processes must not keep the channel open
     faulthandler.enable()
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     stream = cast("BinaryIO", io.BufferedRWPair(channel, channel))
@@ -246,7 +246,7 @@ def serve(descriptor: str) -> None:
 
     def reply(outcome: _Outcome) -> None:
         data = msgspec.json.encode(outcome)
-        with contextlib.suppress(OSError, ValueError):  # the user's code may have closed it and reused its number
+        with contextlib.suppress(OSError, ValueError):  # user code may close the channel and reuse its number
             if os.fstat(channel.fileno()).st_ino == inode:
                 stream.write(_LENGTH.pack(len(data)) + data)
                 return stream.flush()
@@ -280,18 +280,18 @@ def serve(descriptor: str) -> None:
 
 
 def _fork_guarded(channel: int) -> None:
-    """Fork and return in the child. The parent kills all its descendants once the actor or the child is gone."""
+    """Fork and return in the child. The parent kills all its descendants once the actor or the child has exited."""
     this = os.getpid()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     adopt_orphans()
     if not (child := os.fork()):
         die_with_parent()
-        os.setpgid(0, 0)  # signals to its own group must not reach the parent
+        os.setpgid(0, 0)  # a signal to the child's process group must not reach the parent
         if os.getppid() == this:
             return
         os._exit(0)
     line, watched = socket.socket(fileno=channel), select.poll()
-    watched.register(line, 0)  # POLLHUP is always reported: the actor closed it or exited
+    watched.register(line, 0)  # POLLHUP is always reported: the actor exited or closed the channel
     watched.register(os.pidfd_open(child))
     watched.poll()
     line.close()
@@ -304,7 +304,7 @@ def _fork_guarded(channel: int) -> None:
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 status = ended[1] if ended[0] == child else status
             time.sleep(_POLL_S)
-    if os.WIFSIGNALED(status):  # end by the same signal, without another core dump
+    if os.WIFSIGNALED(status):  # end by the signal that ended the child, without a second core dump
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         with contextlib.suppress(OSError):
             signal.signal(os.WTERMSIG(status), signal.SIG_DFL)
@@ -312,7 +312,7 @@ def _fork_guarded(channel: int) -> None:
     os._exit(os.WEXITSTATUS(status))
 
 
-def _read(stream: BinaryIO) -> Any:  # noqa: ANN401 -- a message, or None at the end
+def _read(stream: BinaryIO) -> Any:  # noqa: ANN401 -- a message, or None at the stream's end
     head = stream.read(_LENGTH.size)
     return json.loads(stream.read(_LENGTH.unpack(head)[0])) if len(head) == _LENGTH.size else None
 
@@ -328,20 +328,20 @@ def _outcome(call: Call, request: dict[str, Any], runner: asyncio.Runner) -> _Ou
         values: Any = call([problems[number] for number in request["which"]], completions)
         if inspect.isawaitable(values):
             values = runner.run(awaited(values))
-        return _checked(values, len(completions))  # inside `try`: it runs methods of the user's values
+        return _checked(values, len(completions))  # inside `try`: the check calls methods of the user's values
     except CallFailed as failure:
         return _Outcome(why=failure.why, detail=_clean(str(failure).removeprefix(f"{failure.why}: ")))
-    except BaseException as error:  # the function is the user's: it may raise anything
+    except BaseException as error:  # a user's function may raise any exception
         return _failed(error)
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)  # a pending alarm would hit another sample
+        signal.setitimer(signal.ITIMER_REAL, 0)  # a pending alarm would interrupt the next call
 
 
 def _failed(error: BaseException) -> _Outcome:
     try:
         detail = str(error)
-    except Exception as another:  # its text comes from the user's code too
-        detail = f"its message cannot be formatted: {type(another).__name__}"
+    except Exception as another:  # user code also formats the message
+        detail = f"the error's message cannot be formatted: {type(another).__name__}"
     soft, _ = resource.getrlimit(resource.RLIMIT_DATA)
     if isinstance(error, MemoryError) and soft != resource.RLIM_INFINITY:
         detail = f"{detail or 'out of memory'}; the limit of a reward process is {soft / 2**30:g} GiB"

@@ -1,10 +1,10 @@
 """Scoring of completions: a failure of a reward function is counted as an error, never scored 0.
 
-Functions have TRL's shape, f(prompts, completions, **columns) -> one number or None per sample. The values of several
-functions are summed; the parts are kept by function name. None means that a function does not apply. If no function
-applies, the sample has no reward and is filtered. Each function runs in its own processes
-(`leeway.actors.reward_process`); more than one runs only if calls wait. If a function raises, times out, ends its
-process or returns an invalid value, the call is logged with its prompt and retried; then `RewardFailed` is raised.
+Functions have TRL's signature, f(prompts, completions, **columns), and return one number or None per sample. The values
+of several functions are summed and also kept by function name. None means that a function does not apply. If no
+function applies, the sample has no reward and is filtered. Each function runs in its own `RewardProcess`; another
+process starts only if calls wait. If a function raises, times out, ends its process or returns an invalid value, the
+call is logged with its prompt and retried. If the retry fails too, `RewardFailed` is raised.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from leeway.buffer.ledger import REWARD_FAILED
 _log = logging.getLogger(__name__)
 
 RETRIES = 1
-"""Retries after a failure: one call for each sample of a failed call, so that a bad sample fails alone,
-and one call for the samples that failed individually."""
+"""Number of retries of a failed sample. If a call with several samples fails, each sample is first scored in a separate
+call, so that only bad samples fail. Samples that failed individually share the next call."""
 SLOW_S = 3.0
-"""Seconds after which an actor reports that it waits for an open call."""
+"""Seconds after which an actor reports that it waits for a call of a reward function."""
 _MAX_BATCH = 32
 _GRACE_S = 10.0
 """Seconds added to the timeout of a reward that enforces its own timeout."""
 _SHOWN_CHARACTERS = 200
 _PATIENCE_S = 0.1
-"""Seconds that calls wait for a busy process before another process starts; keeps a cheap function in one process."""
+"""Seconds that calls wait for a busy process before another process starts. A fast function needs one process only."""
 
 Start = Callable[[RewardFunction, float], Awaitable[RewardProcess]]
 
 
 class RewardFailed(Exception):
-    """A reward function failed. The ledger counts failures by this message, which must not name a sample."""
+    """A reward function failed. The ledger counts failures by the message, which must not name a sample."""
 
     def __init__(self, name: str, why: str) -> None:
         super().__init__(f"{REWARD_FAILED}: {name}: {why}")
@@ -50,15 +50,15 @@ class RewardFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class FailingReward:
-    """A function that has failed on every sample since its first failure, each time for the same reason."""
+    """A function that has failed on every sample since its first failure, always for one reason."""
 
     name: str
     why: str
-    """The last failure with its details, truncated; the prompt and completion below are truncated too."""
+    """Reason and details of the last failure, truncated, like `prompt` and `completion`."""
     num_samples: int
     for_s: float
     timeout_s: float
-    """Timeout of a call if the last failure is a timeout; else 0."""
+    """Timeout of a call in seconds if the last failure is a timeout; else 0."""
     prompt: str
     completion: str
 
@@ -68,7 +68,7 @@ class ScorerLimits:
     num_processes: int
     """Maximum processes of a function, and thus maximum concurrent calls."""
     timeout_s: float
-    """Timeout of a call; the process of a call that exceeds it is killed."""
+    """Timeout of a call in seconds; the process of a call that exceeds the timeout is killed."""
     start_timeout_s: float
     """Timeout for loading the function."""
 
@@ -107,7 +107,7 @@ class Scorer:
 
     @property
     def waits_for(self) -> tuple[str, float] | None:
-        """Return the function with the oldest open call, and its age in seconds; None if no call is slow."""
+        """Return the function with the oldest open call, and the call's age in seconds; None if no call is slow."""
         oldest = ((lane.function.name, self._clock() - lane.open_since_s) for lane in self._lanes)
         name, open_s = max(oldest, key=lambda each: each[1])
         return (name, open_s) if open_s >= SLOW_S else None
@@ -122,7 +122,7 @@ class Scorer:
         outcomes = await asyncio.gather(
             *(lane.value(problem, completion) for lane in self._lanes), return_exceptions=True
         )
-        # all calls have ended before one failure is raised, so no exception is left unretrieved
+        # wait until all calls have ended before raising a failure, so that asyncio logs no unretrieved exception
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
                 raise outcome
@@ -166,7 +166,7 @@ class _Lane:
         self._processes: set[RewardProcess] = set()
         self._idle: asyncio.LifoQueue[RewardProcess] = asyncio.LifoQueue()
         self._open: dict[int, float] = {}
-        """Number of an open call -> start time, oldest first."""
+        """Maps the number of each open call to its start time, oldest call first."""
         self._numbers = itertools.count()
         self._num_failures = 0
         self._failing: FailingReward | None = None
@@ -182,12 +182,12 @@ class _Lane:
 
     @property
     def open_since_s(self) -> float:
-        """Return the start time of the oldest open call; now if none is open."""
+        """Return the start time of the oldest open call; the present time if no call is open."""
         return next(iter(self._open.values()), self._clock())
 
     @property
     def failing(self) -> FailingReward | None:
-        """Return the failure if the last sample failed."""
+        """Return the failure if the last sample failed, else None."""
         failing = self._failing
         return None if failing is None else replace(failing, for_s=self._clock() - self._failing_since_s)
 
@@ -216,7 +216,7 @@ class _Lane:
         self._num_new = 0
 
     async def _score(self) -> None:
-        """Score waiting samples once a process is free; while all processes are busy, later samples join the call."""
+        """Score waiting samples once a process is free. Samples that arrive before that time join the call."""
         batch: list[_Waiting] = []
         try:
             async with self._slots:
@@ -226,7 +226,7 @@ class _Lane:
                 values = await self._try_call(batch)
             await self._deliver(batch, values, 0, self._retries)
         finally:
-            # no caller may wait forever, and only `close` may cancel a caller
+            # no caller may wait forever; `close` cancels the waiting callers, other exits raise an error in them
             for one in batch:
                 if self._is_closed:
                     one.value.cancel()
@@ -244,7 +244,7 @@ class _Lane:
         """Deliver the values of a call; samples that failed individually share the next call."""
         if isinstance(values, CallFailed) and len(batch) > 1:
             _log.warning("reward %s: %s; scoring %d samples one by one", self.function.name, values, len(batch))
-            # a failure that kills the process, often after the full timeout, is retried only once
+            # if the failure ended the process, often after a full timeout, samples are retried only once
             retries = attempt if values.lost else retries
             await asyncio.gather(*(self._score_again([one], attempt, retries) for one in batch))
             return
@@ -274,7 +274,7 @@ class _Lane:
             del self._open[number]
 
     async def _call(self, process: RewardProcess, batch: Sequence[_Waiting]) -> list[Value]:
-        is_lost = True  # also if this task is cancelled: a running call cannot be withdrawn
+        is_lost = True  # also if this task is cancelled, because a running call cannot be stopped
         limit_s = self._timeout_s
         try:
             async with asyncio.timeout(limit_s):
@@ -295,7 +295,7 @@ class _Lane:
                 self._idle.put_nowait(process)
 
     async def _free_process(self) -> RewardProcess:
-        """Return an idle process, if any within `_PATIENCE_S`; else start another, and return the first idle one."""
+        """Return the first idle process; if no process is idle within `_PATIENCE_S`, start another process."""
         is_patient = bool(self._processes)
         while True:
             if self._idle.empty() and not (is_patient or self._is_starting):
@@ -336,7 +336,7 @@ class _Lane:
             one.value.set_result(value)
 
     def _fail(self, one: _Waiting, failure: CallFailed) -> None:
-        """Fail a sample; it counts as one failure, regardless of its retries."""
+        """Fail a sample, and count one failure regardless of the number of retries."""
         if not one.value.done():
             error = RewardFailed(self.function.name, failure.why)
             error.__cause__ = failure
@@ -372,7 +372,7 @@ class _Lane:
 
 
 def _call_limit_s(function: RewardFunction, limits: ScorerLimits) -> float:
-    """Return the timeout of a call: above a reward's own timeout per sample, so that a slow sample fails alone."""
+    """Return a call's timeout, which exceeds the reward's own timeout per sample: only the slow sample then fails."""
     named = function.named
     if isinstance(named, Judge):
         return named.timeout_s + _GRACE_S

@@ -1,8 +1,8 @@
-"""Completions of single prompts: training samples, and answers to held-out problems, which the ledger does not count.
+"""Generation of single completions: training samples of leased prompts, and answers to held-out problems.
 
 SampleMaker  generates and scores completions
 HeldLease    a lease and its samples
-PartialRollouts    requeues unfinished samples with their tokens, and saves those of running samples
+PartialRollouts    requeues unfinished samples with their tokens, and saves the tokens of running samples in the buffer
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ _log = logging.getLogger(__name__)
 R = TypeVar("R")
 
 GENERATE_TIMEOUT_S = 3600.0
-"""Timeout of a sample in seconds; a sample that exceeds it counts as failed. 32,000 tokens at 9 tokens/s take less.
-Answers of an evaluation may take twice as long, since they may first wait for training samples."""
+"""Timeout of one sample in seconds; a sample that exceeds the timeout fails. 32,000 tokens at 9 tokens/s take less.
+An evaluation answer has twice this timeout, because the answer may first wait for running training samples."""
 SAMPLED_TEMPERATURE = 1.0
 PARTIAL_SAVE_INTERVAL_S = 300.0
-"""Seconds between saves of partial rollouts in the buffer; bounds the work that a killed actor loses."""
+"""Seconds between saves of partial rollouts in the buffer. A killed actor loses at most the tokens since a save."""
 SHUTDOWN_GRACE_S = 5.0
 """Grace period in seconds for requeuing all held samples."""
 MAX_COLUMN_BYTES = 64 * 2**10
-"""Maximum bytes of a row's columns as JSON. Every sample stores them, and columns with unit tests may be megabytes."""
+"""Maximum bytes of JSON of a data row's columns that each sample stores; a column with unit tests may be larger."""
 
 
 def kept_columns(columns: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the columns to store with a row's samples: drop the largest first until they fit `MAX_COLUMN_BYTES`."""
+    """Return the columns to store with a row's samples: drop the largest columns until the rest fits the limit."""
     sizes = {name: len(msgspec.json.encode(value)) for name, value in columns.items()}
     kept = dict(columns)
     for name in sorted(sizes, key=lambda name: -sizes[name]):
@@ -64,12 +64,12 @@ def kept_columns(columns: Mapping[str, Any]) -> dict[str, Any]:
 
 @cache
 def _warn_left_out(name: str) -> None:
-    _log.warning("column '%s' is too large in some rows to store with each sample, and is omitted there", name)
+    _log.warning("column '%s' is too large in some rows: the samples of these rows are stored without it", name)
 
 
 @dataclass(frozen=True, slots=True)
 class Completed:
-    """A sample that has left the engine and has no reward yet, or the tokens so far of an interrupted sample."""
+    """A generated sample without a reward, or the tokens that an interrupted sample has generated."""
 
     generation: Generation
     started_s: float
@@ -77,17 +77,17 @@ class Completed:
 
 
 class SampleFailed(Exception):
-    """One sample failed. The ledger counts failures by this message."""
+    """Raised if one sample fails. The buffer's ledger counts failures by the message of the exception."""
 
 
 def sample_seed(run_seed: int, group_id: int, sample_index: int, attempt: int) -> int:
-    """Return the 63-bit seed of one request; it depends only on the run, the sample and the attempt."""
+    """Return the 63-bit seed of one request, a hash of the run's seed, the sample and the attempt."""
     key = f"{run_seed}/{group_id}/{sample_index}/{attempt}".encode()
     return int.from_bytes(blake2b(key, digest_size=8).digest(), "big") >> 1
 
 
 class SampleMaker:
-    """Generates and scores single completions; the engine's slots and cache bound the number in flight."""
+    """Generates and scores single completions; the engine's slots and cache bound the number of running samples."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class SampleMaker:
         self._scorer = scorer
         self._decoder = decoder
         self.admission = admission_of(config, engine.stats.cache, lambda: engine.stats.num_steps)
-        # separate slots: an evaluation would deadlock with the training samples that keep their slots and wait for it
+        # separate slots avoid a deadlock: training samples may hold all their slots until an evaluation ends
         self._evaluation_slots = asyncio.Semaphore(self.admission.num_sure)
         self._started_s: dict[RequestKey, float] = {}
         self.busy = BusyClock()
@@ -117,10 +117,10 @@ class SampleMaker:
     async def generate(
         self, lease: Lease, problem: Problem, sample_index: int, prefix: Prefix | None, requeue_at: Callable[[], int]
     ) -> Completed:
-        """Generate one sample of a lease once a slot is free: all of it, or the rest after a prefix.
+        """Generate one sample of a lease once a slot is free, either from the start or after a prefix.
 
-        A sample without a prefix is interrupted at `requeue_at()` tokens, unless that is 0. Raises SampleFailed if
-        generation fails, EngineDead if the engine has died, and PolicyTimeout if a policy version does not arrive.
+        If `requeue_at()` is positive, a sample without a prefix is interrupted at that number of tokens. Raises
+        SampleFailed if generation fails, EngineDead if the engine has died, PolicyTimeout if a version does not arrive.
         """
         if prefix is not None and (finish_reason := self.engine.ended(prefix)) is not None:
             whole = Generation(prefix.token_ids, prefix.logprobs, prefix.spans, finish_reason)
@@ -129,7 +129,7 @@ class SampleMaker:
         generation: Generation | None = None
         await self.admission.admit(key, sample)
         try:
-            if prefix is not None:  # a token must not be of an older version than the one before it
+            if prefix is not None:  # policy versions must not decrease from one token to the next
                 await self._follower.catch_up(prefix.newest)
             await self._follower.admit(lease.min_version)
             _, sample = self._to_run(lease, problem, sample_index, prefix, requeue_at())
@@ -140,7 +140,7 @@ class SampleMaker:
             try:
                 generation = await self._generate(lease, problem, sample_index, prefix, sample.limit, requeue_at)
             except EngineDead:
-                raise  # its tokens so far can still be requeued
+                raise  # keep the start time: the sample's tokens can still be requeued
             except BaseException:
                 del self._started_s[key]
                 raise
@@ -164,14 +164,14 @@ class SampleMaker:
         )
 
     def _free(self, key: RequestKey, sample: KvSample, generation: Generation | None) -> None:
-        """Free the slot of a sample; the length of an interrupted one is not counted."""
+        """Free the slot of a sample; the length of an interrupted sample is not counted."""
         num_tokens = 0 if generation is None else len(generation.token_ids)
         is_cut = generation is not None and num_tokens >= sample.limit
         is_over = generation is not None and (generation.finish_reason == "stop" or is_cut)
         self.admission.end(key, num_tokens if is_over else None, is_cut=is_cut)
 
     def so_far(self, lease: Lease, sample_index: int) -> Completed | None:
-        """Return the tokens so far of a sample that is running, or was when the engine died; None without tokens."""
+        """Return the tokens that a running sample has generated, also after the engine died; None without tokens."""
         key = lease.lease_id, sample_index
         generation = self.engine.so_far(key)
         return None if generation is None else Completed(generation, self._started_s[key], wall_time())
@@ -232,13 +232,13 @@ class SampleMaker:
                     return found
                 if requeue_at():
                     return replace(found, finish_reason=REQUEUED)
-                # no other pool can continue it: resume here with a new seed, as the old seed would repeat its numbers
+                # no pool can take the sample over now: resume it with a new seed (the old seed repeats its numbers)
                 prefix = Prefix(found.token_ids, found.logprobs, found.spans, self._started_s[key])
                 seed = sample_seed(self._run_seed, lease.group_id, sample_index, -lease.attempt)
                 return await self.engine.generate(problem.token_ids, seed=seed, prefix=prefix, key=key)
         except (ActorError, EngineDead):
             raise
-        except Exception as error:  # any other error of the engine fails only this sample, counted by its type
+        except Exception as error:  # other errors fail only this sample; the ledger counts them by type
             reason = "took too long" if deadline.expired() else type(error).__name__
             _log.error(
                 "generation failed: prompt %d, group %d, sample %d: %s (%s)",
@@ -247,10 +247,10 @@ class SampleMaker:
             raise SampleFailed(f"{GENERATION_FAILED}: {reason}") from error
 
     async def evaluate(self, request: EvalRequest, heldout: Sequence[Problem]) -> EvalResult:
-        """Answer one shard of the held-out problems at a single version, with the same seeds in every evaluation.
+        """Answer one shard of the held-out problems with one policy version. Every evaluation uses equal seeds.
 
-        Raises ValueError if the task has fewer problems or the shard does not exist, and PolicyTimeout if `min_version`
-        does not arrive in time.
+        Raises ValueError if the task has fewer problems than requested or the shard does not exist. Raises
+        PolicyTimeout if `min_version` does not arrive in time.
         """
         if not 1 <= request.num_problems <= len(heldout):
             raise ValueError(
@@ -279,9 +279,9 @@ class SampleMaker:
             scored = await self._scorer.score(problem, self._decoder.decode(completion.token_ids.tolist()))
         except (ActorError, EngineDead):
             raise
-        except RewardFailed:  # already logged
+        except RewardFailed:  # the scorer has logged the error
             return EvalCounts(num_failed=1)
-        except Exception as error:  # one rejected problem must not fail the others
+        except Exception as error:  # an error of one problem must not fail the other problems
             _log.error("evaluation of held-out problem %d failed: %s: %s", index, type(error).__name__, error)
             return EvalCounts(num_failed=1)
         if scored.reward is None:
@@ -304,9 +304,9 @@ class HeldLease:
     """Open samples that the engine has not completed."""
     renew_at_s: float
     prefixes: dict[int, Prefix]
-    """The tokens that samples resume from."""
+    """Tokens that samples resume from, by the index of the sample."""
     tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict)
-    """Tasks of samples that are being generated or scored; a sample that is being pushed is not cancelled."""
+    """Running tasks that generate or score a sample; a task that pushes a sample must not be cancelled."""
     completed: dict[int, Completed] = field(default_factory=dict)
     """Samples that have left the engine and are not pushed yet."""
     requeued: set[int] = field(default_factory=set)
@@ -332,7 +332,7 @@ class PartialRollouts:
         return grant
 
     async def save_periodically(self, leases: Collection[HeldLease]) -> None:
-        """Save the tokens of running samples in the buffer at regular intervals; `leases` may change."""
+        """Save the tokens of running samples in the buffer at regular intervals; `leases` may change between saves."""
         while True:
             await asyncio.sleep(PARTIAL_SAVE_INTERVAL_S)
             requests = [
@@ -346,11 +346,11 @@ class PartialRollouts:
     async def requeue_all(self, leases: Collection[HeldLease]) -> tuple[int, int]:
         """Requeue all held and just-granted samples; return the numbers of requeued samples and of lost tokens.
 
-        This takes at most `SHUTDOWN_GRACE_S`. Leases that the buffer receives no message about expire.
+        The call takes at most `SHUTDOWN_GRACE_S` seconds. A lease that could not be requeued expires in the buffer.
         """
         leases, counts = list(leases), self._maker.counts
         before = counts.num_requeued, counts.num_tokens_lost
-        results: list[object] = [TimeoutError(f"no reply within {SHUTDOWN_GRACE_S:g} s")]
+        results: list[object] = [TimeoutError(f"the buffer did not reply within {SHUTDOWN_GRACE_S:g} s")]
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(SHUTDOWN_GRACE_S):
                 requeuing = [self.requeue(held, held.unfinished) for held in leases]
@@ -366,17 +366,17 @@ class PartialRollouts:
         return counts.num_requeued - before[0], counts.num_tokens_lost - before[1]
 
     async def requeue(self, held: HeldLease, indices: set[int]) -> None:
-        """Requeue samples of a lease with their tokens so far."""
+        """Requeue samples of a lease with the tokens that they have generated."""
         held.requeued |= indices
         tasks = {index: held.tasks[index] for index in indices if index in held.tasks}
         engine, lease_id = self._maker.engine, held.lease.lease_id
         running = {index for index in tasks if engine.runs((lease_id, index))}
-        for index in tasks.keys() - running:  # waiting for a slot or a policy version, or being scored
+        for index in tasks.keys() - running:  # these samples wait for a slot or a version, or are scored
             tasks[index].cancel()
         with contextlib.suppress(EngineDead):
             await engine.interrupt([(lease_id, index) for index in running])
         if tasks:
-            # half of the grace period: the rest is for the request to the buffer
+            # wait for at most half of the grace period: the request to the buffer needs the other half
             await asyncio.wait(tasks.values(), timeout=SHUTDOWN_GRACE_S / 2)
         indices &= held.open
         await await_future(self._client.requeue(held.lease, sorted(indices), self._partial(held, indices)))
@@ -384,7 +384,7 @@ class PartialRollouts:
         held.open -= indices
 
     async def _requeue_granted(self, request: Future[Granted]) -> None:
-        """Requeue samples that were not started; the buffer keeps the tokens that it has of them."""
+        """Requeue samples that were not started; the buffer keeps the tokens that it has stored for these samples."""
         leases = (await await_future(request)).leases
         for each in [self._client.requeue(lease, lease.sample_indices, []) for lease in leases]:
             await await_future(each)
@@ -408,7 +408,7 @@ class PartialRollouts:
 
 
 async def await_future(future: Future[R]) -> R:
-    """Await a reply of the buffer, within the client's own timeout. Cancelling the wait does not cancel the request:
-    the client owns its futures and must be able to complete them.
+    """Await a reply of the buffer, within the client's own timeout. Cancelling the wait does not cancel the request,
+    because the client must be able to complete its own futures.
     """
     return await asyncio.shield(asyncio.wrap_future(future))

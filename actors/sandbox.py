@@ -1,12 +1,12 @@
-"""Isolation by namespaces: cut a process off from the network, and run programs that a model wrote.
+"""Isolation by Linux namespaces: blocks a process's network access, and runs programs that a model wrote.
 
-cut_network      cuts this process and its future children off from the network
+cut_network      blocks the network access of this process and of its future children
 die_with_parent  makes the kernel kill this process when its parent exits
 serve            entry point of a separate process: runs programs one at a time, within limits, and reports the results
 
-Imports only the standard library, so that it starts in milliseconds. If the kernel permits, the programs have no
-network, see no other process, can read but not write the file system, and have a small folder in memory; their child
-processes are killed with them. Otherwise only the limits of time, memory and output hold.
+The module imports only the standard library, so that it starts in milliseconds. If the kernel permits isolation, a
+program has no network access, sees no other process, and can write only to a small folder in memory. Child processes of
+a program are killed with the program. Without isolation, only the limits of time, memory and output apply.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ OUTPUT_BYTES = 2**20
 _FILE_BYTES = 16 * 2**20
 _FOLDER_BYTES = 64 * 2**20
 _ADDRESS_BYTES = 8 * 2**30
-"""Address space besides a process's allocations: libraries, stacks of threads, and shared memory."""
+"""Address space in bytes beyond the memory limit of a program, for libraries, thread stacks and shared memory."""
 _MAX_PROCESSES, _MAX_PROCESSES_OF_NOBODY = 64, 1024
-"""Maximum processes of a program in its own namespace, and of user `nobody` on the whole host without one."""
+"""Maximum processes of a program in its own namespace, and of user `nobody` on a host without namespaces."""
 _NUM_FILES = 256
 NOBODY = 65534
 _PROBE_S = 20.0
 _ONE_THREAD = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-"""By default `import numpy` starts a thread per core; their buffers would exceed a program's memory limit."""
+"""By default `import numpy` starts a thread per core; the threads' buffers would exceed a program's memory limit."""
 SCRATCH = "/dev/shm"
-"""Mount point of the programs' folder: it exists on every Linux, and the mount hides files of other processes."""
+"""Mount point of the programs' folder. The path exists on every Linux; the mount hides files of other processes."""
 REFUSED = 77
 """Exit status if the kernel refuses the requested isolation."""
 
@@ -60,16 +60,16 @@ HINT = (
     "allow user namespaces (sysctl user.max_user_namespaces, kernel.apparmor_restrict_unprivileged_userns), in a "
     "container also in its seccomp profile"
 )
-"""Remedy if the kernel refuses; ends an error message."""
+"""Remedy if the kernel refuses isolation, for the end of an error message."""
 
 
 def cut_network() -> None:
-    """Enter a new network namespace that has only a loopback interface. Call it before any thread starts.
+    """Enter a new network namespace that has only a loopback interface. Call this before any thread starts.
 
     Open sockets stay open, and Unix sockets with a file stay reachable. Raises OSError if the kernel refuses.
     """
     try:
-        _unshare(_NEWNET)  # needs a privilege; unlike a user namespace, it keeps all rights of the process
+        _unshare(_NEWNET)  # needs a privilege; a user namespace would take rights from the process
     except PermissionError:
         user, group = os.geteuid(), os.getegid()
         _unshare(_NEWUSER | _NEWNET)
@@ -81,7 +81,7 @@ def cut_network() -> None:
 
 
 def cut_network_error() -> str:
-    """Return the kernel's error for `cut_network`; '' if it succeeds."""
+    """Return the kernel's error for `cut_network`; '' if the kernel permits the isolation."""
     program = "import sys; sys.path.append(sys.argv[1]); from leeway.actors.sandbox import cut_network; cut_network()"
     command = [sys.executable, "-I", "-S", "-c", program, str(Path(__file__).parents[2])]
     try:
@@ -102,7 +102,7 @@ def _checked(result: int, what: str) -> None:
 
 
 def _map_ids(user: tuple[int, int], group: tuple[int, int]) -> None:
-    """Map ids in a new user namespace; each pair is (inside, outside)."""
+    """Map the user id and group id of a new user namespace; each pair is (id inside, id outside)."""
     for file, text in (
         ("setgroups", "deny"),
         ("uid_map", f"{user[0]} {user[1]} 1"),
@@ -112,7 +112,7 @@ def _map_ids(user: tuple[int, int], group: tuple[int, int]) -> None:
 
 
 def die_with_parent() -> None:
-    """Make the kernel kill this process when the thread that started it exits; no effect if it already has."""
+    """Make the kernel kill this process when the thread that started it exits; no effect if that thread has exited."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
@@ -130,8 +130,8 @@ def serve(parent: str) -> None:
     A job has `as_nobody` and `isolated`, which select the isolation, `timeout_s` for all programs together,
     `memory_bytes`, `stop_at_failure`, and `programs`. Each program has a `source` and either `stdin` and `stdout`, a
     `test`, or a `call` and the accepted results, `wanted`. A result is true if the program printed `stdout`, passed the
-    test or returned an accepted result; a reason and its detail if the program cannot be judged; else false.
-    Exits with REFUSED if the kernel refuses the isolation.
+    test or returned an accepted result. If the program cannot be judged, the result is a reason and its details.
+    Any other result is false. Exits with REFUSED if the kernel refuses the isolation.
     """
     job = json.load(sys.stdin)
     try:
@@ -139,12 +139,12 @@ def serve(parent: str) -> None:
             os.setgroups([])
             os.setresgid(NOBODY, NOBODY, NOBODY)
             os.setresuid(NOBODY, NOBODY, NOBODY)
-            _libc.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)  # else the process does not own its files in /proc
+            _libc.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)  # so that the process owns its files in /proc
         if job["isolated"]:
             user, group = os.geteuid(), os.getegid()
             _unshare(_NEWUSER | _NEWNET | _NEWPID | _NEWNS | _NEWIPC)
             _map_ids((NOBODY, user), (NOBODY, group))
-            # a program could fill memory by mounts in a nested namespace; in a container, /proc/sys may be read-only
+            # forbid nested namespaces, whose mounts could fill the memory; in a container, /proc/sys may be read-only
             with contextlib.suppress(OSError):
                 Path("/proc/sys/user/max_user_namespaces").write_text("0")
     except OSError as error:
@@ -178,13 +178,13 @@ def _mount_read_only() -> None:
     _checked(changed, "mount_setattr")
     options = f"size={_FOLDER_BYTES},nr_inodes=4096,mode=0700".encode()
     _checked(_libc.mount(b"tmpfs", SCRATCH.encode(), b"tmpfs", _MS_NOSUID | _MS_NODEV, options), "mount")
-    _libc.mount(b"proc", b"/proc", b"proc", _MS_RDONLY | _MS_NOSUID | _MS_NODEV, None)  # a container may forbid it
+    _libc.mount(b"proc", b"/proc", b"proc", _MS_RDONLY | _MS_NOSUID | _MS_NODEV, None)  # may fail in a container
 
 
 # --- programs -------------------------------------------------------------------------------------------
 
 _START = "import builtins, sys; exec(sys.argv.pop(), {'__builtins__': dict(vars(builtins))})"
-"""Runs `_TEST` with builtins that the program cannot change."""
+"""Python program that runs `_TEST` with builtins that the tested program cannot change."""
 _TEST = """
 import builtins, json, os, sys, types, typing
 from contextlib import suppress
@@ -288,9 +288,9 @@ except NoVerdict as stop:
     why = stop.args
 report.write(task["word"] + dumps([why, result], default=lambda value: value.tolist()))  # numpy
 """
-"""Runs a test after a program. It reports only at the end, prefixed with a secret word, so a program that exits early
-does not pass. The test has its own names and builtins, and calls `leeway_ran` for each assertion, as rewritten by
-`leeway.actors.tasks.code`. For a call it reports the result; this process does not receive the accepted results."""
+"""Runs a test after a program, and reports only at the end, after a secret word, so that a program that exits early
+does not pass. The test has its own names and builtins. `leeway.actors.tasks.code` adds a call of `leeway_ran` to each
+assertion. For a `call`, the report contains the result; the program's process never receives the accepted results."""
 
 
 def _results(job: dict[str, Any], folder: str) -> list[bool | list[str]]:
@@ -360,7 +360,7 @@ def _passes(program: dict[str, Any], job: dict[str, Any], folder: str, deadline:
 
 
 def _is_same(found: Any, expected: Any) -> bool:  # noqa: ANN401 -- any JSON
-    """Compare as Python does, but allow an expected float a relative rounding error."""
+    """Compare two values as Python does, but with a tolerance for rounding errors of floats."""
     if isinstance(expected, list) and isinstance(found, list):
         return len(found) == len(expected) and all(map(_is_same, found, expected))
     if isinstance(expected, dict) and isinstance(found, dict):
@@ -377,14 +377,14 @@ def _lines(text: str) -> list[str]:
 
 
 def _output_of(process: subprocess.Popen[bytes], max_bytes: int, deadline: float) -> bytes | None:
-    """Return the output until the process exits or closes it; None if it is too long or misses the deadline."""
+    """Return the output until the process exits or closes it; None if the output is too long or late."""
     assert process.stdout is not None
     output, descriptor, end = b"", process.stdout.fileno(), os.pidfd_open(process.pid)
     try:
         while len(output) <= max_bytes and (left_s := deadline - time.monotonic()) > 0:
             ready, _, _ = select.select([descriptor, end], [], [], left_s)
             more = os.read(descriptor, 65536) if descriptor in ready else b""
-            if ready and not more:  # it has exited; a child may still hold its output open
+            if ready and not more:  # the process has exited; its children may keep the output open
                 return output
             output += more
     finally:
@@ -393,7 +393,7 @@ def _output_of(process: subprocess.Popen[bytes], max_bytes: int, deadline: float
 
 
 def _end(process: subprocess.Popen[bytes], job: dict[str, Any]) -> None:
-    """Kill the program and its descendants: in a namespace, all processes in it."""
+    """Kill the program and its descendants; in a namespace, kill all processes of the namespace."""
     with contextlib.suppress(ProcessLookupError):
         if job["isolated"]:
             os.kill(-1, signal.SIGKILL)  # kills all processes of the namespace except this one, the first
@@ -419,7 +419,7 @@ def _limit(job: dict[str, Any]) -> None:
         resource.RLIMIT_NOFILE: _NUM_FILES,
         resource.RLIMIT_CORE: 0,
     }
-    if job["isolated"] or job["as_nobody"]:  # else all processes of the run's user would count
+    if job["isolated"] or job["as_nobody"]:  # without, all processes of the run's user would count
         limits[resource.RLIMIT_NPROC] = _MAX_PROCESSES if job["isolated"] else _MAX_PROCESSES_OF_NOBODY
     for kind, limit in limits.items():
         _, hard = resource.getrlimit(kind)

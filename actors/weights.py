@@ -1,4 +1,4 @@
-"""WeightFollower: keeps an engine's policy fresh while requests run, and decides when a request may start."""
+"""WeightFollower: updates an engine's weights while requests run, and decides when a request may start."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 POLL_S = 0.05
-"""Seconds between polls for a newer version: one small read of a file, or one small message."""
+"""Seconds between polls for a newer version. A poll reads one small file or sends one small message."""
 _RETRY_S = (1.0, 10.0)
 """First and longest pause in seconds before a rejected version is retried: each retry reads the whole version."""
 _MAX_UPDATES = 4096
-"""Maximum number of updates between reports; the oldest are dropped beyond it."""
+"""Maximum number of updates that are kept between two reports; older updates are dropped."""
 
 
 class ActorError(RuntimeError):
@@ -53,7 +53,7 @@ class PolicyTimeout(ActorError):
 @dataclass(frozen=True)
 class _Refusal:
     version: PolicyVersion | None
-    """None: the newest version could not be queried."""
+    """The rejected version; None if the store could not be queried for the newest version."""
     reason: str
     retry_at_s: float
     pause_s: float
@@ -65,11 +65,11 @@ class _Refusal:
 class WeightFollower:
     """Polls for newer weights, stages and verifies them while requests run, and applies them between engine steps.
 
-    The states of an engine, and the requests that may start in each:
+    The states of an engine, and the requests that may start in each state:
 
-        serving     training requests, if the version is new enough for them
-        applying    none: new requests wait and start under the new version
-        held        evaluation only: no update and no new training request until it ends
+        serving     training requests, if the engine's version is new enough for them
+        applying    no requests: new requests wait and start under the new version
+        held        evaluation requests: updates and new training requests wait for the end of the evaluation
     """
 
     def __init__(
@@ -98,13 +98,13 @@ class WeightFollower:
         self._poll_now = asyncio.Event()
         self._request: Future[Any] | None = None
         self._late: Future[StagedVersion] | None = None
-        """A fetch that timed out."""
+        """A fetch that timed out; its result is used if the fetch completes later."""
         self._refusal: _Refusal | None = None
         self._updates: deque[WeightUpdate] = deque(maxlen=_MAX_UPDATES)
 
     @property
     def waits_for(self) -> PolicyVersion | None:
-        """Return the version that training requests wait for; None if the engine is fresh enough."""
+        """Return the version that training requests wait for; None if the engine's version is new enough."""
         return self._newest if self._contract.is_behind(self.version, self._newest) else None
 
     @property
@@ -124,7 +124,7 @@ class WeightFollower:
         return updates
 
     async def run(self) -> None:
-        """Follow the store until cancelled; raise PolicyTimeout as `update` does."""
+        """Update the engine regularly until cancelled; raise PolicyTimeout under the conditions of `update`."""
         while True:
             self._poll_now.clear()
             await self.update()
@@ -133,11 +133,11 @@ class WeightFollower:
                     await self._poll_now.wait()
 
     async def update(self) -> None:
-        """Update the engine to the newest version in the store; raise PolicyTimeout if that is not applied in time.
+        """Update the engine to the store's newest version; raise PolicyTimeout if it is not applied in time.
 
-        If a version is unavailable (corrupt, removed, of another model, no answer from the weight service), log it and
-        retry later; the engine keeps its version. A request that waits for the version times out in `admit`, which
-        ends the actor.
+        If a version is unavailable (corrupt, removed, of another model, no answer from the weight service), log the
+        error and retry later; the engine keeps its version. A request that waits for the version times out in `admit`.
+        The timeout ends the actor.
         """
         async with self._polling:
             newest = None
@@ -167,7 +167,7 @@ class WeightFollower:
     async def _call_puller(self, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Call the puller in a thread, one call at a time.
 
-        Raises TransferFailed if the call times out, or an earlier call that timed out is still running.
+        Raises TransferFailed if the call times out, or if an earlier call that timed out is still running.
         """
         timeout_s = UPDATE_TIMEOUT_S
         if self._request is not None and not self._request.done():
@@ -176,7 +176,7 @@ class WeightFollower:
         self._request = request
         try:
             async with asyncio.timeout(timeout_s):
-                # shielded: the puller's own future must not be cancelled, since a late result is still used
+                # shield the puller's own future from cancellation, because a late result is still used
                 return await asyncio.shield(asyncio.wrap_future(request))
         except TimeoutError as error:
             raise TransferFailed(
@@ -185,7 +185,7 @@ class WeightFollower:
             ) from error
 
     def _late_arrival(self) -> StagedVersion | None:
-        """Return the version of a fetch that ended after its timeout, or None. A slow machine needs it to catch up."""
+        """Return the version of a fetch that ended after its timeout, or None. Slow machines need late versions."""
         late, self._late = self._late, None
         if late is None or late.exception() is not None:
             return None
@@ -195,7 +195,7 @@ class WeightFollower:
         version = staged.version
         try:
             await self._engine.prepare(staged, timeout_s=UPDATE_TIMEOUT_S)
-            # acquired outside the timeout: an evaluation may hold it, and has its own timeout
+            # acquire the lock outside the timeout: an evaluation may hold the lock, and has its own timeout
             async with self._applying:
                 if version <= self._engine.version:
                     return
@@ -230,7 +230,7 @@ class WeightFollower:
             raise
 
     def _in_backoff(self, version: PolicyVersion | None) -> bool:
-        """Return whether this version was rejected and its retry is not due; None stands for a failed query."""
+        """Return whether this version was rejected and its retry is not due; version None means a failed query."""
         refusal = self._refusal
         return refusal is not None and refusal.version == version and self._clock() < refusal.retry_at_s
 
@@ -238,7 +238,7 @@ class WeightFollower:
         before = self._refusal if self._refusal is not None and self._refusal.version == version else None
         pause_s = _RETRY_S[0]
         if before is not None and not isinstance(error, TransferFailed):
-            # a version that was read completely and rejected is rarely better the next time
+            # if a version was read completely and rejected, a retry rarely succeeds: wait longer
             pause_s = min(2 * before.pause_s, _RETRY_S[1])
         self._refusal = _Refusal(version, str(error), self._clock() + pause_s, pause_s)
         if before is None or before.reason != self._refusal.reason:
@@ -249,9 +249,9 @@ class WeightFollower:
         return self._engine.version
 
     async def catch_up(self, at_least: PolicyVersion) -> None:
-        """Wait until the engine serves `at_least` or newer, whether or not `run` is running.
+        """Wait until the engine serves version `at_least` or newer; update the engine even if `run` is not running.
 
-        Raises PolicyTimeout if that takes longer than `UPDATE_TIMEOUT_S`, not counting evaluations.
+        Raises PolicyTimeout if the wait, without the time of evaluations, exceeds `UPDATE_TIMEOUT_S`.
         """
         since_s = self._clock()
         while self.version < at_least:
@@ -264,8 +264,8 @@ class WeightFollower:
     async def admit(self, min_version: int) -> None:
         """Wait until a training request of a lease with this `min_version` may start.
 
-        It may start once the engine serves at least that version, lags the newest one by at most `max_actor_lag`, and
-        neither an update nor an evaluation is in progress. Raises PolicyTimeout as `catch_up` does.
+        The request may start if the engine serves version `min_version` or newer, lags the newest version by at most
+        `max_actor_lag`, and runs neither an update nor an evaluation. Raises PolicyTimeout if the wait is too long.
         """
         since_s = self._clock()
         while not (self._open and self._contract.may_start(self.version, self._newest, min_version)):
@@ -293,7 +293,7 @@ class WeightFollower:
         self._changed = asyncio.Event()
 
     def _has_timed_out(self, since_s: float) -> bool:
-        """Return whether the timeout has passed since `since_s`, and since training requests may start again."""
+        """Return whether the timeout has passed since `since_s` and since the last update or evaluation ended."""
         return self._open and self._clock() > max(since_s, self._opened_at_s) + UPDATE_TIMEOUT_S
 
     def _timeout_error(self, awaited: str) -> PolicyTimeout:

@@ -54,19 +54,19 @@ def share_of(chosen: Tensor, number: int | Tensor) -> Tensor:
 class LossInputs:
     """Inputs of a loss for one batch: log-probabilities of completion tokens, flat over the batch.
 
-    Shape suffixes: T completion tokens of the whole batch, B sequences, in groups that share a prompt. The tokens of a
-    sequence are in order. All log-probabilities are natural logarithms at the sampling temperature, over the full
+    Shape suffixes: T completion tokens of the batch, B sequences. The sequences of a group share a prompt. The tokens
+    of a sequence are in order. All log-probabilities are natural logarithms at the sampling temperature, over the full
     vocabulary. Reading undeclared log-probabilities (see `Needs`) raises UndeclaredInput.
     """
 
     logprobs_T: Tensor
     """log pi of each token under the learner: the leaf to differentiate."""
     proximal_logprobs_T: Tensor
-    """log pi_prox: under the weights at the start of this step."""
+    """log pi_prox: log-probability under the weights at the step's start."""
     behaviour_logprobs_T: Tensor
-    """log mu: under the policy version that sampled the token."""
+    """log mu: log-probability under the policy version that sampled the token."""
     reference_logprobs_T: Tensor
-    """log pi_ref: under the frozen reference model."""
+    """log pi_ref: log-probability under the frozen reference model."""
     sequence_T: Tensor
     """int64: sequence (0..B-1) of each token."""
     group_B: Tensor
@@ -78,7 +78,7 @@ class LossInputs:
     num_groups: int
     """Number of groups in the batch."""
     prompt_B: Tensor | None = None
-    """int64: prompt of each sequence, equal across groups of a prompt; None: every group has its own prompt."""
+    """int64: prompt of each sequence, equal across groups of a prompt; None if every group has its own prompt."""
     values_T: Tensor | None = None
     """Critic value of the state before each token, a second leaf; None without a critic."""
     old_values_T: Tensor | None = None
@@ -88,7 +88,7 @@ class LossInputs:
     lag_T: Tensor | None = None
     """int64: updates between the version that sampled each token and the current version; None if unknown."""
     progress: float = 0.0
-    """Fraction of the run's updates before this one, including skipped updates; for schedules, for example of beta."""
+    """Fraction of the run's updates before this update, including skipped updates; for schedules, such as of beta."""
 
     @property
     def num_sequences(self) -> int:
@@ -107,7 +107,7 @@ class LossInputs:
     @property
     def length_B(self) -> Tensor:
         """int64: number of completion tokens of each sequence."""
-        # replaces bincount, which synchronizes with the device to find the maximum
+        # avoid bincount, which synchronizes with the device to find the maximum
         none_B = torch.zeros(self.num_sequences, dtype=torch.int64, device=self.sequence_T.device)
         return none_B.index_add(0, self.sequence_T, torch.ones_like(self.sequence_T))
 
@@ -151,13 +151,13 @@ def group_advantages(inputs: LossInputs, rewards_B: Tensor, baseline: GroupBasel
     """Return the advantage of each sequence from the rewards of its group: B -> B; 0 for a group of one.
 
     rloo: r_j minus the mean of the other K-1 rewards (arXiv 2402.14740).
-    grpo: r_j minus the mean of all K, divided by the standard deviation with denominator K-1 (arXiv 2402.03300).
-    dr_grpo: r_j minus the mean of all K (arXiv 2503.20783).
+    grpo: r_j minus the mean of all K rewards, divided by their standard deviation, denominator K-1 (arXiv 2402.03300).
+    dr_grpo: r_j minus the mean of all K rewards (arXiv 2503.20783).
     """
     centred_B = rewards_B - inputs.mean_per_group(rewards_B)
     size_B = inputs.group_size_B
     if baseline == "rloo":
-        # r_j - mean of the others = K / (K - 1) * (r_j - mean of all)
+        # r_j - mean of the other rewards = K / (K - 1) * (r_j - mean of all rewards)
         return centred_B * size_B / (size_B - 1).clamp_min(1)
     if baseline == "dr_grpo":
         return centred_B
@@ -212,13 +212,13 @@ class Needs:
     """All samples of a prompt in a step belong to the same update."""
     reference: bool = False
     behaviour: bool = False
-    """Finite log-probabilities under the policy that sampled."""
+    """Finite log-probabilities under the policy that sampled the tokens."""
     proximal: bool = False
-    """Log-probabilities under the policy at the start of the step; a step of several updates adds a forward pass."""
+    """Log-probabilities under the policy at the step's start; a step of several updates then needs a forward pass."""
     separable: Unit | None = None
-    """Unit on which the gradient for a sequence depends: it reads the learner's log-probabilities of this unit only,
-    even if they also serve as the proximal ones. Rewards, references and counts of the whole batch may enter. None:
-    the gradient depends on the whole batch."""
+    """Unit whose learner log-probabilities determine the gradient for a sequence, even if the learner's ones serve as
+    proximal ones. Rewards, references and counts of the whole batch may enter too. None if the gradient depends on the
+    learner's log-probabilities of the whole batch."""
     critic: CriticKind | None = None
     """Source of the critic values: a head on the policy, or a separate model."""
 
@@ -314,7 +314,7 @@ def _algorithm_of(loss: Callable[[Any, LossInputs], LossOutput], needed: Needs) 
 
 
 def _fields_of(config_class: type) -> dict[str, Any]:
-    """Return the fields of a dataclass or a pydantic model as `create_model` takes them."""
+    """Return the fields of a dataclass or a pydantic model in the form that `create_model` takes."""
     if issubclass(config_class, BaseModel):
         return {name: (found.annotation, found) for name, found in config_class.model_fields.items()}
     hints = get_type_hints(config_class)
@@ -340,7 +340,7 @@ class BadInputs(ValueError):
 def check_inputs(inputs: LossInputs, needs: Needs) -> None:
     """Validate external data, once per step: rewards, and behaviour log-probabilities if the loss reads them.
 
-    The learner's own log-probabilities are not checked: if they are not finite, neither is the gradient. Raises
+    The learner's own log-probabilities are not checked, because an infinite or NaN value shows in the gradient. Raises
     BadInputs for the first invalid sequence.
     """
     reward = _first_not_finite(inputs.rewards_B)

@@ -1,26 +1,26 @@
-"""Off-policy corrections for data sampled by another policy, and metrics of the distance to it.
+"""Off-policy corrections for data sampled by another policy, and metrics of the distance to that policy.
 
-Corrections are small objects that are off by default. Two kinds compose. A **weight** changes the importance weight
-rho = pi_prox / mu that multiplies the objective of a token: a truncation bounds it, a mask sets it to 0. A
+There are two kinds of corrections, which can be combined. A **weight** changes the importance weight
+rho = pi_prox / mu that multiplies the objective of a token: a truncation bounds rho, a mask sets rho to 0. A
 **surrogate** replaces min(u A, clip(u, 1 - e_low, 1 + e_high) A), the per-token objective of PPO (`Clip`), where
 u = pi / pi_prox measures the size of the update.
 
     token_tis        min(rho, C) for each token, bounded below by a floor
-    sequence_tis     min(prod of rho over the sequence, C), the same for all its tokens
+    sequence_tis     min(prod of rho over the sequence, C), one weight for all tokens of the sequence
     icepop           rho if low <= rho <= high, else 0
     geometric_mask   drops a sequence unless low <= exp(mean log rho) <= high
 
     sequence_clip    PPO clipping with one ratio per sequence, prod of u: the whole completion is one action
-    gspo             the same with exp(mean log u)
+    gspo             PPO clipping with one ratio per sequence, exp(mean log u)
     cispo            sg[clip(u, low, high)] A log pi: clipping bounds the weight and keeps the gradient
 
-Any importance-weighted loss can use them: `importance_weights` computes the weights, `surrogate.objective` the
+Any importance-weighted loss can use corrections: `importance_weights` returns the weights, `surrogate.objective` the
 surrogate. A loss that is not a sum over tokens weights its gradient instead (`weigh_gradient`): the contribution of
 each token is multiplied by its weight, and the value of the loss is unchanged. All log ratios are clamped to +-20
 before exp, and no gradient flows through a weight.
 
 `off_policy_metrics` computes mismatch, chi-square divergence and effective sample size (ESS) of rho, once per update.
-ESS is the fraction of samples that count after weighting by rho. If it is low, a few samples dominate the update.
+ESS is the fraction of samples that count after weighting by rho. If ESS is low, a few samples dominate the update.
 
 References:
     Truncated importance sampling: Ionides 2008; IcePop, arXiv 2510.18855; PPO, arXiv 1707.06347;
@@ -80,7 +80,7 @@ class TokenTIS(Correction):
 
 
 class SequenceTIS(Correction):
-    """Truncated weight of each sequence, the same for all its tokens."""
+    """Truncated weight of each sequence, applied to all tokens of the sequence."""
 
     type: Literal["sequence_tis"] = "sequence_tis"
     cap: PositiveFloat = Field(default=2.0, description="Maximum weight; typically 2 to 10.")
@@ -91,7 +91,7 @@ class SequenceTIS(Correction):
 
 
 class IcePop(Interval):
-    """Mask of single tokens for which the two policies disagree."""
+    """Mask of single tokens on which pi_prox and mu disagree."""
 
     type: Literal["icepop"] = "icepop"
     low: NonNegativeFloat = Field(default=0.5, description="Minimum rho to keep.")
@@ -103,7 +103,7 @@ class IcePop(Interval):
 
 
 class GeometricMask(Interval):
-    """Mask of whole sequences for which the two policies disagree."""
+    """Mask of whole sequences on which pi_prox and mu disagree."""
 
     type: Literal["geometric_mask"] = "geometric_mask"
     low: NonNegativeFloat = Field(default=0.5, description="Minimum exp(mean log rho) of a sequence to keep.")
@@ -118,7 +118,7 @@ class GeometricMask(Interval):
 
 
 class Objective(NamedTuple):
-    """Objective to maximize per token, before importance weights, and where a bound changed it."""
+    """Per-token objective to maximize, before importance weights, and the tokens whose objective a bound changed."""
 
     objective_T: Tensor
     low_T: Tensor
@@ -142,7 +142,7 @@ class Clip(Correction):
 
 
 class SequenceClip(Clip):
-    """PPO clipping with the completion as one action (proximal RLOO), divided equally among its tokens."""
+    """PPO clipping with the completion as one action (proximal RLOO); the tokens share its objective equally."""
 
     type: Literal["sequence_clip"] = "sequence_clip"
 
@@ -199,7 +199,7 @@ def _from_single(value: Any) -> Any:  # noqa: ANN401 -- from TOML
 Listed = Annotated[
     tuple[Annotated[Kind, Field(discriminator="type"), BeforeValidator(_from_name)], ...], BeforeValidator(_from_single)
 ]
-"""Corrections as written in a config: ["token_tis", {type = "icepop", high = 3.0}], or a single one without a list."""
+"""Corrections as written in a config: ["token_tis", {type = "icepop", high = 3.0}], or one entry without a list."""
 
 
 def check_corrections(corrections: Sequence[AnyCorrection]) -> None:
@@ -216,7 +216,7 @@ def check_corrections(corrections: Sequence[AnyCorrection]) -> None:
 
 
 def importance_weights(inputs: LossInputs, corrections: Sequence[AnyCorrection]) -> Weighing:
-    """Return the weight of each token: rho = pi_prox / mu after the weight corrections; their order has no effect.
+    """Return the weight of each token, rho = pi_prox / mu after the weight corrections, which may have any order.
 
     Without weight corrections, the weight is rho itself (log rho clamped to +-20).
     """
@@ -255,9 +255,9 @@ class WeighedSection(AlgorithmSection):
 def weigh_gradient(inputs: LossInputs, corrections: Sequence[AnyWeight]) -> tuple[LossInputs, Tensor | None, Measured]:
     """Return the batch with log-probabilities that multiply the gradient of each token by its weight.
 
-    The weight is rho = pi / mu of the current policy, after the corrections: in a loss without a clipped ratio, nothing
-    else tracks the policy over several updates. Also returns the weights and their metrics; None and {} without
-    corrections.
+    The weight is rho = pi / mu of the current policy, after the corrections. The weight follows the policy over several
+    updates, as a clipped ratio does in PPO. Also returns the weights and their metrics. Without corrections, the
+    weights are None and the metrics are empty.
     """
     if not corrections:
         return inputs, None, {}
@@ -298,14 +298,14 @@ def off_policy_metrics(inputs: LossInputs, fresh_T: Tensor, weights_T: Tensor | 
     """Return diagnostics of rho = pi_prox / mu on a batch, before its update.
 
     Args:
-        inputs: the batch; its proximal log-probabilities are those of the learner at the start of the step.
-        fresh_T: bool, tokens sampled by exactly these weights, in sequences sampled entirely by them.
-        weights_T: the weights that the loss applied, after corrections; None if it has none.
+        inputs: the batch; its proximal log-probabilities come from the learner's weights at the start of the step.
+        fresh_T: bool, tokens of sequences that were sampled entirely by the learner's weights at that time.
+        weights_T: the weights that the loss applied, after corrections; None if the loss has no weights.
 
     Returns:
         `mismatch/k1` mean(log mu - log pi) and `mismatch/k3` mean(rho - 1 - log rho), estimates of KL(mu || pi);
-        `mismatch/lag0_abs`, `lag0_k3`, `lag0_tokens`: the same on fresh tokens, where any difference is an
-        implementation gap (None if there are none); `off_policy/chi2` mean(rho^2) - 1; `off_policy/ess_token`,
+        `mismatch/lag0_abs`, `lag0_k3`, `lag0_tokens`: |log rho|, k3 and count of fresh tokens, for which rho != 1 is
+        an implementation gap (None without fresh tokens); `off_policy/chi2` mean(rho^2) - 1; `off_policy/ess_token`,
         `ess_sequence` of rho; for the applied weights `*_truncated` and `off_policy/masked_frac`, the fraction of
         tokens with weight 0. If a behaviour log-probability is not finite, all metrics except `lag0_tokens` are
         None, and the metrics of the applied weights are omitted.

@@ -6,17 +6,17 @@ Objective:
     L   = 1/T * sum_t 1/2 * d_t^2, and 10 * (|d_t| - 5) for tokens with |d_t| > FAR = 10 nats
 
 Estimator:
-    Token t has the gradient w_t * d_t / T * grad log pi_t. Its mean over tokens of the policy is the gradient of the
-    reverse KL at that state. Future states do not enter: the teacher supervises each state on its own, which a reward
-    at the end of a completion cannot do. Rewards are not read. T counts all completion tokens of the batch.
+    Token t has the gradient w_t * d_t / T * grad log pi_t. The mean of d_t * grad log pi_t over tokens of the policy is
+    the gradient of the reverse KL at the state. Future states do not enter, because the teacher supervises each state
+    separately. Rewards are not read. T counts all completion tokens of the batch.
 
 Where the off-policy correction enters:
-    In w_t = pi / mu of the token, bounded by the corrections (default: token_tis). This corrects the distribution of
-    the token. The loss also trains on states that the policy no longer visits; this costs time but adds no bias.
+    The correction is w_t = pi / mu of the token, bounded by `corrections` (default: token_tis). w_t corrects the
+    distribution of the token. The loss also trains on states that the policy no longer visits, but this adds no bias.
 
 What we left out:
     The KL over the whole vocabulary or its largest entries; the forward KL; several teachers per prompt. To combine a
-    reward with a teacher, use off_policy_ppo with kl_in = "loss": its KL to the reference is this loss.
+    reward with a teacher, use off_policy_ppo with kl_in = "loss", whose KL to the reference is this loss.
 
 References:
     MiniLLM, arXiv 2306.08543; GKD, arXiv 2306.13649 (on-policy, reverse KL).

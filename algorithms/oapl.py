@@ -5,8 +5,8 @@ Objective:
     L       = mean over prompts and j of delta_j^2
     V(x)    = the mean reward of the prompt's other samples
     On data of one policy mu, the gradient is zero at pi(y|x) proportional to mu(y|x) * exp(r / beta), the policy that
-    maximizes the reward minus beta times the KL to mu. With weights pi / mu, this holds for any V, as for a baseline in
-    REINFORCE; without weights, it requires V = beta * log Z.
+    maximizes the reward minus beta times the KL to mu. With weights pi / mu, this result holds for any V, as for a
+    baseline in REINFORCE. Without weights, this result requires V = beta * log Z.
 
 Estimator:
     grad L = 2 * beta / K * sum_j delta_j * sum_t w_t * grad log pi_t per prompt, with the weights w of `corrections`.
@@ -14,15 +14,15 @@ Estimator:
 
 Where the off-policy correction enters:
     The anchor is the policy version that sampled the completion, so data of any age define their own target.
-    `corrections` weight the gradient, which matters under delay.
+    `corrections` weight the gradient, which matters for stale samples.
 
 What we left out:
-    The reference: no term pulls towards it, so the optimum of a whole run is the best completion, not a tilted policy.
-    The paper's V, a log-mean-exp of the rewards of the group: it is biased and close to the maximum reward. With it,
+    A reference policy. Without a pull to a reference, the optimum of a run is the best completion, not a tilted policy.
+    The paper's V, a log-mean-exp of the group's rewards, which is biased and close to the maximum reward. With this V,
     the loss would lower the probability of nearly every sample, even of stale samples.
 
 References:
-    OAPL, arXiv 2602.19362; V, the mean of the others: RLOO, arXiv 2402.14740.
+    OAPL, arXiv 2602.19362; V, the mean of the other rewards: RLOO, arXiv 2402.14740.
 """
 
 from __future__ import annotations

@@ -9,32 +9,32 @@ Objective:
     With critic values: + 1/2 / T * sum_t 1/2 max((V - R)^2, (clip(V, V_old +- 0.2) - R)^2), R = A + V_old.
 
 Estimator:
-    A comes from the rewards of the group (rloo, grpo, dr_grpo) or of the whole batch (batch: reward minus the mean
-    of the other rewards, for groups of one), the same for every token of a sequence; or from GAE over per-token rewards
-    and critic values; or from a user's function.
+    A comes from the rewards of the group (rloo, grpo, dr_grpo), from the rewards of the batch (batch: reward minus the
+    mean of the other rewards, for groups of one), or from a user's function. All tokens of a sequence then have one A.
+    With a critic, A comes from GAE over per-token rewards and critic values.
     KL to the reference, if kl_beta > 0. In the reward: kl_beta * log(pi_prox / pi_ref) is subtracted, per sequence with
     a group baseline, per token with a critic; the optimum is then pi* ~ pi_ref * exp(r / kl_beta).
-    In the loss: + kl_beta * mean_t sg[rho_t] * k_t. "loss" uses k2 = 1/2 log(pi / pi_ref)^2, whose gradient is that of
-    KL(pi || pi_ref) per token. "loss_k3" uses k3 = pi_ref / pi - 1 - log(pi_ref / pi), as in GRPO, whose gradient is
-    that of the other direction, KL(pi_ref || pi).
-    Entropy: + entropy_coef * mean_t sg[rho_t] * 1/2 (log pi)^2. Its expected gradient is that of the negative
-    entropy of the token distribution, which is the KL to the uniform distribution up to a constant (compare k2).
+    In the loss: + kl_beta * mean_t sg[rho_t] * k_t. "loss" uses k2 = 1/2 log(pi / pi_ref)^2 with the gradient of
+    KL(pi || pi_ref) per token. "loss_k3" uses k3 = pi_ref / pi - 1 - log(pi_ref / pi), as in GRPO, with the gradient of
+    the reverse divergence, KL(pi_ref || pi).
+    Entropy: + entropy_coef * mean_t sg[rho_t] * 1/2 (log pi)^2. The expected gradient of this term is the gradient of
+    the token distribution's negative entropy, which is the KL to the uniform distribution plus a constant (see k2).
     T and the number of sequences include masked tokens and samples, so that short batches do not favour long answers,
-    and dropped samples do not increase the weight of the others.
+    and dropped samples do not increase the weight of other samples.
 
 Where the off-policy correction enters:
-    rho corrects the expectation over tokens sampled by another policy. It is constant in the gradient, and bounded or
-    masked by the corrections. The clip acts only on u: pi_prox is the policy at the start of the step, so stale data do
+    rho corrects the expectation over tokens sampled by another policy. rho is constant in the gradient; corrections
+    bound or mask it. The clip acts only on u: pi_prox is the policy at the start of the step, so stale data do
     not consume the trust region. If a step is a single update, u = 1 and nothing is clipped: use several updates
     (learner.num_minibatches, learner.num_epochs).
     proximal = "behaviour" is plain PPO on stale data: pi_prox := mu, so rho = 1 and the clip keeps pi near mu.
     proximal = "interpolated" sets pi_prox := mu^(1/d) * pi^(1 - 1/d) for a token that is d updates old, and pi if
-    d = 0. It needs no pass over the batch before its updates (A-3PO): u = (pi / mu)^(1/d).
+    d = 0. The interpolation needs no pass over the batch before the updates (A-3PO): u = (pi / mu)^(1/d).
 
 Recipes:
     Proximal RLOO (Asynchronous RLHF): proximal = "behaviour", corrections = ["sequence_clip"], kl_beta = 0.05, other
-    keys at their defaults. The denominator is T, while the paper divides by the number of sequences: the gradient is
-    that of the paper times sequences / T, or equal to it with mean_over = "sequences".
+    keys at their defaults. The denominator is T, but the paper divides by the number of sequences. The gradient is
+    the paper's gradient times sequences / T; with mean_over = "sequences", it equals the paper's gradient.
     Dr. GRPO: baseline = "dr_grpo", mean_over = actors.max_new_tokens.
 
 What we left out:
@@ -88,15 +88,15 @@ from leeway.common.user_input import Reference, UserFileError, load_object, user
 CLIP = 0.2
 
 VALUE_COEF = 0.5
-"""Weight of the value loss relative to the policy loss; no effect on a critic model, whose Adam cancels it."""
+"""Weight of the value loss relative to the policy loss. The Adam optimizer of a critic model cancels this factor."""
 VALUE_CLIP = 0.2
 """Maximum change of a value in one step, in units of reward."""
 
 CRITICS: dict[str, CriticKind] = {"value_head": "head", "critic": "model"}
-"""Learned baselines -> source of their values."""
+"""Maps each learned baseline to the source of the critic values."""
 
 UserBaseline = Callable[[LossInputs, Tensor], Tensor]
-"""A user's baseline: (batch, its rewards after penalties [B]) -> advantage of each sequence [B]."""
+"""A user's baseline: (batch, rewards after penalties [B]) -> advantage of each sequence [B]."""
 
 
 class OffPolicyPPOConfig(GroupSection):
@@ -143,7 +143,7 @@ class OffPolicyPPOConfig(GroupSection):
     @model_validator(mode="before")
     @classmethod
     def _default_to_no_corrections(cls, values: Any) -> Any:  # noqa: ANN401 -- from TOML
-        if isinstance(values, dict) and values.get("proximal") == "behaviour":  # pi_prox / mu is 1
+        if isinstance(values, dict) and values.get("proximal") == "behaviour":  # because pi_prox / mu is 1
             return {"corrections": [], **values}
         return values
 
@@ -322,7 +322,7 @@ def gae(inputs: LossInputs, rewards_T: Tensor, values_T: Tensor, lam: float) -> 
     """Return generalized advantage estimates A_t = sum_l lam^l * (r_{t+l} + V_{t+l+1} - V_{t+l}): T -> T.
 
     Rewards are not discounted: a discount would favour short answers. The state after the last token has value 0, even
-    if the completion was truncated by length. Values, of the state before each token, are constant in the gradient.
+    if the completion was truncated by length. Values are of the state before each token, and constant in the gradient.
     `lam` is in [0, 1]: 1 gives the return minus the value, 0 the one-step error.
     """
     if rewards_T.numel() == 0:
@@ -355,7 +355,7 @@ def _kl_terms(config: OffPolicyPPOConfig, inputs: LossInputs) -> Tensor:
     log_ratio_T = inputs.logprobs_T - inputs.reference_logprobs_T
     if config.kl_in == "loss":
         return log_ratio_T.square() / 2
-    log_ratio_T = log_ratio_T.clamp_min(-LOG_RATIO_LIMIT)  # in both terms: else the linear term pushes pi away
+    log_ratio_T = log_ratio_T.clamp_min(-LOG_RATIO_LIMIT)  # in both terms, or the linear term would push pi away
     return (-log_ratio_T).exp() - 1 + log_ratio_T
 
 

@@ -14,10 +14,10 @@ Estimator:
     `missing_eos_penalty` is subtracted from answers without an end-of-sequence token before the comparison.
 
 Where the off-policy correction enters:
-    A preference between two answers does not depend on the policy that sampled them, so the loss has no correction. Its
-    gradient has one: the contribution of each token is multiplied by pi / mu, bounded by the corrections (default:
-    token_tis). Without it, the worse answers of stale pairs are pushed down long after the policy has stopped producing
-    them, and the policy collapses under delay.
+    A preference between two answers does not depend on the policy that sampled them, so the loss has no correction. The
+    gradient has a correction: the contribution of each token is multiplied by pi / mu, bounded by `corrections`
+    (default: token_tis). Without this factor, stale pairs keep lowering the probability of answers that the policy no
+    longer produces, and the policy collapses under delay.
 
 What we left out:
     All pairs of a group, label smoothing, and SimPO, which has no reference.
@@ -48,7 +48,7 @@ class OnlineDPOConfig(WeighedSection, GroupSection):
     )
     variant: Literal["sigmoid", "ipo", "sigmoid_mean", "ipo_mean"] = Field(
         default="sigmoid",
-        description="Loss of a pair, on log ratios summed over tokens; '_mean': averaged over them.",
+        description="Loss of a pair, on log ratios summed over tokens; '_mean': averaged over tokens.",
     )
     missing_eos_penalty: NonNegativeFloat = Field(
         default=1.0, description="Reward penalty for answers at the length limit."
@@ -92,9 +92,9 @@ def online_dpo(config: OnlineDPOConfig, inputs: LossInputs) -> LossOutput:
     """Evaluate the loss on a whole batch; see the module's docstring for the formula.
 
     Returns:
-        The loss (0 if every group is tied), and metrics `dpo/tied_frac` (fraction of groups dropped) and, None if there
-        is no pair, `dpo/margin` (mean beta * h), `dpo/accuracy` (fraction of pairs with h > 0) and `dpo/cross_frac`
-        (fraction of pairs between two groups of a prompt, so mostly between two policy versions).
+        The loss (0 if every group is tied), and metrics: `dpo/tied_frac` (fraction of groups dropped), `dpo/margin`
+        (mean beta * h), `dpo/accuracy` (fraction of pairs with h > 0) and `dpo/cross_frac` (fraction of pairs between
+        two groups of a prompt, mostly of two policy versions). Without a pair, all except `dpo/tied_frac` are None.
     """
     lease_B = inputs.group_B
     inputs, weights_T, shares = weigh_gradient(config.compared(inputs), config.corrections)
@@ -102,15 +102,15 @@ def online_dpo(config: OnlineDPOConfig, inputs: LossInputs) -> LossOutput:
     best_G, worst_G, tied_G = best_and_worst(rewards_B, inputs.group_B, inputs.num_groups)
     reduce = inputs.sum_per_sequence if config.variant in ("sigmoid", "ipo") else inputs.mean_per_sequence
     log_ratio_B = reduce(inputs.logprobs_T - inputs.reference_logprobs_T)
-    # stays a tensor: reading the number would synchronize with the GPU
+    # keep a tensor, because reading the number would synchronize with the GPU
     num_pairs = (~tied_G).sum()
-    # tied groups are masked before any computation, so that none has a non-finite gradient
+    # mask tied groups before any computation, so that no gradient is infinite or NaN
     margin_G = torch.where(tied_G, 0.0, log_ratio_B[best_G] - log_ratio_B[worst_G])
     if config.variant.startswith("sigmoid"):
         loss_G = -F.logsigmoid(config.beta * margin_G)
     else:
         loss_G = (margin_G - 1 / (2 * config.beta)).square()
-    # a sum over no pairs is 0 and still part of the graph; a mean would be NaN
+    # without pairs, the sum is 0 and still part of the graph; a mean would be NaN
     loss = torch.where(tied_G, 0.0, loss_G).sum() / num_pairs.clamp_min(1)
     margin_G = margin_G.detach()
     is_cross_G = (lease_B[best_G] != lease_B[worst_G]) & ~tied_G

@@ -1,8 +1,8 @@
-"""The algorithms by name, the config union that `algorithm.type` selects from, and the loss of a config.
+"""The algorithms by name, the config classes that `algorithm.type` selects, and the loss of a config.
 
 To add an algorithm, create a file in this package that ends with `ALGORITHM = Algorithm(Config, loss)`, and add its
 name to `FILES`; the name is also its `algorithm.type`. A user's algorithm stays in the user's file and is selected as
-`FILE.py:ALGORITHM`. docs/algorithms/README.md has an example of both.
+`FILE.py:ALGORITHM`. docs/algorithms/README.md has an example of either kind.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def algorithm_of(name: str) -> Algorithm:
         return ALGORITHMS[name]
     found = load_object(name)
     if not isinstance(found, Algorithm):
-        raise UserFileError(f"type = '{name}' is not an Algorithm: write NAME = Algorithm(YourConfig, your_loss) there")
+        raise UserFileError(f"type = '{name}' is not an Algorithm: write NAME = Algorithm(YourConfig, your_loss)")
     return found
 
 
@@ -76,7 +76,7 @@ def _section_of(values: dict[str, Any]) -> AlgorithmSection:
 
 
 def _as_values(section: AlgorithmSection) -> tuple[Callable[..., AlgorithmSection], tuple[dict[str, Any]]]:
-    """Reduce a section to plain values for Ray: other processes have its class only after importing the file."""
+    """Reduce a section to plain values for Ray, since other processes must import the user's file before the class."""
     return _section_of, (section.model_dump(mode="json"),)
 
 
@@ -117,11 +117,11 @@ def loss_for(config: AlgorithmConfig) -> Loss:
 
 
 class UndeclaredInput(UserFileError):
-    """A loss read an input that its section did not declare; the message names both."""
+    """A loss read an input that its section did not declare; the message names the input and the missing need."""
 
 
 class _Undeclared(Tensor):
-    """Placeholder for an undeclared input. It can be passed around; any other use raises UndeclaredInput."""
+    """Placeholder for an undeclared input. Any use in a computation raises UndeclaredInput."""
 
     field = ""
     need = ""
@@ -150,7 +150,7 @@ _STAND_INS: dict[str, type[_Undeclared]] = {
 
 
 def only_declared(inputs: LossInputs, needs: Needs) -> LossInputs:
-    """Replace undeclared inputs by placeholders that raise on use; NaN or 0 would look like bad data."""
+    """Replace undeclared inputs by placeholders that raise on use, because NaN or 0 would look like bad data."""
     undeclared: dict[str, Any] = {
         each.field: torch.empty(0).as_subclass(each) for need, each in _STAND_INS.items() if not getattr(needs, need)
     }

@@ -4,7 +4,7 @@ Objective:
     log Z(x) = 1/K * sum_j [ log pi_ref(y_j|x) - log pi(y_j|x) + r_j / beta ]
     delta_j  = sg[log Z(x)] + log pi(y_j|x) - log pi_ref(y_j|x) - r_j / beta
     L        = mean over prompts and j of delta_j^2
-    Its minimum is pi*(y|x) proportional to pi_ref(y|x) * exp(r / beta) for data from any policy.
+    The minimum of L is pi*(y|x) proportional to pi_ref(y|x) * exp(r / beta) for data from any policy.
 
 Estimator:
     With R_j = r_j - beta * log(pi / pi_ref)(y_j), token t of completion j has the gradient
@@ -13,10 +13,10 @@ Estimator:
     smaller. The reported loss is L itself, without w.
 
 Where the off-policy correction enters:
-    In w_t = pi / mu of the token, bounded by the corrections (default: token_tis). The optimum does not need it: with
-    any positive weights of tokens or sequences, pi* is the only stationary point on data of one policy with full
-    support (proof in docs/algorithms/trajectory_balance.md). Convergence does need it: without weights, stale samples
-    keep pushing probability off answers that the policy no longer produces, and the policy collapses under delay.
+    The correction is w_t = pi / mu of the token, bounded by `corrections` (default: token_tis). The optimum does not
+    depend on w: with any positive weights of tokens or sequences, pi* is the only stationary point on data of one
+    policy with full support (proof in docs/algorithms/trajectory_balance.md). Convergence needs w: without weights,
+    stale samples keep lowering the probability of answers that the policy no longer produces, and the policy collapses.
 
 What we left out:
     A learned log Z, and sub-trajectory (per-token) balance.
@@ -74,7 +74,7 @@ def trajectory_balance(config: TrajectoryBalanceConfig, inputs: LossInputs) -> L
     distance_B = log_ratio_B - inputs.rewards_B / beta
     log_z_B = -inputs.mean_per_group(distance_B.detach())
     delta_B = log_z_B + distance_B
-    # sums over samples: dividing by the group size gives prompts equal weight
+    # divide by the group size, so that all prompts have equal weight
     loss = (delta_B.square() / inputs.group_size_B).sum() / inputs.num_groups
     return LossOutput(
         loss,

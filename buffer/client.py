@@ -1,7 +1,7 @@
 """BufferClient: the client of the buffer service.
 
-Methods return a `concurrent.futures.Future` immediately. It fails with BufferRefused if the service refuses the
-request, and with BufferUnavailable if the service does not answer for `GIVE_UP_S`. Until then the client retries.
+Methods return a `concurrent.futures.Future` immediately. The future fails with BufferRefused if the service refuses the
+request. The client retries unanswered requests; the future fails with BufferUnavailable after `GIVE_UP_S`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from leeway.common.rpc.messages import ClientIdentity, Message, Role
 
 SILENCE_S = 1.75
 LONG_SILENCE_S = 20.0
-"""Seconds without a heartbeat after which a client reconnects: `SILENCE_S` for actors, `LONG_SILENCE_S` otherwise."""
+"""Seconds without a heartbeat after which a client that is not an actor reconnects; actors use `SILENCE_S`."""
 REQUEST_TIMEOUT_S = 10.0
 """Seconds without an answer after which the client retries a request; much longer than a turn of the service."""
 
@@ -58,7 +58,7 @@ class Batch(p.DrawReply, frozen=True, dict=True):
 
     @cached_property
     def rows(self) -> pa.RecordBatch:
-        """The trajectories, with the columns of `schema.SCHEMA`, if `ready`. Raises BadBody if the body is invalid."""
+        """Trajectories of a `ready` batch, with the columns of `schema.SCHEMA`; BadBody if the body is invalid."""
         return schema.read_stream(self.body)
 
 
@@ -99,7 +99,7 @@ class BufferClient:
             run_id: id of the run; a service of another run refuses the client.
             role: role of the process; decides which requests it may send.
             name: unique in the run; a new process of the same name fences the old one.
-            keys: keys of the run's clients; None: the service requires none.
+            keys: keys of the run's clients; None if the service requires no keys.
         """
         self.address = address
         self.name = name
@@ -131,7 +131,7 @@ class BufferClient:
         """Send Hello; block until the service answers.
 
         Args:
-            deadline: monotonic time; None: `GIVE_UP_S` + `CONNECT_S` from now.
+            deadline: monotonic time at which to stop waiting; None means `GIVE_UP_S` + `CONNECT_S` from now.
 
         Raises:
             BufferUnavailable: the service did not answer for `GIVE_UP_S`, or did not send Welcome by the deadline.
@@ -186,11 +186,11 @@ class BufferClient:
     ) -> Future[Granted]:
         """Request up to `max_groups` groups of K samples.
 
-        Actors of equal speed share a `lane`. `token_s` is the seconds per token of each sample; 0: unknown.
+        Actors of equal speed share a `lane`. `token_s` is the seconds per token of each sample; 0 if unknown.
 
         Raises:
             BufferUnavailable: the client is closed.
-            RuntimeError: the previous request is unanswered; the service can repeat only its newest grant after a loss.
+            RuntimeError: the previous request is unanswered, but the service can repeat only its newest grant.
         """
         with self._lock:
             if self._last_lease is not None and not self._last_lease.done():
@@ -203,9 +203,9 @@ class BufferClient:
             return self._last_lease
 
     def push(self, trajectory: Trajectory) -> Future[p.RowResult]:
-        """Send a trajectory; the future completes when it is on disk, or the service reports that it is not needed.
+        """Send a trajectory; the future completes when the trajectory is on disk or the service does not need it.
 
-        Trajectories pushed within a few milliseconds share a message. Blocks while there is no credit.
+        Trajectories pushed within a few milliseconds share a message. The call blocks while the client has no credit.
 
         Raises:
             BufferUnavailable: there was no credit, and the service was silent, for `GIVE_UP_S`.
@@ -213,7 +213,7 @@ class BufferClient:
         return self._outbox.push(trajectory)
 
     def push_many(self, trajectories: Sequence[Trajectory]) -> Future[list[p.RowResult]]:
-        """Push several trajectories; the future holds all results, or fails with the first error once all are known."""
+        """Push several trajectories; the future holds all results, or fails at the end with the first error."""
         return self._outbox.push_many(trajectories)
 
     def has_room(self, trajectory: Trajectory) -> bool:
@@ -232,9 +232,9 @@ class BufferClient:
 
         Args:
             lease: lease of the samples.
-            sample_indices: the samples; a partial rollout that is already stored stays unless replaced.
+            sample_indices: indices of the samples; a stored partial rollout stays until a new one replaces it.
             partials: partial rollouts of the samples that have tokens, with finish_reason `REQUEUED`.
-            goes_on: the actor continues generating; the partial rollouts are only saved.
+            goes_on: True if the actor continues generating and only saves the partial rollouts.
         """
         with_tokens = {row.sample_index for row in partials}
         parts: list[tuple[list[int], Sequence[Trajectory]]] = []

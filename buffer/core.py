@@ -51,9 +51,9 @@ def check_config(config: BufferConfig, facts: RunFacts) -> None:
 class Partials:
     """Storage of partial rollouts of unfinished samples, which become part of the next lease of their group.
 
-    An actor that shuts down, or is too slow for a sample, requeues the sample. Its tokens, their log-probabilities and
-    versions are stored, and the sample is issued again with them, before any new prompt. A group has one lease at a
-    time, so requeued samples wait until the actor has finished the other samples of the lease.
+    An actor that shuts down, or is too slow for a sample, requeues the sample. The sample's tokens, log-probabilities
+    and versions are stored. The sample is issued again with these values, before any new prompt. A group has one lease
+    at a time, so requeued samples wait until the actor has finished the other samples of the lease.
     """
 
     def __init__(self, facts: RunFacts, groups: Groups, leases: Leases) -> None:
@@ -116,7 +116,7 @@ class Partials:
                 bad.setdefault(place, "not of a requeued sample")
             if reason := bad.get(place):
                 tx.state.ledger.quarantine(reason)
-            elif row.sample_index in unfinished:  # otherwise the sample was committed or has failed since
+            elif row.sample_index in unfinished:  # skip samples that were committed or have failed since
                 block = b"".join(as_bytes.block([place], [NO_RECORD]))
                 tx.partials.put(block, group.group_id, row.sample_index)
                 group.partials[row.sample_index] = Partial(row.oldest, row.num_completion_tokens)
@@ -216,7 +216,7 @@ class BufferCore:
         try:
             return schema.write_stream(schema.join_rows(blocks, draw.record_ids, scores))
         except ValueError as error:
-            self.steps.release_from(tx, draw.step)  # otherwise a restart with lower groups_per_step would get it again
+            self.steps.release_from(tx, draw.step)  # a restart with lower groups_per_step draws again
             text = f"step {draw.step} is too large for a message: {error}. Lower groups_per_step"
             raise BufferRefused(text) from error
 

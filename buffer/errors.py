@@ -21,7 +21,7 @@ class BufferError(LeewayError):
 
 
 class BufferUnavailable(BufferError, ConnectionError):
-    """The service did not answer in time; the message has its address."""
+    """The service did not answer in time; the message has the address of the service."""
 
 
 class BufferRefused(BufferError, RuntimeError):
@@ -33,7 +33,7 @@ class InvalidRequest(BufferRefused):
 
 
 class BadBody(BufferError, ValueError):
-    """A message body is not a valid Arrow stream of its schema; `category` is the fixed name that it is counted by."""
+    """A message body is not a valid Arrow stream of its schema; `category` is a fixed name to count the error by."""
 
     def __init__(self, category: str, detail: str) -> None:
         super().__init__(f"{category}: {detail}")
@@ -45,7 +45,7 @@ class StoreError(BufferError, OSError):
 
 
 class StoreFull(StoreError):
-    """The disk is full. Nothing of the transaction was committed; it may be retried."""
+    """The disk is full. The transaction was not committed and may be retried."""
 
 
 class StoreBusy(StoreError):

@@ -9,11 +9,11 @@
     drawn   recorded for an unfinished step
     closed  used up, dropped, filtered, set aside or evicted; the row stays until the records are deleted
 
-A group that may be used again returns to ready after its step. Methods change the row, the index and the ledger.
+A group that may be used again returns to ready after its step. Methods change row, index and ledger of a group.
 
-The prompt of the next group is a returned prompt if there is one, otherwise the next in the data's order. `prompts_of`
-replaces these rules by `leeway.planning.prompts` if `buffer.prompt_law` or `buffer.dispatch` is not the default, and
-`Prompts.predicting` does so if an actor asks for lengths (`actors.admission`).
+The prompt of the next group is a returned prompt if there is one, otherwise the next prompt in the data's order.
+`leeway.planning.prompts` chooses the prompt instead if `buffer.prompt_law` or `buffer.dispatch` is not the default
+(`prompts_of`), or if an actor requests length predictions (`Prompts.predicting`, `actors.admission`).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ MAX_ATTEMPTS = 5
 _ROUNDING = 1e-9
 """Tolerance for rounding errors: in floating point, 1.1 * 10 is above 11."""
 MAX_RECOUNTED = 256
-"""Number of ready groups from which on 'gap' does not recount waiting samples; `leeway buffer verify` always does."""
+"""Number of ready groups from which 'gap' skips the recount of waiting samples; `leeway buffer verify` never does."""
 CHOSEN = "leeway.planning.prompts:ChosenPrompts"
 """Implementation of `Prompts` that draws prompts at random, dispatches by length and predicts lengths."""
 MAX_CANDIDATES = 32
@@ -59,7 +59,7 @@ class NextPrompt(NamedTuple):
     failures: int = 0
     """Number of groups of this prompt that were filtered in a row."""
     longest: float = 0.0
-    """Predicted tokens of its longest sample; 0: not predicted."""
+    """Predicted tokens of the prompt's longest sample; 0 if not predicted."""
 
 
 class StepTimer:
@@ -69,7 +69,7 @@ class StepTimer:
         self._clock = clock
         self._drawn_s = self._finished_s = -inf
         self.step_s = self.train_s = 0.0
-        """Mean seconds from the end of one step to the end of the next, and from the draw to the end; 0: unknown."""
+        """Mean seconds from the end of one step to the end of the next, and from the draw to the end; 0 if unknown."""
 
     def undo(self) -> Callable[[], None]:
         """Return a function that restores the current state."""
@@ -93,7 +93,7 @@ class StepTimer:
 
 
 class Prompts:
-    """Choice of the prompt of the next group, in the data's order. Hooks for subclasses do nothing here."""
+    """Choice of the prompt of the next group, in the data's order. Hooks for subclasses do nothing in this class."""
 
     def __init__(self, facts: RunFacts, config: BufferConfig, clock: Callable[[], float]) -> None:
         self.facts, self.config, self.clock = facts, config, clock
@@ -107,7 +107,7 @@ class Prompts:
         for (key,), returned in islice(tx.returned_prompts.all_items(), 1):
             tx.returned_prompts.delete(key)
             return NextPrompt(returned.prompt_id, returned.failures)
-        for (order,), waiting in islice(tx.window.all_items(), 1):  # left by an earlier prompt_law or dispatch
+        for (order,), waiting in islice(tx.window.all_items(), 1):  # stored under an earlier prompt_law or dispatch
             tx.window.delete(order)
             return NextPrompt(waiting.prompt_id)
         epoch, place = divmod(tx.state.cursor, self.facts.num_prompts)
@@ -115,7 +115,7 @@ class Prompts:
         return NextPrompt(int(order_of(self.facts.seed, epoch, self.facts.num_prompts)[place]))
 
     def give_back(self, tx: Transaction, prompt_id: int, failures: int) -> None:
-        """Queue the prompt of a dropped or filtered group; it is leased again before new prompts."""
+        """Queue the prompt of a dropped or filtered group; the prompt is leased again before new prompts."""
         tx.returned_prompts.put(ReturnedPrompt(prompt_id, failures), tx.state.next_returned)
         tx.state.next_returned += 1
 
@@ -131,11 +131,11 @@ class Prompts:
         return True
 
     def requeue_at(self, request: LeaseRequest) -> int:
-        """Return the number of tokens at which this actor requeues a sample for a faster one; 0: never."""
+        """Return the number of tokens at which this actor requeues a sample for a faster actor; 0 if never."""
         return 0
 
     def usual_tokens(self, tx: Transaction, prompt_id: int) -> float:
-        """Return the predicted geometric mean of a prompt's completion lengths, in tokens; 0: unknown."""
+        """Return the predicted geometric mean of a prompt's completion lengths, in tokens; 0 if unknown."""
         return 0.0
 
     def renewed(self, actor: str) -> None:
@@ -234,7 +234,7 @@ class Groups:
         self.advance(tx, group)
 
     def commit(self, tx: Transaction, group: Group, samples: Sequence[StoredSample], records: Sequence[int]) -> None:
-        """Add samples that are stored under these records to their group's row; `advance` writes it.
+        """Add samples, which are stored under these records, to their group's row; `advance` writes the row.
 
         A sample without a reward counts as filtered.
         """
@@ -273,7 +273,7 @@ class Groups:
     def set_aside_uninformative(self, tx: Transaction) -> None:
         """Close ready groups of equal rewards, oldest first, up to the limit per draw.
 
-        Their prompts are not returned, because they count as generated.
+        The prompts of these groups are not returned, because the groups count as generated.
         """
         while self.index.uninformative and tx.state.num_set_aside < self._max_set_aside:
             tx.state.num_set_aside += 1
@@ -300,7 +300,7 @@ class Groups:
         self.save(tx, group)
 
     def release(self, tx: Transaction, group: Group) -> None:
-        """Release the group from a step. After its last step, make it ready if it may be used again, else close it."""
+        """Release the group from a step. After its last step, make it ready for further use, or close it."""
         group.pending -= 1
         if group.pending == 0:
             self.move(tx, group, "drawn", "waiting")
@@ -308,7 +308,7 @@ class Groups:
         self.save(tx, group)
 
     def return_prompt(self, tx: Transaction, group: Group, *, failures: int) -> None:
-        """Queue the prompt of a dropped or filtered group, or give it up after `MAX_ATTEMPTS` failures in a row."""
+        """Queue the prompt of a dropped or filtered group, or skip it for the epoch after `MAX_ATTEMPTS` failures."""
         if failures >= MAX_ATTEMPTS:
             tx.state.ledger.prompts_given_up += 1
             return
@@ -361,14 +361,14 @@ class Groups:
         group.phase = "closed"
         for record in group.records:
             if record != NO_RECORD:
-                tx.records.delete(record)  # deletes the block if it is stored under this record; otherwise nothing
+                tx.records.delete(record)  # has an effect only if the block is stored under this record
                 tx.scores.delete(record)
                 tx.state.num_records -= 1
         group.records = [NO_RECORD] * len(group.records)
         self.save(tx, group)
 
     def checked_counts(self, tx: Transaction) -> dict[str, int]:
-        """Return all counts by name, the failed samples by kind, the quarantined rows, and 'gap' (above 0: a bug)."""
+        """Return all counts by name, the failed samples by kind, the quarantined rows, and 'gap' (a bug if above 0)."""
         ledger = tx.state.ledger
         quarantined = sum(ledger.quarantined_by_reason.values())
         gap = ledger.gap + self._live_gap(tx)
@@ -377,8 +377,8 @@ class Groups:
     def _live_gap(self, tx: Transaction) -> int:
         """Return the difference between the counters and the samples of unfinished groups.
 
-        This takes about 20 microseconds per group. The number of groups is bounded: admission limits open groups, ready
-        groups are counted only below `MAX_RECOUNTED`, and drawn groups belong to current steps or steps to be redone.
+        Counting takes about 20 microseconds per group. The number of groups is bounded: admission limits open groups,
+        ready groups count only below `MAX_RECOUNTED`, and drawn groups belong to current steps or steps to be redone.
         """
         ledger = tx.state.ledger
         found: Counter[str] = Counter()

@@ -1,6 +1,6 @@
 """GroupIndex: in-memory indexes of the groups, derived from their rows.
 
-Nothing here is stored. If a transaction is not committed, its changes to the index are undone.
+The indexes are not stored. If a transaction is not committed, its changes to the index are undone.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ CLOSED, ELIGIBLE = 0, 1
 """Eviction order: closed groups first; then, under replay, groups that could be drawn again."""
 
 Weight = Callable[[Group, int], float]
-"""Log-weight of a complete group, up to a constant, given its row and the effective version of its oldest token. It
-stays fixed while the group is ready."""
+"""Log-weight of a complete group, up to a constant, given its row and the effective version of its oldest token. The
+log-weight stays fixed while the group is ready."""
 
 
 class ReadyGroup(NamedTuple):
     oldest: int
-    """Effective version of its oldest token."""
+    """Effective version of the group's oldest token."""
     group_id: int
 
 
@@ -41,7 +41,7 @@ class Evictable(NamedTuple):
 
     kind: int
     rank: tuple[float, float]
-    """Incarnation and version of its oldest token."""
+    """Incarnation and version of the group's oldest token."""
     group_id: int
 
 
@@ -53,7 +53,7 @@ class Place(NamedTuple):
     evictable: Evictable | None = None
     ready: ReadyGroup | None = None
     prompt_id: int = 0
-    """This field and all below are set only for ready groups."""
+    """Prompt of the group; this field and all fields below are set only for ready groups."""
     uses: int = 0
     log_weight: float = 0.0
     is_uninformative: bool = False
@@ -72,7 +72,7 @@ class GroupIndex:
         self._is_loaded = False
         self._places: dict[int, Place] = {}
         self._eviction: list[Evictable] = []
-        """A heap; stale entries are skipped."""
+        """A heap of evictable groups; `next_evictable` skips stale entries."""
         self.open: list[int] = []
         """Ids of groups that are not complete, ascending."""
         self.unleased: list[int] = []
@@ -179,7 +179,7 @@ class GroupIndex:
                 change(self.uninformative, place.ready)
             self.num_unused += sign * (not place.uses)
             if self._weight is not None:
-                # A weight of zero is drawn last, not never: otherwise such groups accumulate and close admission.
+                # Draw groups of weight zero last; if never drawn, such groups would accumulate and close admission.
                 log_weight = max(place.log_weight, -LOG_WEIGHT_LIMIT)
                 self._weights.put(group_id, log_weight if sign > 0 else -np.inf)
             same_prompt = self._by_prompt[place.prompt_id]
@@ -212,8 +212,8 @@ class Weights:
     def choose(self, num: int, random: np.random.Generator, taken: AbstractSet[int] = frozenset()) -> list[int]:
         """Draw up to `num` items by weight, without replacement, excluding items in `taken`.
 
-        The items with the largest sums of log-weight and Gumbel noise, in descending order, are such a draw (Kool et
-        al. 2019, "Stochastic beams and where to find them").
+        The draw consists of the items with the largest sums of log-weight and Gumbel noise, in descending order (Kool
+        et al. 2019, "Stochastic beams and where to find them").
         """
         if not self._blocks:
             return []

@@ -35,9 +35,9 @@ from leeway.common.run import RunFacts
 MAX_PUSHED_ROWS = 4096
 """Maximum rows of one message; bounds the duration of a turn."""
 MAX_OVERTAKEN = 65_536
-"""Maximum distance of a sequence number from its actor's newest; older rows are late. Credit is far smaller."""
+"""Maximum distance of a sequence number from its actor's newest number; rows with older numbers are late."""
 SEQ_WINDOW = 2 * MAX_OVERTAKEN
-"""A sequence number at least this far above the low-water mark is invalid."""
+"""Distance above the low-water mark from which sequence numbers are invalid."""
 LOGPROB_TOLERANCE = 1e-4
 """Amount by which log-probabilities may exceed 0, because of rounding."""
 MAX_REWARD = 1e100
@@ -133,7 +133,7 @@ class Ingest:
         if not actor.num_seen_above and all(
             row.seq == seq and row.actor == actor.name and row.epoch == actor.epoch
             for row, seq in zip(rows.values(), next_seqs, strict=True)
-        ):  # the usual case
+        ):  # in most messages, no row is settled
             actor.low_water += len(rows)
             return {}
         settled = {}
@@ -230,7 +230,7 @@ class Ingest:
         return True
 
     def _raise_low_water(self, tx: Transaction, actor: Actor, least: int) -> None:
-        """Raise the low-water mark to `least`, then past consecutive seen numbers; delete their rows of `seen`."""
+        """Raise the low-water mark to `least`, then past consecutive received numbers; delete their rows in `seen`."""
         while actor.num_seen_above:
             if tx.seen.delete(actor.name, actor.epoch, actor.low_water):
                 actor.num_seen_above -= 1

@@ -1,8 +1,8 @@
 """Track leases: which actor holds which prompt, and when the lease expires.
 
-A lease is permission to generate the missing samples of one group. The rows are durable. Deadlines restart when the
-service restarts. Requests that were granted nothing are remembered only in memory: after a restart, a duplicate of
-such a request may get a lease, which then expires.
+A lease is permission to generate the missing samples of one group; the group's row stores the lease durably. The
+deadlines of leases restart when the service restarts. Requests that got no lease are remembered only in memory. After a
+restart, a duplicate of an unsuccessful request may get a lease, which then expires.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from leeway.common.rpc.messages import ClientIdentity
 from leeway.common.run import RunFacts
 
 LEASE_TIMEOUT_S = 60.0
-"""Seconds until a lease expires unless completed or renewed; actors renew after a third of it."""
+"""Seconds until an unfinished lease expires if it is not renewed; actors renew after a third of this time."""
 MAX_NAME_BYTES = 128
 NEAR_BOUND_S, NEAR_BOUND_STEPS = 60.0, 20.0
-"""Seconds and steps, whichever is longer, for which admission counts as near its bound after an incomplete grant."""
+"""After a grant of too few groups, admission counts as near its bound for the longer of these durations (s, steps)."""
 _NUM_REPLACED = 8
-"""Number of replaced sessions remembered per name, to refuse their delayed Hello; it arrives within seconds."""
+"""Number of replaced sessions remembered per client name; a delayed Hello from a remembered session is refused."""
 
 
 class Leases:
@@ -49,13 +49,13 @@ class Leases:
         self._groups = groups
         self._clock = clock
         self._deadlines: dict[int, float] = {}
-        """Lease -> its deadline, in order of expiry. Closed leases are removed once they are first."""
+        """Lease -> its deadline, in order of expiry. A closed lease is removed once it is the first entry."""
         self._granted_none: dict[str, tuple[int, int]] = {}
-        """Actor -> epoch and number of its last request that was granted nothing."""
+        """Actor -> epoch and number of its last lease request that got no group."""
         self._closed_at_s = -inf
         """Time when a request was last granted fewer groups than requested."""
         self.allowed_lag: int | None = None
-        """Lag bound from the learner's last draw; None: `max_lag` applies."""
+        """Lag bound that the learner's last draw requested; if None, `max_lag` applies."""
 
     def restart(self, tx: Transaction) -> None:
         """Restart the deadline of every open lease, after a start of the service."""
@@ -64,7 +64,7 @@ class Leases:
             self._extend(lease_id)
 
     def hello(self, tx: Transaction, message: Hello) -> Actor:
-        """Open an epoch for a client and fence its older epochs: their leases end immediately.
+        """Open an epoch for a client and fence its older epochs, whose leases end immediately.
 
         Raises:
             BufferRefused: the name is invalid, belongs to another role, or a newer process of that name sent Hello.
@@ -81,7 +81,7 @@ class Leases:
         elif actor.session == message.session:
             return actor
         elif message.session in actor.replaced:
-            # A duplicate of an earlier Hello; accepting it would fence the newer process.
+            # The message duplicates an earlier Hello; accepting the duplicate would fence the newer process.
             raise BufferRefused(f"'{message.name}' was replaced by a newer process (epoch {actor.epoch})")
         else:
             for group_id in sorted(self._groups.index.leases.values()):
@@ -96,9 +96,9 @@ class Leases:
         return actor
 
     def authorize(self, tx: Transaction, client: ClientIdentity, message: Request) -> None:
-        """Check that a request is from the newest process of a known client, and in its own name.
+        """Check that the newest process of a known client sent the request, and that it names no other client.
 
-        Requests of actors contain an epoch, which is checked when they are handled.
+        Requests of actors contain an epoch; the handler of each request checks the epoch.
 
         Raises:
             BufferRefused: a newer process of the client's name sent Hello.
@@ -134,13 +134,13 @@ class Leases:
         return actor
 
     def grant(self, tx: Transaction, request: LeaseRequest) -> LeaseGrant:
-        """Lease groups while admission is open: groups without a lease first, then returned prompts, then new ones."""
+        """Lease groups while admission is open: unleased groups first, then returned prompts, then new prompts."""
         actor = self.current(tx, request.actor, request.epoch)
         state, requeue_at = tx.state, self._groups.prompts.requeue_at(request)
         if request.request_number == actor.last_request:
             return self._granted(tx, actor.last_leases, requeue_at)
         if (actor.epoch, request.request_number) <= self._granted_none.get(actor.name, (0, -1)):
-            # A duplicate of an answered request; no client waits for its grant.
+            # The request duplicates an answered request; no client waits for a grant.
             return LeaseGrant([], state.newest, state.draining)
         if request.wants_lengths:
             tx.undo.append(partial(setattr, self._groups, "prompts", self._groups.prompts))
@@ -173,7 +173,7 @@ class Leases:
         return RenewReply(lost)
 
     def give_up(self, tx: Transaction, request: GiveUp) -> None:
-        """Fail samples of a lease. Samples that are not in flight are ignored, so this is idempotent."""
+        """Fail samples of a lease. Samples that are not in flight are ignored, so the method is idempotent."""
         group = self.held_by(tx, request)
         if group is not None:
             requested = set(request.sample_indices)
@@ -199,7 +199,7 @@ class Leases:
         for lease_id in list(takewhile(lambda each: self._deadlines[each] <= now, self._deadlines)):
             group_id = self._groups.index.leases.get(lease_id)
             if group_id is None:
-                # Closed, possibly in this turn. If the turn fails, `restart` sets a new deadline for every open lease.
+                # The lease is closed. If the turn fails, `restart` sets a new deadline for every open lease.
                 del self._deadlines[lease_id]
                 continue
             self._groups.lose_lease(tx, tx.groups.require(group_id), "lease expired")
@@ -316,5 +316,5 @@ class Leases:
 
 
 def is_name(text: str) -> bool:
-    """Return whether a client name is valid; it is part of keys in the store, whose size is limited."""
+    """Return whether a client name is valid; names are part of keys in the store, and the size of keys is limited."""
     return 0 < len(text.encode()) <= MAX_NAME_BYTES and "\0" not in text

@@ -3,11 +3,11 @@
     issued    = in_flight + committed + failed + requeued
     committed = waiting + drawn + trained + dropped_stale + filtered + uninformative + evicted_unused
 
-A requeued sample is issued again with its tokens. The states of the second line are disjoint. A sample is `trained`
-from its first finished step on. Neither line counts duplicates, late commits, rows of fenced epochs, or quarantined
+A requeued sample is issued again with its tokens. The summands of `committed` are disjoint. A sample is `trained`
+from its first finished step on. Neither sum counts duplicates, late commits, rows of fenced epochs, or quarantined
 rows that match no open lease.
 
-The counters change in the transaction of their event. `leeway buffer verify` recounts them from the tables.
+The counters change in the transaction of their event. `leeway buffer verify` recounts all samples from the tables.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ class Ledger(msgspec.Struct):
     committed: int = 0
     failed: int = 0
     requeued: int = 0
-    """Returned unfinished by their actor, with their partial rollouts."""
+    """Samples that their actor returned unfinished, with their partial rollouts."""
     waiting: int = 0
     drawn: int = 0
     trained: int = 0
     dropped_stale: int = 0
     filtered: int = 0
     uninformative: int = 0
-    """Set aside with their group because all its rewards were equal."""
+    """Samples set aside because all rewards of their group were equal."""
     evicted_unused: int = 0
     duplicates: int = 0
     late: int = 0
@@ -65,11 +65,11 @@ class Ledger(msgspec.Struct):
     redone_uses: int = 0
     """Uses of samples that an earlier incarnation had trained on."""
     trained_uninformative: int = 0
-    """Used for training in a group whose rewards were all equal."""
+    """Samples used for training whose group had only equal rewards."""
     filtered_too_long: int = 0
-    """Longer than the run now allows, or dropped because too few shorter samples remained in their group."""
+    """Samples longer than the run now allows, or dropped because too few shorter samples remained in their group."""
     prompts_given_up: int = 0
-    """Prompts given up for an epoch of the data, because too many of their groups in a row were filtered."""
+    """Prompts skipped until the next epoch of the data, because too many of their groups in a row were filtered."""
     failed_by_reason: dict[str, int] = {}
     quarantined_by_reason: dict[str, int] = {}
 

@@ -1,7 +1,7 @@
 """Fidelity: compares the length distribution of completions used for training with that of all completions.
 
-It counts the lengths of committed completions, and of completions that steps trained on, in log-spaced buckets, two
-per octave, with exponential decay.
+Fidelity counts the lengths of committed completions, and of completions that steps trained on, in log-spaced buckets,
+two per octave, with exponential decay.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class LengthCounts(msgspec.Struct):
 
     counts: list[float] = []
     unit: float = 1.0
-    """Weight of the next sample; growing it is cheaper than decaying all counts."""
+    """Weight of the next sample; increasing this weight is cheaper than decaying all counts."""
 
     def add(self, lengths: Iterable[int], memory: float = MEMORY) -> None:
         """Count completions in order. After `memory` more completions, a completion counts 1/e as much as a new one."""
@@ -61,10 +61,10 @@ class LengthFidelity(msgspec.Struct, frozen=True):
     """Difference between the lengths of completions used for training and of all completions."""
 
     ks: float = 0.0
-    """Kolmogorov-Smirnov distance over the buckets: 0 equal, 1 disjoint; 0 before any training."""
+    """Kolmogorov-Smirnov distance over the buckets: 0 if equal, 1 if disjoint, and 0 before any training."""
     p95_ratio: float = 1.0
-    """95th percentile of the lengths used for training, divided by that of all lengths; below 1 if long answers are
-    starved, 1 before any training. Interpolated within buckets, so the error is at most a factor of sqrt(2)."""
+    """95th percentile of the lengths used for training, divided by that of all lengths; below 1 if training uses too
+    few long answers, 1 before any training. Interpolation in buckets limits the error to a factor of sqrt(2)."""
     covered: float = 0.0
     """Fraction of groups whose longest completion was no longer than predicted; target 0.9; 0 before any group."""
     predicted: float = 0.0

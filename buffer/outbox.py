@@ -31,7 +31,7 @@ ROW_OVERHEAD_BYTES = 256
 
 
 class FutureGroup(Generic[R]):
-    """A future of several results, in order. Once all are known it completes, or fails with the first error."""
+    """A future of several results, in order. After all results, the future completes or fails with the first error."""
 
     def __init__(self, number: int) -> None:
         self.future: Future[list[R]] = Future()
@@ -161,7 +161,7 @@ class Outbox:
         while not self._freed.wait(1.0):
             silent_s = time.monotonic() - max(since, self._transport().last_seen_s)
             is_silent = silent_s > self._give_up_s
-            if is_silent and was_silent:  # the first time may be a stall of this process, not of the service
+            if is_silent and was_silent:  # the first silence may be a stall of this process, not of the service
                 raise BufferUnavailable(
                     f"the buffer service at {self._transport().address} acknowledged none of "
                     f"{self._outstanding_rows} trajectories for {silent_s:.0f} s"

@@ -1,8 +1,8 @@
 """Structure check of an LMDB file without LMDB: its meta pages, its trees, and the use of every page.
 
-LMDB does not validate its file: a zeroed page crashes the process, a flipped bit in a transaction number silently
-restores the previous state, and a flipped bit in the length of a long value frees pages of other values when it is
-deleted. So the file is checked once before LMDB maps it. Values have separate checksums (`Table`).
+LMDB does not validate its file. A zeroed page crashes the process, and a flipped bit in a transaction number silently
+restores the previous state. If a bit in the length of a long value is flipped, deleting this value frees pages of other
+values. So the file is checked once before LMDB maps it. Values have separate checksums (`Table`).
 
 Every page is in use exactly once: as a branch or leaf of a tree, as part of a long value, or on the free list.
 Layout: LMDB 0.9, little-endian, data version 1.
@@ -58,16 +58,16 @@ class _Nodes(NamedTuple):
     at: Pages
     """Byte offset of each node in the file."""
     low: Pages
-    """The first 32 bits: length of the value, or the low part of a child's page number."""
+    """First 32 bits of each node: the length of its value, or the low part of its child's page number."""
     flags: Pages
     key_size: Pages
 
 
 def check(data: Path, *, deep: bool = False) -> int:
-    """Check the file and return its number of pages. No process may write to the file meanwhile.
+    """Check the file and return its number of pages. No process may write to the file during the check.
 
-    `deep` also follows long values and checks that every page is used or free. Otherwise only branches, leaves and the
-    free list are read, which is fast enough for every start.
+    `deep` also follows long values and checks that every page is used or free. Without `deep`, only branches, leaves
+    and the free list are read, which is fast enough for every start of the service.
 
     Raises:
         StoreError: the file is truncated or damaged; the message names the page.
@@ -104,7 +104,7 @@ class _Walk:
         return num_pages
 
     def _metas(self) -> tuple[_Meta, _Meta]:
-        """Return the two meta pages, the newest last; StoreError unless they are of consecutive transactions."""
+        """Return the two meta pages, the newest last; raise StoreError if their transactions are not consecutive."""
         with self._data.open("rb") as file:
             first = file.read(_HEADER + _META_FORMAT.size)
             if len(first) < _HEADER + _META_FORMAT.size:
@@ -133,7 +133,7 @@ class _Walk:
         return older, newest
 
     def _check_number(self, meta: _Meta) -> None:
-        """Check that the free list's last key is this transaction's number, under which it lists the pages it freed."""
+        """Check that the last key of the free list, which lists the newest freed pages, is the transaction's number."""
         tree, name = meta.free, "free list"
         if tree.root == _NONE:
             if meta.transaction > 1:
@@ -150,7 +150,7 @@ class _Walk:
 
     @staticmethod
     def _page(number: int) -> Pages:
-        """Return a page number as an array; a number that exceeds int64 becomes one beyond the end of any file."""
+        """Return a page number as an array; a number too large for int64 becomes a page beyond any file."""
         return np.array([min(number, 2**62)], np.int64)
 
     def _walk(self, tree: _Tree, name: str, flags: int, *, subtrees: bool = False) -> Iterator[tuple[int, int]]:
@@ -204,7 +204,7 @@ class _Walk:
         return nodes
 
     def _long_pages(self, nodes: _Nodes, name: str) -> tuple[Pages, Pages]:
-        """Return the first page and number of pages of every long value of these leaves; all are within the file."""
+        """Return first page and page count of each long value of these leaves; check that the file has these pages."""
         big = np.flatnonzero(nodes.flags & _BIGDATA)
         firsts = self._unaligned(nodes.at[big] + _NODE + nodes.key_size[big])
         needs = (nodes.low[big] + _HEADER - 1) // self._page_size + 1

@@ -26,12 +26,12 @@ Seconds = Annotated[float, msgspec.Meta(ge=-1e9, le=1e9)]
 
 
 class Hello(Message, frozen=True):
-    """First message of a client. Opens a new epoch for its name, which fences the older epochs."""
+    """First message of a client. Hello opens a new epoch for the client's name and fences its older epochs."""
 
     role: Role
     name: str
     session: str
-    """Random id of the client process; repeating Hello opens no epoch. All fields equal those of `ClientIdentity`."""
+    """Random id of the client process; a repeated Hello opens no epoch. All fields equal those of `ClientIdentity`."""
 
 
 class LeaseRequest(Message, frozen=True):
@@ -45,9 +45,9 @@ class LeaseRequest(Message, frozen=True):
     lane: Annotated[str, msgspec.Meta(max_length=128)] = ""
     """Pool of the actor; actors of one lane have equal speed."""
     token_s: Annotated[float, msgspec.Meta(ge=0.0, le=1e9)] = 0.0
-    """Seconds per token of each sample when the actor runs at capacity; 0: unknown."""
+    """Seconds per token of each sample when the actor runs at capacity; 0 if unknown."""
     wants_lengths: bool = False
-    """The leases should include length predictions."""
+    """True if the leases should include length predictions."""
 
 
 class Push(Message, frozen=True):
@@ -72,7 +72,7 @@ class GiveUp(Message, frozen=True):
 
 class HandOn(Message, frozen=True):
     """Unfinished samples of a lease to requeue. The body holds their partial rollouts, as trajectories with
-    finish_reason `schema.REQUEUED`. Samples without one start from an earlier partial rollout, or from the prompt.
+    finish_reason `schema.REQUEUED`. Any other sample starts from an earlier partial rollout, or from the prompt.
     """
 
     is_bulk: ClassVar[bool] = True
@@ -83,7 +83,7 @@ class HandOn(Message, frozen=True):
     attempt: Count
     sample_indices: list[Count]
     goes_on: bool = False
-    """The actor continues generating; the partial rollouts are only saved, in case the actor crashes."""
+    """True if the actor continues generating and saves the partial rollouts only for the case that it crashes."""
 
 
 class Renew(Message, frozen=True):
@@ -106,7 +106,7 @@ class DrawRequest(Message, frozen=True):
     wait_s: Seconds
     """Timeout after which the service answers even if the step is not ready."""
     allowed_lag: Count | None = None
-    """Lag bound for the leasing of new groups, if smaller than `max_lag`; None: `max_lag`."""
+    """Lag bound for leasing new groups, if it is smaller than `max_lag`; if None, `max_lag` applies."""
 
 
 class WriteScores(Message, frozen=True):
@@ -136,7 +136,7 @@ class StepFinished(Message, frozen=True):
     version: Count
     incarnation: Number
     skipped: bool = False
-    """No update was applied: `version` is the version at which the step began."""
+    """True if no update was applied; then `version` is the version at which the step began."""
 
 
 class Published(Message, frozen=True):
@@ -147,7 +147,7 @@ class Published(Message, frozen=True):
 
 
 class CheckpointDurable(Message, frozen=True):
-    """Report that a checkpoint at `step` is durable; uses up to and including this step are final."""
+    """Report that a checkpoint at `step` is durable; uses of groups up to and including this step are final."""
 
     step: Count
     incarnation: Number
@@ -173,7 +173,7 @@ class StatusRequest(Message, frozen=True):
 
 
 class Credit(msgspec.Struct, frozen=True):
-    """Limit of unacknowledged data per client; bounds the memory of both sides."""
+    """Limit of unacknowledged data per client; bounds the memory of client and service."""
 
     rows: int = 1024
     size_bytes: int = 16 * 2**20
@@ -183,7 +183,7 @@ class Welcome(Message, frozen=True):
     """Reply to Hello."""
 
     epoch: int
-    """Number of this process among the processes of its name, from 1."""
+    """Number of the client process among the processes of the same name, counted from 1."""
     credit: Credit = Credit()
 
 
@@ -195,14 +195,14 @@ class Lease(msgspec.Struct, frozen=True):
     group_id: int
     prompt_id: int
     sample_indices: list[int]
-    """The missing samples; at the first attempt all K."""
+    """Indices of the group's missing samples; at the first attempt, all K samples are missing."""
     min_version: int
     """Minimum policy version at which requests of this lease start."""
     timeout_s: float
     prefixes: list[int] = []
     """Indices of samples with partial rollouts."""
     usual_tokens: float = 0.0
-    """Predicted geometric mean of the tokens of its prompt's completions; 0: unknown, or not requested."""
+    """Predicted geometric mean of the tokens of its prompt's completions; 0 if unknown or not requested."""
 
 
 class LeaseGrant(Message, frozen=True):
@@ -214,7 +214,7 @@ class LeaseGrant(Message, frozen=True):
     newest: tuple[int, int]
     draining: bool
     requeue_at: Count = 0
-    """Number of tokens at which the actor requeues a sample for a faster lane, because it would be late; 0: never."""
+    """Number of tokens at which the actor requeues a late sample for a faster lane; 0 disables requeuing."""
     is_near_bound: bool = False
     """Admission was closed recently, so the actor should lease no more groups than it needs."""
 
@@ -224,7 +224,7 @@ class RowResult(msgspec.Struct, frozen=True, gc=False):
 
     seq: int
     outcome: str
-    """'committed', 'duplicate', 'late', 'fenced' or 'quarantined'."""
+    """One of 'committed', 'duplicate', 'late', 'fenced' and 'quarantined', as `leeway.buffer.ingest` defines them."""
     reason: str = ""
 
 
@@ -258,9 +258,9 @@ class DrawReply(Message, frozen=True):
     record_ids: list[int]
     """The key of each trajectory, under which scores are written back."""
     waiting_for: str = ""
-    """If not ready: the missing samples and the actors that hold their leases."""
+    """If the step is not ready: the missing samples and the actors that hold their leases."""
     ledger: dict[str, int] = msgspec.field(default_factory=dict)
-    """The counts of `Status.ledger` in the transaction of the draw."""
+    """The counts of `Status.ledger`, read in the transaction of the draw."""
     fidelity: LengthFidelity = LengthFidelity()
 
 
@@ -268,9 +268,9 @@ class PosteriorsReply(Message, frozen=True):
     """Reply to PosteriorsRequest; the body is an Arrow IPC stream of `schema.POSTERIORS`."""
 
     num_seen: int
-    """Number of prompts with a group; the body has at most `leeway.planning.lengths.MAX_POSTERIORS` of them."""
+    """Number of prompts with a group; the body has at most `leeway.planning.lengths.MAX_POSTERIORS` rows."""
     is_expecting: bool
-    """The service has the ranker's length predictions."""
+    """True if the service has the ranker's length predictions."""
 
 
 class IncarnationReply(Message, frozen=True):
@@ -304,7 +304,7 @@ class Status(Message, frozen=True):
     """Reply to StatusRequest."""
 
     ledger: dict[str, int]
-    """Counts by the field names of `ledger.Ledger`, with 'gap' (above 0: a bug)."""
+    """Counts by the field names of `ledger.Ledger`, and 'gap', which is above 0 only because of a bug."""
     quarantined_by_reason: dict[str, int]
     failed_by_reason: dict[str, int]
     num_ready_groups: int

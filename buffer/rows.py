@@ -4,9 +4,9 @@
     | spans | reward parts | token_ids | logprobs | reference_logprobs | names | texts
 
 A group is drawn and evicted as a whole, so samples that arrive together are stored in one block. Each row has a record
-number in its header; the lowest is the key of the block. A section holds the values of all rows, aligned, so that NumPy
-reads it in place; the headers contain the length of each row's part. An Arrow message per block instead would add
-2.4 kB of metadata and take 25 microseconds.
+number in its header, and the lowest record number is the key of the block. A section holds the values of all rows,
+aligned for NumPy to read in place; the headers contain the length of each row's part. An Arrow message per block would
+add 2.4 kB of metadata and take 25 microseconds.
 """
 
 from __future__ import annotations

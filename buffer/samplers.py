@@ -1,7 +1,7 @@
 """Samplers, which choose the groups of a step among the eligible groups.
 
-A sampler is a frozen object with one method. It reads the eligible groups from the index, reads no rows, and uses only
-the given random generator, so that a draw is reproducible.
+A sampler is a frozen object with one method. A sampler reads the eligible groups from the index, reads no rows, and
+uses only the given random generator, so that a draw is reproducible.
 
     Fifo           groups with the oldest tokens first
     Weighted       at random, in proportion to a weight: `uniform`, `reward_softmax` or `prioritised`
@@ -83,7 +83,7 @@ class Weighted:
 
 @dataclass(frozen=True)
 class OnPolicyShare:
-    """Sampler of trajectory balance with asynchrony (TBA): a fraction m of newest groups, other groups by `rest`.
+    """Sampler of trajectory balance with asynchrony (TBA): a fraction m of newest groups, and other groups by `rest`.
 
     m * G is rounded up or down at random, so that the newest groups make up the fraction m on average over steps.
     """
@@ -101,7 +101,7 @@ class OnPolicyShare:
 
 @dataclass(frozen=True)
 class FromFile:
-    """Wrapper of a user's sampler that reports errors and invalid choices with its file."""
+    """Wrapper of a user's sampler that reports errors and invalid choices with the user's file."""
 
     setting: str
     sampler: Sampler
@@ -126,7 +126,7 @@ class FromFile:
 def from_file(key: str, reference: str) -> tuple[Sampler | None, Weight | None]:
     """Return the sampler or the weight function FILE.py:NAME, which `key` refers to.
 
-    Raise UserFileError if the object is neither, or fails on an example group.
+    Raise UserFileError if the object is neither a sampler nor a function, or fails on an example group.
     """
     found, setting = load_object(reference), f"buffer.{key} = '{reference}'"
     if isinstance(found, type):
@@ -160,7 +160,7 @@ def _example_group() -> Group:
 def _checked(setting: str, weight: Weight) -> Weight:
     """Wrap a user's weight function: if it raises or returns NaN, the group has weight 1.
 
-    Logs failures 1, 2, 4, 8 and so on.
+    Failures number 1, 2, 4, 8 and so on are logged.
     """
     failures = count(1)
 
@@ -181,7 +181,7 @@ def _checked(setting: str, weight: Weight) -> Weight:
 
 
 def build(config: BufferConfig) -> tuple[Sampler, Weight | None]:
-    """Return the configured sampler and its weight function; raise UserFileError if a user's file has neither."""
+    """Return the configured sampler and its weight function; raise UserFileError if a user's file is invalid."""
     key = "replay_sampler" if config.sampler == "on_policy_share" else "sampler"
     name = getattr(config, key)
     sampler: Sampler | None = Fifo() if name == "fifo" else None

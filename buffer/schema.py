@@ -62,7 +62,7 @@ EXPECTED = pa.schema([_always("mean", pa.float32())], _METADATA)
 
 _ARROW_MARK = b"\xff\xff\xff\xff"
 MAX_METADATA_BYTES = 64 * 2**10
-"""Largest accepted metadata, in bytes; ours has 4 kB. Parsing a schema of a million columns would take long."""
+"""Largest accepted metadata, in bytes; Leeway's has 4 kB. Parsing a schema of a million columns would take long."""
 
 MAX_REWARD_PARTS = 256
 _HEADER_TYPE, _HEADER, _CUSTOM_METADATA = 1, 2, 4
@@ -83,7 +83,7 @@ class VersionSpan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prefix:
-    """Partial rollout: the first tokens of a completion, from an earlier lease; arrays as in `Trajectory`."""
+    """Partial rollout: the first tokens of a completion from an earlier lease, with the arrays of a `Trajectory`."""
 
     token_ids: npt.NDArray[np.int32]
     logprobs: npt.NDArray[np.float32]
@@ -112,7 +112,7 @@ class Trajectory:
     spans: tuple[VersionSpan, ...]
     """Spans in order; they cover the completion tokens without gaps."""
     reward: float | None
-    """None: no reward function applied; the sample is filtered."""
+    """Reward of the sample; None if no reward function applied, in which case the sample is filtered."""
     finish_reason: str
     """One of `COMPLETE`, or `REQUEUED` for a partial rollout."""
     reward_parts: Mapping[str, float | None] = field(default_factory=dict)
@@ -194,7 +194,7 @@ def write_stream(batch: pa.RecordBatch) -> memoryview:
 
 @lru_cache(maxsize=8)
 def _metadata_of(schema: pa.Schema) -> pa.Buffer:
-    """Return the schema metadata of our own streams; received metadata that equals it need not be parsed."""
+    """Return the schema metadata of Leeway's streams; received metadata with equal bytes is not parsed."""
     return pa.ipc.MessageReader.open_stream(_empty_stream(schema)).read_next_message().metadata
 
 
@@ -280,7 +280,7 @@ def join_rows(
     records: Sequence[int],
     scores: Sequence[npt.NDArray[np.float32] | None] = (),
 ) -> pa.RecordBatch:
-    """Return records from blocks, which contain each record once, as one record batch, with their `scores` if any."""
+    """Return records as one record batch, with their `scores` if any; the blocks contain each record once."""
     columns = rows.decode(blocks)
     batch = _batch_of(columns)
     if (stored := columns["record"]).tolist() != list(records):
@@ -382,7 +382,7 @@ def _refuse_nulls(batch: pa.RecordBatch) -> None:
 
 
 def _first_null(name: str, values: pa.Array) -> str:
-    """Return the name of a list column, or of its first non-nullable struct field, if it has a null; '' otherwise."""
+    """Return the name of a list column, or of its first non-nullable struct field, with a null; '' without nulls."""
     parts = enumerate(values.type) if pa.types.is_struct(values.type) else ()
     nulls = [f"{name}.{part.name}" for i, part in parts if not part.nullable and values.field(i).null_count]
     return name if values.null_count else next(iter(nulls), "")
@@ -401,7 +401,7 @@ def is_compressed(metadata: bytes) -> bool:
         if kind is None or header is None or metadata[kind] != _RECORD_BATCH:
             raise ValueError("the message is not a record batch")
         if _flatbuffer_field(metadata, message, _CUSTOM_METADATA) is not None:
-            return True  # Arrow 0.17 declared compression here, and pyarrow still honours it; our messages have none
+            return True  # Arrow 0.17 declared compression in this field, and pyarrow reads it; our messages have none
         batch = header + _flatbuffer_u32(metadata, header)
         return _flatbuffer_field(metadata, batch, _COMPRESSION) is not None
     except (struct.error, IndexError) as error:

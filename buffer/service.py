@@ -1,7 +1,7 @@
-"""BufferService: the one process that owns the store, behind a ZeroMQ ROUTER.
+"""BufferService: the only process that writes to the store; serves clients through a ZeroMQ ROUTER socket.
 
-The service has one thread. Each turn receives all waiting messages, answers them in one transaction, and sends the
-replies after the commit, so that under load many acknowledgements share one fsync.
+The service has one thread. Each turn receives all waiting messages and answers them in one transaction. The replies are
+sent after the commit, so that under load many acknowledgements share one fsync.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ INBOX_BYTES = 256 * 2**20
 """Limit of unacknowledged bytes of all clients together; bounds the service's memory."""
 _MAX_TURN_MESSAGES = 512
 _MAX_TURN_BYTES = 4 * 2**20
-"""Limits of one turn: larger limits let more messages share an fsync, smaller limits send replies sooner."""
+"""Maximum bytes of one turn; a larger limit lets more messages share an fsync, a smaller limit sends replies sooner."""
 _MAX_PARKED = 64
 _IDLE_S = 0.2
 """Longest wait for messages, in seconds; bounds how late `stop` is noticed."""
@@ -54,7 +54,7 @@ _LEAST_CREDIT = p.Credit(64, 2**20)
 
 
 class _Pushed(NamedTuple):
-    """Consecutive pushes."""
+    """Consecutive push requests, handled together."""
 
     requests: list[Request]
     opened: Pushes
@@ -81,7 +81,7 @@ class _Outgoing(NamedTuple):
 
 
 class _Answers(NamedTuple):
-    """Results of a transaction apart from its changes of the store."""
+    """Results of a transaction, except its changes of the store."""
 
     outbox: list[_Outgoing]
     parked: dict[tuple[bytes, int], _Parked]
@@ -91,7 +91,7 @@ class _Answers(NamedTuple):
 def keep_memory() -> None:
     """Reduce garbage collections, and keep freed memory instead of returning it after every turn.
 
-    A turn allocates and frees about ten thousand small objects and a few buffers of megabytes, none of them in a cycle.
+    A turn allocates and frees about ten thousand small objects and a few large buffers, without reference cycles.
     """
     gc.freeze()
     gc.set_threshold(100_000, 20, 20)
@@ -100,7 +100,7 @@ def keep_memory() -> None:
 
 
 class BufferService:
-    """The service of one run's buffer in one folder."""
+    """Service for the buffer of one run, stored in one folder."""
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class BufferService:
     ) -> None:
         """Open the store. Raise StoreError as `Store` does, or if the configuration contradicts `facts`.
 
-        `host` is the address to bind; None: a Unix socket. With keys, only holders of the run's client key can connect.
+        `host` is the address to bind; None for a Unix socket. With keys, only holders of the run's client key connect.
         """
         self._host = host
         self._clock = clock
@@ -136,7 +136,7 @@ class BufferService:
             facts.run_id,
             keys=keys,
             max_message_bytes=MAX_MESSAGE_MIB * 2**20,
-            incoming=32,  # credit bounds the bytes
+            incoming=32,  # messages; credit bounds their bytes
             outgoing=1000,
             refuse_body=start_fault,
         )
@@ -144,7 +144,7 @@ class BufferService:
         self._next_warning_at = 0.0
         self._senders = Senders()
         self._unreadable: Counter[str] = Counter()
-        """Reason -> number of undecodable messages. The transaction of the next request counts them."""
+        """Reason -> number of undecodable messages, which the transaction of the next request counts."""
         self._timers = Timers()
         self._full_until = 0.0
         """Time until which the disk is assumed to be full; only requests cause writes until then."""
@@ -162,7 +162,7 @@ class BufferService:
             raise StoreError(str(error)) from error
 
     def serve(self, stop: threading.Event) -> None:
-        """Answer requests until `stop` is set; raise StoreError if the disk fails. Clients then resend requests."""
+        """Answer requests until `stop` is set; raise StoreError if the disk fails; clients then retry."""
         try:
             while not stop.is_set():
                 self.turn()
@@ -267,11 +267,11 @@ class BufferService:
         return arrivals
 
     def _answer(self, tx: Transaction, accepted: Sequence[Accepted]) -> _Answers:
-        """Return all replies of one turn. Runs again if the store grows or is full, so it must change only `tx`."""
+        """Return all replies of one turn. A full or growing store repeats the call, so the method changes only `tx`."""
         outbox: list[_Outgoing] = []
         invalid: list[Invalid] = []
         parked = dict(self._parked)
-        if accepted:  # otherwise every undecodable message would cause a commit while a draw waits
+        if accepted:  # undecodable messages cause no commit by themselves
             for reason, number in self._unreadable.items():
                 tx.state.ledger.quarantine(reason, number)
         for each in accepted:
@@ -345,7 +345,7 @@ class BufferService:
                 if isinstance(error, InvalidRequest):
                     invalid.append((client.name, str(error), 1))
                 return p.Refused(str(error)), b""
-            if tx.state.ledger.quarantined_by_reason != known:  # rows of a message whose other rows were stored
+            if tx.state.ledger.quarantined_by_reason != known:  # some rows were quarantined
                 new = Counter(tx.state.ledger.quarantined_by_reason) - Counter(known)
                 invalid += [(client.name, f"failed validation: {why}", number) for why, number in new.items()]
             self._senders.register(identity, client.name)
@@ -354,7 +354,7 @@ class BufferService:
             return p.Refused(f"{len(parked)} draws are waiting already: only one learner may draw from a buffer"), b""
         for key, earlier in list(parked.items()):
             if (earlier.request.step, earlier.request.incarnation) == (message.step, message.incarnation):
-                del parked[key]  # a duplicate, sent over a connection that is closed
+                del parked[key]  # a duplicate request from a closed connection
         deadline = self._clock() + min(max(message.wait_s, 0.0), 3600.0)
         parked[identity, request_id] = _Parked(message, deadline)
         return None
@@ -437,7 +437,7 @@ def opened(messages: Iterable[Request | Rejected], pushes_wait_for: str) -> list
 
 
 def _refuse_damaged(tx: Transaction) -> None:
-    """Raise CorruptRecord on damage in tables not read at start: a request for a damaged row would end the service."""
+    """Raise CorruptRecord if a table not read at start is damaged; requests for damaged rows would end the service."""
     for table in (tx.returned_prompts, tx.draws, tx.actors):
         for fault in table.damaged():
             raise CorruptRecord(fault)

@@ -2,9 +2,9 @@
 
 Draws are recorded, so a repeated request for a step gets the same groups. The random generator is seeded by run, step
 and incarnation. A restarted learner redoes the steps after its checkpoint with the recorded draws, up to the first draw
-beyond the age bound; later steps are drawn again. Tokens of abandoned versions count at most as the version that the
-learner resumed from. Uses become final, and records evictable, with a durable checkpoint at or after the step. Each
-unfinished recorded draw holds its groups, so no other step takes them.
+beyond the age bound; later steps are drawn again. A token of an abandoned version counts as no newer than the version
+from which the learner resumed. A durable checkpoint at or after a step makes the step's uses of groups final and their
+records evictable. Each unfinished recorded draw holds its groups, so no other step takes these groups.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Steps:
         self._waits = self._contract.config.on_stale == "wait"
 
     def draw(self, tx: Transaction, request: DrawRequest) -> DrawRecord | None:
-        """Return the groups of a step; None: the step must wait.
+        """Return the groups of a step, or None if the step must wait.
 
         Raises:
             BufferRefused: the learner was replaced, or the request contradicts the recorded state.
@@ -88,7 +88,7 @@ class Steps:
         return f"{text}; {self._open_groups(tx)}"
 
     def begin(self, tx: Transaction, message: BeginIncarnation) -> IncarnationReply:
-        """Begin an incarnation and end draining. Idempotent per session; raise BufferRefused if a newer one began."""
+        """Begin an incarnation and end draining. Idempotent per session; a replaced session raises BufferRefused."""
         state = tx.state
         sessions = [start.session for start in state.incarnations]
         if message.session in sessions[:-1]:
@@ -102,7 +102,7 @@ class Steps:
         return IncarnationReply(state.incarnation, state.resumed_at)
 
     def published(self, tx: Transaction, message: Published) -> None:
-        """Record that actors can pull a version; ignored if it is from an abandoned incarnation."""
+        """Record that actors can pull a version; ignore a version from an abandoned incarnation."""
         version = (message.incarnation, message.version)
         if message.incarnation == tx.state.incarnation >= 0:
             self._check_reachable(tx.state, message.version)
@@ -141,7 +141,7 @@ class Steps:
     def release_from(self, tx: Transaction, step: int) -> None:
         """Delete the draw of this step, and all later draws of earlier incarnations.
 
-        Otherwise groups held for later steps would keep admission closed while this step waits for new groups.
+        Groups held for later steps would otherwise keep admission closed while this step waits for new groups.
         """
         for (later,) in list(tx.draws.all_keys(step)):
             draw = tx.draws.require(later)
@@ -161,7 +161,7 @@ class Steps:
     # --- parts ------------------------------------------------------------------------------------
 
     def _check_incarnation(self, state: StoreState, incarnation: int) -> None:
-        """Raise BufferRefused unless `incarnation` is the current one."""
+        """Raise BufferRefused if `incarnation` is not the current incarnation."""
         if state.incarnation < 0:
             raise BufferRefused("no learner has begun: send BeginIncarnation first")
         if incarnation != state.incarnation:
@@ -223,7 +223,7 @@ class Steps:
             )
 
     def _adopt(self, tx: Transaction, draw: DrawRecord, request: DrawRequest) -> bool:
-        """Assign a recorded draw to this incarnation and version; return whether it can still be trained on."""
+        """Assign a recorded draw to this incarnation and version; return whether the draw can still be trained on."""
         if not self._all_usable(tx, draw, request.version):
             return False
         if draw.incarnation != request.incarnation and self._is_unfit(tx, draw):
@@ -242,9 +242,9 @@ class Steps:
         return max(lengths, default=0) > self._facts.longest_drawn or self._is_damaged(tx, draw.record_ids)
 
     def _choose_sound(self, tx: Transaction, request: DrawRequest) -> list[int]:
-        """Return the sampler's choice; remove too long or damaged samples, and choose again until there are none.
+        """Return the sampler's choice; remove too long or damaged samples, and choose again until it has none.
 
-        Groups of equal rewards are set aside before each choice, even if only the removal made their rewards equal.
+        Groups of equal rewards are set aside before each choice, also if only the removal made their rewards equal.
         """
         while True:
             self._groups.set_aside_uninformative(tx)
@@ -306,7 +306,7 @@ class Steps:
             yield ReadyGroup(tx.groups.require(group_id).oldest_effective(tx.state), group_id)
 
     def _left(self, groups: Iterable[ReadyGroup], version: int) -> list[int]:
-        """Return for how many steps after the one at `version` each group stays usable; [] without an age bound."""
+        """Return for how many steps after the step at `version` each group stays usable; [] without an age bound."""
         left = (self._contract.steps_left(group.oldest, version) for group in groups)
         return [num_steps for num_steps in left if num_steps is not None]
 
@@ -318,7 +318,7 @@ class Steps:
         return False
 
     def _check_reachable(self, state: StoreState, version: int) -> None:
-        """Refuse a version that is more than `MAX_BEHIND` steps ahead of the last known one."""
+        """Refuse a version that is more than `MAX_BEHIND` steps ahead of the last known version."""
         newest = self._contract.latest_version(state.version, len(state.pending_draws) + MAX_BEHIND)
         if version > newest:
             raise BufferRefused(f"the learner cannot be at version {version}: its last version was {state.version}")
@@ -334,7 +334,7 @@ class Steps:
         state.incarnations.append(Incarnation(message.session, message.version, message.step))
         for group_id in changed:
             index.update(tx, tx.groups.require(group_id))
-        for group_id in index.open:  # no index update: it does not order open groups by age
+        for group_id in index.open:  # the index needs no update: it does not order open groups by age
             group = tx.groups.require(group_id)
             if group.min_version > message.version:
                 group.min_version = message.version
@@ -362,7 +362,7 @@ class Steps:
     def _version_after(self, draw: DrawRecord, message: BeginIncarnation) -> int:
         """Return the version after a step of the checkpoint whose StepFinished never arrived.
 
-        For the last step, the checkpoint's version shows whether it was skipped; earlier steps count as not skipped.
+        The checkpoint's version shows whether the last step was skipped; earlier steps count as not skipped.
         """
         if draw.step == message.step and draw.version == message.version:
             return draw.version

@@ -51,7 +51,7 @@ class Reader(NamedTuple):
     pid: int
     thread: str
     transaction: int
-    """Number of the commit that it reads; pages freed since then cannot be reused."""
+    """Number of the commit that the process reads; pages freed after this commit cannot be reused."""
 
 
 def buffer_folder(path: Path) -> Path:
@@ -80,8 +80,8 @@ class Store:
 
         Args:
             folder: folder of the store.
-            facts: facts of the run, compared with those of an existing store. None opens any store read-only.
-            durability: "commit" syncs every commit, "interval" leaves that to calls of `sync`, "os" to the system.
+            facts: facts of the run, compared with those of an existing store; None opens any store read-only.
+            durability: "commit" syncs every commit, "interval" syncs when `sync` is called, "os" lets the system sync.
             first_map_size: size of the memory map of a new store, in bytes.
 
         Raises:
@@ -103,7 +103,7 @@ class Store:
             raise
 
     def _open(self, first_map_size: int) -> Identity | None:
-        """Open the file and its tables, and return the store's identity; None if it is not written yet.
+        """Open the file and its tables, and return the store's identity; None if no identity is stored.
 
         If the schema version differs, only the identity is read.
         """
@@ -117,7 +117,7 @@ class Store:
             try:
                 pages.check(data)
             except StoreError:
-                if not (self._read_only and is_served(self.folder)):  # otherwise a service began to write meanwhile
+                if not (self._read_only and is_served(self.folder)):  # ignore faults if a service writes now
                     raise
         try:
             self._env = self._environment(max(first_map_size, size))

@@ -35,7 +35,7 @@ class Incarnation(msgspec.Struct, frozen=True):
     version: int
     step: int
     newest: int = 0
-    """The newest version that it can have published; 0 for the current incarnation."""
+    """The newest version that this incarnation can have published; 0 until the incarnation ends."""
 
 
 class LengthStats(msgspec.Struct):
@@ -54,7 +54,7 @@ class LengthStats(msgspec.Struct):
     """Decayed sum of observed offset times previous posterior mean; equals `again_square` if offsets do not fade."""
     again_square: float = 0.0
     again_versions: float = 0.0
-    """Decayed sum of versions between the two groups, weighted as `again_square`."""
+    """Decayed sum of the versions between successive groups of a prompt, weighted by the terms of `again_square`."""
     num_predicted: float = 0.0
     """Number of groups with a prediction."""
     num_covered: float = 0.0
@@ -62,9 +62,9 @@ class LengthStats(msgspec.Struct):
     num_late: float = 0.0
     """Number of groups predicted to be late on the slowest lane."""
     total_square: float = 0.0
-    """Squared deviations of group means from the level."""
+    """Decayed sum of squared deviations of group means from the level."""
     error_square: float = 0.0
-    """Squared deviations of group means from their predictions."""
+    """Decayed sum of squared deviations of group means from their predictions."""
 
 
 class PromptPosterior(msgspec.Struct, frozen=True, array_like=True):
@@ -89,13 +89,13 @@ class Tries(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Waiting(NamedTuple):
-    """A prompt in the window of a prompt law that is not yet leased."""
+    """A prompt that waits for its first lease in the window of a prompt law."""
 
     order: int
-    """Position of the prompt in the order of the law."""
+    """Position of the prompt in the order of the prompt law."""
     prompt_id: int
     longest: float
-    """Predicted tokens of its longest sample."""
+    """Predicted tokens of the prompt's longest sample."""
 
 
 class StoreState(msgspec.Struct):
@@ -116,14 +116,14 @@ class StoreState(msgspec.Struct):
     fidelity: Fidelity = msgspec.field(default_factory=Fidelity)
     lengths: LengthStats = msgspec.field(default_factory=LengthStats)
     cursor: int = 0
-    """Number of prompts chosen by the prompt law so far."""
+    """Number of prompts that the prompt law has chosen."""
     next_lease: int = 1
     next_group: int = 1
     next_record: int = 1
     num_records: int = 0
     next_returned: int = 1
     draining: bool = False
-    """No lease is granted until the next learner begins."""
+    """True if no lease is granted until the next learner begins."""
     retired: dict[str, int] = {}
     """Ledger counts of groups whose rows were deleted."""
 
@@ -162,7 +162,7 @@ class StoreState(msgspec.Struct):
         return max(published, self.version + len(self.pending_draws) * updates_per_step)
 
     def effective(self, version: tuple[int, int]) -> int:
-        """Return the version that counts for these weights after learner restarts."""
+        """Return the version as which these weights count after restarts of the learner."""
         if version[0] >= self.incarnation:
             return version[1]
         return effective_version(PolicyVersion(*version), self.resumed_at)
@@ -190,21 +190,21 @@ class Group(msgspec.Struct):
     group_id: int
     prompt_id: int
     sample_states: list[str]
-    """Per sample: 'missing', 'failed', or one of `ledger.COMMITTED_STATES`."""
+    """State of each sample: 'missing', 'failed', or one of `ledger.COMMITTED_STATES`."""
     records: list[int]
     rewards: list[float | None]
-    """Per sample; None if it is not committed or has no reward."""
+    """Reward of each sample; None if the sample is not committed or has no reward."""
     lengths: list[int]
-    """Per sample: number of tokens, prompt included; 0: not committed."""
+    """Number of tokens of each sample, prompt included; 0 if the sample is not committed."""
     completion_lengths: list[int]
-    """Per sample: number of completion tokens; 0: not committed."""
+    """Number of completion tokens of each sample; 0 if the sample is not committed."""
     cut: list[int] = []
     """Indices of samples that reached the token limit."""
     phase: Literal["open", "ready", "drawn", "closed"] = "open"
     failures: int = 0
     """Number of groups of this prompt that were filtered in a row."""
     predicted: int = 0
-    """Predicted tokens of its longest completion; 0: not predicted."""
+    """Predicted tokens of the group's longest completion; 0 if not predicted."""
     attempt: int = 0
     lease_id: int = 0
     actor: str = ""
@@ -216,7 +216,7 @@ class Group(msgspec.Struct):
     partials: dict[int, Partial] = {}
     """Missing sample -> its partial rollout."""
     resting: list[int] = []
-    """Missing samples that the current lease has requeued; they wait until it ends."""
+    """Missing samples that were requeued during the current lease; they wait until the lease ends."""
     losses: int = 0
     """Number of leases that expired or were fenced."""
     issued: int = 0
@@ -227,7 +227,7 @@ class Group(msgspec.Struct):
     pending: int = 0
     """Number of draws with this group that are not finished in this incarnation; if above 0, its phase is 'drawn'."""
     trained_at: list[Use] = []
-    """The last `MAX_TRAINED_AT` steps that trained on it, oldest first; a redone step is listed once."""
+    """The last `MAX_TRAINED_AT` steps that trained on the group, oldest first; a redone step is listed once."""
     held: int = 0
     """Number of recorded draws with this group; if above 0, the group's records are kept."""
 
@@ -290,7 +290,7 @@ class Group(msgspec.Struct):
         return len(usable) > 1 and len({self.rewards[index] for index in usable}) == 1
 
     def oldest_effective(self, state: StoreState) -> int:
-        """Return the effective version of the group's oldest token, in flight or committed; it defines the age."""
+        """Return the effective version of the oldest token, in flight or committed, which defines the group's age."""
         bounds = [] if self.oldest is None else [state.effective(self.oldest)]
         if self.phase == "open":
             bounds += [self.min_version, *(state.effective(each.oldest) for each in self.partials.values())]
@@ -312,7 +312,7 @@ class DrawRecord(msgspec.Struct):
     record_ids: list[int]
     """Records in the order of `group_ids`, which may contain a group several times."""
     finished_by: int = -1
-    """The incarnation that finished the step; -1: none yet."""
+    """The incarnation that finished the step; -1 if the step is not finished."""
     is_trained: bool = False
     """True if the step trained on the draw: it finished and was not skipped."""
 
@@ -325,18 +325,18 @@ class Actor(msgspec.Struct):
     session: str
     epoch: int = 1
     low_water: int = 0
-    """All sequence numbers of this epoch below it were received or are too late."""
+    """All sequence numbers of this epoch below this value were received or are too late."""
     forgotten_below: int = 0
-    """Numbers below it that were not received count as late: they are more than `MAX_OVERTAKEN` behind."""
+    """Unreceived sequence numbers below this value count as late: they are more than `MAX_OVERTAKEN` behind."""
     num_seen_above: int = 0
-    """Number of its rows in the table `seen`."""
+    """Number of rows of the client in the table `seen`."""
     last_request: int = -1
     last_leases: list[Lease] = []
     replaced: list[str] = []
 
 
 class ReturnedPrompt(msgspec.Struct, frozen=True):
-    """A prompt whose group was dropped or filtered; it is leased again before new prompts."""
+    """A prompt whose group was dropped or filtered; the prompt is leased again before new prompts."""
 
     prompt_id: int
     failures: int

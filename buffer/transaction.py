@@ -56,7 +56,7 @@ def _digest(key: bytes, payload: bytes | memoryview) -> int:
 
 
 class Table(Generic[V]):
-    """One table within a transaction; a value that fails its checksum raises CorruptRecord.
+    """One table within a transaction; reading a value with a wrong checksum raises CorruptRecord.
 
     Structs are decoded once: within a write transaction, repeated calls of `get` return the same object, and `put`
     defers writing to the end of the transaction. Call `put` after changing a struct.
@@ -270,7 +270,7 @@ class Transaction:
             self.meta.put(encoded, "state")
 
     def find_block(self, record: int) -> tuple[memoryview, dict[int, int]] | None:
-        """Return the block with a record, and its `records_in`; None if there is none. Valid as long as `Table.view`.
+        """Return the block with a record, and its `records_in`, or None. The block is valid as long as a `Table.view`.
 
         Raise CorruptRecord if the block is damaged.
         """

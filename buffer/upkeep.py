@@ -1,4 +1,4 @@
-"""Work of the service between turns: syncing, watching readers and scrubbing. Also its bookkeeping of turns.
+"""Tasks of the service between turns (syncing, watching readers, scrubbing), and its bookkeeping of turns.
 
 The bookkeeping covers the time of each stage, whether all messages were read, and the client of each connection.
 """
@@ -25,7 +25,7 @@ SCRUB_PAUSE_S = 600.0
 """Seconds between two passes over all records; a pass reads at most 20 MiB/s."""
 _WATCH_EVERY_S = 0.25
 _PINNED_AFTER_S = 0.1
-"""Seconds after which an open transaction may block pushes; well-behaved readers end theirs sooner."""
+"""Seconds after which an open read transaction may block pushes; most readers end their transactions sooner."""
 _WATCH_EVERY_BYTES = 4 * 2**20
 """Growth of the file after which the readers are checked."""
 _WARN_AFTER_S = 5.0
@@ -102,7 +102,7 @@ class ReaderWatch:
         self._limit_bytes = 0
         """Size of the file above which an open reader blocks pushes."""
         self.pushes_wait_for = ""
-        """Reason why pushes are blocked; '' if they are not."""
+        """Reason why pushes are blocked; '' if pushes are not blocked."""
 
     def run(self) -> None:
         """Check the reader table a few times per second and, while there are readers, the file size in every turn."""
@@ -184,7 +184,7 @@ class Scrub:
 class LastSeen:
     """Tracker of unread messages: a lease must not expire while a renewal that was sent in time is unread.
 
-    The service may have stalled, or may have more messages than one turn reads. The wait is bounded.
+    Messages stay unread if the service stalls, or if there are more messages than one turn reads. The wait is bounded.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -198,7 +198,7 @@ class LastSeen:
         """Record that a poll for messages, which started at `since_s` with timeout `wait_s`, has returned."""
         now = self._clock()
         stalled_s = max(since_s - self._polled_at, now - since_s - max(0.0, wait_s))
-        # At most once in ten seconds: otherwise leases would never expire if every turn is slow.
+        # Wait at most once in ten seconds; otherwise leases would never expire if every turn is slow.
         if stalled_s > _STALL_S and now > self._settles_at + 10 * _STALL_S:
             self._settles_at = now + _STALL_S
         self._polled_at = now

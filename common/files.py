@@ -35,14 +35,14 @@ def sync(path: Path) -> None:
 
 
 def replace_durably(temporary: Path, path: Path) -> None:
-    """Sync a temporary file, or the entries of a temporary folder, and rename it to `path` beside it, durably."""
+    """Sync a temporary file or the entries of a temporary folder, and rename it durably to `path` beside it."""
     sync(temporary)
     temporary.replace(path)
     sync(path.parent)
 
 
 def write_durably(path: Path, data: bytes) -> None:
-    """Write a file that is complete or absent after any crash; OSError if the disk is full or not writable."""
+    """Write a file that is complete or absent after any crash; raise OSError if the disk is full or not writable."""
     with _whole_file(path, 0o666) as descriptor:
         _write_all(descriptor, data)
         os.fsync(descriptor)
@@ -52,8 +52,8 @@ def write_durably(path: Path, data: bytes) -> None:
 def write_whole(path: Path, buffers: Iterable[bytes | memoryview], size_bytes: int = 0) -> None:
     """Write a file atomically: other processes never read a partial file.
 
-    It does not sync: the data must have a checksum and be replaceable. With the total `size_bytes`, ext4 writes three
-    times as fast and a full disk raises at once. On OSError (disk full or not writable), no temporary file remains.
+    The file is not synced: its data must have a checksum and be replaceable. With the total `size_bytes`, ext4 writes
+    three times as fast and a full disk raises at once. After OSError (such as a full disk), no temporary file remains.
     """
     with _whole_file(path, 0o666) as descriptor:
         if size_bytes:
@@ -106,7 +106,7 @@ def discard(path: Path) -> None:
 
 
 def mapped(path: Path) -> memoryview:
-    """Return a read-only memory map of a file, freed with its last view; OSError on failure."""
+    """Return a read-only memory map of a file, which is freed with its last view; raise OSError on failure."""
     with path.open("rb") as file:
         if not os.fstat(file.fileno()).st_size:  # an empty file cannot be mapped
             return memoryview(b"")
@@ -114,9 +114,9 @@ def mapped(path: Path) -> memoryview:
 
 
 def try_lock(file: int | BinaryIO, *, shared: bool = False, limit_s: float = 0.0) -> bool:
-    """Lock a file or folder until it is closed or this process exits; False if it is still locked after `limit_s`.
+    """Lock a file or folder until it is closed or this process exits; return False if the lock is not free in time.
 
-    Raise NoLocks if the file system does not support locks.
+    Waits up to `limit_s` seconds. Raises NoLocks if the file system does not support locks.
     """
     deadline = time.monotonic() + limit_s
     while True:

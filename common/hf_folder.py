@@ -1,7 +1,7 @@
 """Hugging Face checkpoint folders, read and written without torch or safetensors.
 
 config.json                        model type and hyperparameters
-generation_config.json             end-of-sequence tokens; take precedence over those in config.json
+generation_config.json             end-of-sequence tokens, which take precedence over the tokens in config.json
 model.safetensors                  the weights, if they are in one file
 model.safetensors.index.json       maps each tensor to its file, if there are several weight files
 """
@@ -34,7 +34,7 @@ _TIED_BY_DEFAULT = "gemma"
 """Prefix of model types whose head Transformers ties unless config.json sets tie_word_embeddings = false."""
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".gguf", ".pt", ".pth", ".h5", ".msgpack", ".index.json")
 _LARGEST_COPY_BYTES = 64 * 2**20
-"""Maximum size of files beside the weights (tokenizer, config) that an export copies."""
+"""Maximum size in bytes of the files besides weights, such as the tokenizer, that an export copies."""
 _NAMES_ONLY = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
 """Keys of a config.json that do not affect the meaning of the weights."""
 _ITEM_BYTES = {
@@ -54,7 +54,7 @@ class ModelFolderError(LeewayError, ValueError):
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Properties of a checkpoint that the rest of a run uses."""
+    """Properties of a checkpoint that a run uses."""
 
     vocab_size: int
     num_layers: int
@@ -64,7 +64,7 @@ class ModelFacts:
     eos_token_ids: tuple[int, ...]
     max_position: int
     unread_keys: tuple[str, ...] = ()
-    """Keys of its config.json that the learner does not read."""
+    """Keys of the checkpoint's config.json that the learner does not read."""
 
 
 # --- config.json --------------------------------------------------------------------------------------
@@ -75,7 +75,7 @@ def write_config(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def model_identity(folder: Path) -> str:
-    """Return the model type and a digest of config.json; ModelFolderError if the file is missing."""
+    """Return the model type and a digest of config.json; raise ModelFolderError if the file is missing."""
     config = read_object(folder / CONFIG_NAME)
     relevant = {key: value for key, value in config.items() if key not in _NAMES_ONLY}
     digest = hashlib.sha256(json.dumps(relevant, sort_keys=True).encode()).hexdigest()
@@ -83,7 +83,7 @@ def model_identity(folder: Path) -> str:
 
 
 def check_model_folder(path: Path) -> ModelFacts:
-    """Read the properties of a checkpoint folder; ModelFolderError if anything is missing or damaged."""
+    """Read the properties of a checkpoint folder; raise ModelFolderError if anything is missing or damaged."""
     if not path.is_dir():
         raise ModelFolderError(f"model {path}: no such folder; give the path of a Hugging Face checkpoint on disk")
     config = read_object(path / CONFIG_NAME)
@@ -105,7 +105,7 @@ def check_model_folder(path: Path) -> ModelFacts:
     if not eos_token_ids:
         raise ModelFolderError(
             f"model {path}: neither {CONFIG_NAME} nor generation_config.json sets eos_token_id, "
-            "so completions would never end; add it to one of them"
+            "so completions would never end; add eos_token_id to one of the files"
         )
     return ModelFacts(
         vocab_size=vocab_size,
@@ -175,7 +175,7 @@ def pack_header(tensors: Mapping[str, StoredTensor]) -> bytes:
 
 
 def parse_header(data: memoryview) -> tuple[int, dict[str, StoredTensor]]:
-    """Return the offset of the data and the entry of each tensor; ValueError if the file is invalid or truncated."""
+    """Return the offset of the data and the entry of each tensor; raise ValueError if the file is damaged."""
     try:
         (length,) = _LENGTH.unpack_from(data)
         if length > min(_MAX_HEADER_BYTES, len(data) - _LENGTH.size):
@@ -212,7 +212,7 @@ def _check_no_gaps(tensors: Iterable[StoredTensor], data_bytes: int) -> None:
 
 
 def stored_tensors(path: Path) -> dict[str, StoredTensor]:
-    """Return the tensors in the header of a safetensors file; ModelFolderError if it is missing or damaged."""
+    """Return the tensors in a safetensors file's header; raise ModelFolderError if the file is missing or damaged."""
     try:
         return parse_header(mapped(path))[1]
     except FileNotFoundError as error:
@@ -231,9 +231,9 @@ def damaged(path: Path, error: Exception) -> ModelFolderError:
 
 
 def tensors_by_file(folder: Path) -> dict[Path, dict[str, StoredTensor]]:
-    """Return the tensors of every *.safetensors file in a folder, or of those that its index lists.
+    """Return the tensors of every *.safetensors file in a folder, or only of the files that an index lists.
 
-    Some folders hold the weights in two layouts; Transformers uses the index. ModelFolderError if a file is damaged.
+    Some folders hold the weights twice; Transformers uses the index. Raises ModelFolderError if a file is damaged.
     """
     paths = set(folder.glob("*.safetensors"))
     if (folder / INDEX_NAME).exists():
@@ -285,7 +285,7 @@ def shard_name(number: int, num_shards: int) -> str:
 
 
 def complete_folder(folder: Path, model_path: Path, num_shards: int, dtype: str) -> None:
-    """Write the index, config and tokenizer files of an exported folder; call it once all shards are written.
+    """Write the index, config and tokenizer files of an exported folder, after all shards have been written.
 
     All files except weights are copied from the checkpoint from which training started.
     """

@@ -37,14 +37,14 @@ def wall_time() -> float:
 
 
 class ThreadsExhausted(RuntimeError):
-    """The maximum number of threads is reached: none of their calls has returned."""
+    """The maximum number of threads is reached, because no call of these threads has returned."""
 
 
 class DaemonThreads:
     """Pool that runs each call in its own daemon thread, which never blocks the exit of the process.
 
-    `ThreadPoolExecutor`, in contrast, joins its threads at exit. An abandoned call keeps its thread until it returns;
-    meanwhile other calls can start, up to `max_threads` in total.
+    `ThreadPoolExecutor`, in contrast, joins its threads at exit. An abandoned call keeps its thread until the call
+    returns. Other calls can start before that, up to `max_threads` in total.
     """
 
     def __init__(self, name: str, max_threads: int) -> None:
@@ -54,14 +54,14 @@ class DaemonThreads:
         self._num_running = 0
 
     def submit(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
-        """Run a call in a thread; ThreadsExhausted if `max_threads` calls are still running."""
+        """Run a call in a thread; raise ThreadsExhausted if `max_threads` calls are still running."""
         future: Future[R] = Future()
         call = functools.partial(function, *args, **kwargs)
         thread = threading.Thread(target=self._run, args=(future, call), name=f"{self.name}-call", daemon=True)
         with self._lock:
             if self._num_running >= self.max_threads:
                 raise ThreadsExhausted(f"{self.max_threads} calls of {self.name} are still running")
-            thread.start()  # may raise, so count it afterwards; its `_end` waits for the lock
+            thread.start()  # `start` may raise, so count the thread afterwards; `_end` waits for the lock
             self._num_running += 1
         return future
 
@@ -74,7 +74,7 @@ class DaemonThreads:
             return
         try:
             result = call()
-        except BaseException as error:  # the future passes it to the caller
+        except BaseException as error:  # the future passes the error to the caller
             self._end()
             # SystemExit must not stop the event loop, and an asyncio future rejects StopIteration
             is_carried = isinstance(error, Exception) and not isinstance(error, StopIteration)
@@ -99,7 +99,7 @@ def threads_of(cpus: float) -> int:
 
 
 def cgroup_values(controller: str, *choices: tuple[str, ...]) -> Iterator[tuple[Path, list[int]]]:
-    """Yield file values of this process's control group and its ancestors, up to the mounted root: all limits apply.
+    """Yield file values of this process's control group and all ancestors up to the mounted root.
 
     `choices` lists the file names for each version of control groups.
     """
@@ -114,7 +114,7 @@ def cgroup_values(controller: str, *choices: tuple[str, ...]) -> Iterator[tuple[
             is_inside = Path(path).is_relative_to(root) and ".." not in path
             own = Path(point, Path(path).relative_to(root) if is_inside else "")
             for folder, files in product([each for each in (own, *own.parents) if each.is_relative_to(point)], choices):
-                with contextlib.suppress(OSError, ValueError):  # a file of the other version, or "max" (no limit)
+                with contextlib.suppress(OSError, ValueError):  # no such file in this version, or "max" (no limit)
                     yield folder, [int(word) for name in files for word in (folder / name).read_text().split()]
 
 
@@ -139,7 +139,7 @@ def memory_left() -> int:
 
 @contextlib.contextmanager
 def gc_disabled() -> Iterator[None]:
-    """Disable the garbage collector within the block; this shortens the import of vLLM by a quarter."""
+    """Disable the garbage collector within the block, which shortens the import of vLLM by a quarter."""
     was_on = gc.isenabled()
     gc.disable()
     try:

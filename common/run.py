@@ -1,6 +1,6 @@
 """Description of a run, resolved once and passed to all its processes.
 
-RunFacts     identity of the run: the same at every start, and stored in its buffer
+RunFacts     identity of the run, which is equal at every start and stored in the buffer
 RunContext   parameters of the current start: config, facts, folders, addresses and keys
 
 This module resolves values that the config leaves open and on which several processes must agree, such as the staleness
@@ -22,8 +22,8 @@ C = TypeVar("C", covariant=True)
 
 
 STARTUP_S = 1800.0
-"""Timeout for all roles to become ready, and for the export of the model. Loading a large model takes 20 minutes, and a
-GPU engine without a cache then compiles and captures graphs. The exit of a role meanwhile is detected at once."""
+"""Timeout in seconds for all roles to become ready, and for the export of the model. Loading a large model takes 20
+minutes, and a GPU engine without a cache then compiles and captures graphs. The exit of a role is detected at once."""
 
 
 class RunFacts(BaseModel):
@@ -51,7 +51,7 @@ class RunFacts(BaseModel):
 
     @property
     def contract(self) -> StalenessContract:
-        """Staleness rules of this run; ValueError if no group could be used within the bound."""
+        """Staleness rules of this run; raise ValueError if no group could be used within the bound."""
         return StalenessContract(self.staleness, self.groups_per_step, self.updates_per_step)
 
     @property
@@ -61,7 +61,7 @@ class RunFacts(BaseModel):
 
 @dataclass(frozen=True, kw_only=True)
 class RunContext(Generic[C]):
-    """Parameters of the current start of a run. It can be sent to another machine; no path depends on the receiver."""
+    """Parameters of the current start of a run, for all machines: no path depends on the machine that receives them."""
 
     config: C
     """Sections of the config; for an actor, `actors` is the section of its pool."""
@@ -69,7 +69,7 @@ class RunContext(Generic[C]):
     folder: Path
     """Run folder, on the machine that holds it."""
     weights_folder: Path
-    """Folder of the weight store, on the same machine."""
+    """Folder of the weight store, on the machine that holds the run folder."""
     model_path: Path
     """Checkpoint from which training starts; its tokenizer encodes the prompts."""
     reference_paths: tuple[Path, ...]
@@ -81,10 +81,10 @@ class RunContext(Generic[C]):
     serving_dtypes: tuple[str, ...]
     """Dtypes in which actors serve."""
     startup_timeout_s: float
-    """Timeout in seconds for processes that wait for others to load or export."""
+    """Timeout in seconds of a process that waits until other processes have loaded or exported a model."""
     buffer_address: str = ""
-    """Address of the buffer service, tcp:// or ipc://; the same after a restart."""
+    """Address of the buffer service, tcp:// or ipc://, which does not change on a restart of the service."""
     weights_address: str = ""
     """Address of the weight service; '' if there is none."""
     keys: ClientKeys | None = field(default=None, repr=False)
-    """Keys of the run's clients; None: the services do not authenticate."""
+    """Keys of the run's clients; None if the services do not authenticate clients."""

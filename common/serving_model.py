@@ -1,4 +1,4 @@
-"""Folder from which engines load the model: its own folder, or, if its head is tied, an untied copy for all runs.
+"""Folder from which engines load the model: the model's own folder or, if its head is tied, a copy with an untied head.
 
 An in-flight update does not reach a head that is tied to the embedding: vLLM's reload on CPU keeps the old head, and
 only logs a message. vLLM caches compiled code by the path of a model, so the copy has the same path in all runs:
@@ -11,8 +11,8 @@ only logs a message. vLLM caches compiled code by the path of a model, so the co
         model.safetensors.index.json    maps tensors to files
         ...                             links to all other files of the model
 
-Every host creates its own copies. A copy takes as much disk space as the head, and is never removed. If this folder is
-not writable, the copy is created in the run folder.
+Every host creates its own copies. A copy takes as much disk space as the head, and is never removed. If the cache
+folder is not writable, the copy is created in the run folder.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ from leeway.common.hf_folder import (
 MAKING_LIMIT_S = 120.0
 """Timeout of the wait for another process that creates a copy; creation takes seconds."""
 _BODY_NAME = "model_body.safetensors"
-"""Name of model.safetensors in a copy. Under its original name, readers would prefer it to the index."""
+"""Name of model.safetensors in a copy. Readers would prefer a file with the original name to the index."""
 _HEAD_NAME = "lm_head.safetensors"
 
 _log = logging.getLogger(__name__)
 
 
 def serving_models() -> Path:
-    """Return the folder of this user's copies; RuntimeError if the user has no home directory."""
+    """Return the folder of this user's copies; raise RuntimeError if the user has no home directory."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser().absolute() / "leeway" / "serving_models"
 
 
@@ -69,7 +69,7 @@ def prepare_serving_model(model_path: Path, spare: Path) -> Path:
     usable, the copy is created in `spare`.
 
     Raises:
-        ModelFolderError: the checkpoint is incomplete, has no embedding, or has a tied head that differs from it.
+        ModelFolderError: the checkpoint is incomplete, has no embedding, or has a tied head unlike the embedding.
         OSError: the copy cannot be created in `spare` either.
     """
     if not check_model_folder(model_path).tied:
@@ -86,7 +86,7 @@ def prepare_serving_model(model_path: Path, spare: Path) -> Path:
 
 
 def _copy_in(copies: Path, model: _TiedModel, *, may_copy: bool = False) -> Path:
-    """Find or create a copy. `may_copy`: copy files if links fail; such a copy does not track changes of the model."""
+    """Find or create a copy. With `may_copy`, copy files if links fail; copied files miss changes of the model."""
     copy = copies / model.identity
     if model.is_copied_in(copy):
         return copy
@@ -111,7 +111,7 @@ class _TiedModel:
 
     @classmethod
     def read(cls, folder: Path) -> _TiedModel:
-        """Read the config, tensors and embedding of a model; ModelFolderError if its head differs from the latter."""
+        """Read a model's config, tensors and embedding; raise ModelFolderError if head and embedding differ."""
         files = tensors_by_file(folder)
         files_by_name = {name: path for path, tensors in files.items() for name in tensors}
         embeddings = [name for name in files_by_name if name.endswith((EMBEDDING_SUFFIX, "wte.weight"))]
@@ -126,8 +126,8 @@ class _TiedModel:
             if not is_same or xxhash.xxh3_128_hexdigest(head_content) != digest:
                 raise ModelFolderError(
                     f"{folder / CONFIG_NAME} ties the head to the embedding, but {HEAD} in {files_by_name[HEAD]} "
-                    f"differs from {embedding}: engines would serve this head, but the learner trains the embedding "
-                    "alone. Set tie_word_embeddings = false to use the head, or remove it from the checkpoint"
+                    f"differs from {embedding}: engines would serve this head, but the learner trains only the "
+                    "embedding. Set tie_word_embeddings = false to use the head, or remove it from the checkpoint"
                 )
         return cls(folder, read_object(folder / CONFIG_NAME), files, embedding, digest)
 
@@ -178,7 +178,7 @@ class _TiedModel:
             write_config(unfinished, self._untied)
             for name in (INDEX_NAME, CONFIG_NAME):
                 sync(unfinished / name)
-            shutil.rmtree(copy, ignore_errors=True)  # if it exists, it is damaged
+            shutil.rmtree(copy, ignore_errors=True)  # an existing copy is damaged
             replace_durably(unfinished, copy)
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)

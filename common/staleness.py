@@ -1,7 +1,7 @@
 """The staleness contract: one object shared by actors, buffer and learner.
 
-A version is a number of optimizer steps, here called updates: a step trains on one draw, in one or more updates.
-A token sampled at version u and used for training at version v has lag v - u. The rules about lag, and their callers:
+A version counts optimizer steps, called updates. A training step uses one draw of groups in one or more updates. A
+token that is sampled at version u and trained on at version v has lag v - u. The rules about lag, and their callers:
 
     StalenessContract (G groups per step, M updates per step)
         bound           maximum lag of a token used for training
@@ -54,7 +54,7 @@ class PolicyVersion(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> PolicyVersion:
-        """Parse a `key`; ValueError if the text has another form."""
+        """Parse a `key`; raise ValueError if the text has another form."""
         incarnation, dot, version = text.partition(".")
         if not dot or not incarnation.isdigit() or not version.isdigit():
             raise ValueError(f"'{text}' is not a policy version: expected INCARNATION.VERSION, for example 0.17")
@@ -104,7 +104,7 @@ class StalenessConfig(BaseModel):
         if self.max_lag == "unbounded":
             return 1
         room = self.max_lag - (self.publish_every - 1) + 1  # number of versions; a step adds updates_per_step
-        # with an actor lag of 1, no step could be in flight besides the one in progress: generation would stall
+        # if an actor lag of 1 leaves room for the groups of only one step, generation would stall during training
         costs_the_overlap = room // updates_per_step >= 2 > (room - 1) // updates_per_step
         return 0 if room <= updates_per_step or costs_the_overlap else 1
 
@@ -140,7 +140,7 @@ class StalenessContract:
     If groups are drawn oldest first, the step of this group begins at most S steps, i.e. S * M versions, after its
     admission, and its last update begins M - 1 versions later. Its tokens were sampled at most
     max_actor_lag + publish_every - 1 versions behind the learner. So its lag is at most max_lag. Only a group overtaken
-    by later ones can become older; `evict` and `held_back` handle this case. The proof is in docs/staleness.md.
+    by later groups can become older; `evict` and `held_back` handle this case. The proof is in docs/staleness.md.
     """
 
     def __init__(self, config: StalenessConfig, groups_per_step: int, updates_per_step: int = 1) -> None:
@@ -156,7 +156,7 @@ class StalenessContract:
         self.groups_per_step = groups_per_step
         self.updates_per_step = updates_per_step
         self.actor_lag = config.actor_lag_for(updates_per_step)
-        """A: maximum number of versions that weights are behind the published ones when a leased request starts."""
+        """A: maximum number of versions by which weights lag the published weights when a leased request starts."""
         if config.max_lag != "unbounded" and config.max_lag < self.least:
             fresh = self.least - (updates_per_step - 1)
             raise ValueError(
@@ -191,7 +191,7 @@ class StalenessContract:
         return room // self.updates_per_step * self.groups_per_step
 
     def admit(self, outstanding: int, *, version: int, published: int, allowed: int | None = None) -> str:
-        """Return why another group may not start; '' if it may.
+        """Return why another group may not start; '' if another group may start.
 
         There are two checks. The capacity assumes that weights are published when due. The second check accounts for
         late publication: the group would enter the step after all outstanding groups, with tokens as old as
@@ -202,7 +202,7 @@ class StalenessContract:
             outstanding: groups in flight, waiting, or drawn for an unfinished step.
             version: version of the learner after its finished steps.
             published: the newest published version, or its `effective_version` if it was abandoned.
-            allowed: the lag that the learner allows for new groups (`leeway.learner.lag_control`); None: `max_lag`.
+            allowed: lag that the learner allows for new groups (`leeway.learner.lag_control`); None uses `max_lag`.
         """
         bound = self.admitted_lag(allowed)
         if outstanding >= self.capacity(allowed):
@@ -220,7 +220,7 @@ class StalenessContract:
     # --- use --------------------------------------------------------------------------------------
 
     def select(self, groups: Iterable[tuple[int, T]], version: int) -> list[T]:
-        """Return the groups, given with their oldest token's version, that the step beginning at `version` may use."""
+        """Return the groups that the step beginning at `version` may use; a group comes with its oldest version."""
         return [group for oldest, group in groups if self.usable(oldest, version)]
 
     def evict(self, oldest_first: Iterable[tuple[int, T]], version: int) -> Iterator[T]:
@@ -254,9 +254,9 @@ class StalenessContract:
         return bound is None or version + self.updates_per_step - 1 - oldest <= bound
 
     def steps_left(self, oldest: int, version: int) -> int | None:
-        """Return how many steps after the one beginning at `version` may use the group, assuming no skipped updates.
+        """Return how many steps after the step beginning at `version` may use the group, if no update is skipped.
 
-        The result is negative if the step beginning at `version` cannot use it either, and None without a bound.
+        The result is negative if the step beginning at `version` cannot use the group, and None without a bound.
         """
         bound = self.bound()
         if bound is None:
@@ -280,9 +280,9 @@ class StalenessContract:
 
         Args:
             served: the version that the engine samples with now.
-            newest: the newest published version received; at least the one sent with the lease.
-            min_version: minimum version of the lease. If it is above `newest`, its incarnation has been abandoned, and
-                the newest weights are sufficient.
+            newest: the newest published version received; at least the version sent with the lease.
+            min_version: minimum version of the lease. If it is above `newest`, the incarnation of that version has been
+                abandoned, and the newest weights are sufficient.
         """
         return served.version >= min(min_version, newest.version) and not self.is_behind(served, newest)
 
@@ -300,14 +300,14 @@ class StalenessContract:
 def held_back(chosen: Iterable[int], left: Iterable[int], still_open: Iterable[int], groups_per_step: int) -> list[int]:
     """Return the open groups that a step must wait for, so that no group passes the bound (on_stale = "wait").
 
-    After this step, at most G of the remaining groups are used per step: the i-th of them 1 + i // G steps later. If a
-    group is due before that, each open group that is due no later than it must enter this step and replace a chosen
-    group that is due later. Groups that no step may use any more are ignored.
+    After this step, each step uses at most G of the remaining groups: the i-th group is used 1 + i // G steps later. If
+    a group is due earlier, each open group that is due no later than that group must enter this step and replace a
+    chosen group that is due later. Groups that no step may use any more are ignored.
 
     Args:
         chosen: `steps_left` of the complete groups that the step would use.
-        left: `steps_left` of the complete groups that it would not use.
-        still_open: `steps_left` of the incomplete groups; the result contains indices into it.
+        left: `steps_left` of the complete groups that the step would not use.
+        still_open: `steps_left` of the incomplete groups; the result contains indices into this sequence.
         groups_per_step: G.
     """
     still_open = list(still_open)

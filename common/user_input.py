@@ -1,7 +1,7 @@
 """User input: fields of config keys, objects of user files given as `FILE.py:NAME`, and suggestions for typos.
 
-A user file may import modules beside it: its folder is appended to `sys.path`, at the end, so that its files cannot
-shadow a library. Each file is imported once per process.
+A user file may import modules from its own folder. The folder is appended to the end of `sys.path`, so that these
+modules cannot shadow a library. Each file is imported once per process.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def Knob(default: Any = ..., text: str = "", *, basic: bool = False, fixed: str 
         default: default value; `...` if the key is required.
         text: description, as shown in docs/config.md.
         basic: whether most users set the key.
-        fixed: why a resumed run must not change the key; "" if it may, unlike its section; None: same as its section.
+        fixed: why a resumed run must not change the key; "" permits a change; None uses the reason of the section.
         limits: constraints on the value, passed to `pydantic.Field`.
     """
     return Field(default, description=text, json_schema_extra={"basic": basic, "fixed": fixed}, **limits)
@@ -52,7 +52,7 @@ def is_reference(value: object) -> bool:
 
 
 def split(reference: str) -> tuple[Path, str]:
-    """Split `FILE.py:NAME` into path and name; UserFileError if the file does not exist."""
+    """Split `FILE.py:NAME` into path and name; raise UserFileError if the file does not exist."""
     file, _, name = reference.rpartition(":")
     path = Path(file).expanduser()
     try:
@@ -67,7 +67,7 @@ def split(reference: str) -> tuple[Path, str]:
 def load_object(reference: str) -> object:
     """Import the file of `FILE.py:NAME` and return its object NAME.
 
-    UserFileError if the file does not exist, its import fails, or it does not define the name.
+    Raises UserFileError if the file does not exist, its import fails, or it does not define the name.
     """
     path, name = split(reference)
     module = imported(path)
@@ -78,7 +78,7 @@ def load_object(reference: str) -> object:
 
 
 def imported(path: Path) -> ModuleType:
-    """Import a file, once per process, and return its module; UserFileError if it raises."""
+    """Import a file, once per process, and return its module; raise UserFileError if the import fails."""
     name = "user_" + blake2b(str(path.resolve()).encode(), digest_size=6).hexdigest()
     if name in sys.modules:
         return sys.modules[name]

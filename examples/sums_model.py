@@ -2,11 +2,11 @@
 
 The demo's model learned the right rule first and careless answers later. This model is half trained: about half of its
 greedy answers are right, its errors are diverse, and its samples are right less often. Reinforcement learning must
-improve the task skill itself, which exposes a learner that is unstable at high lag. The questions are reasoning-gym's
+improve the answers themselves, which exposes a learner that is unstable at high lag. The questions are reasoning-gym's
 `basic_arithmetic` with one operator, written as `42+25=`.
 
 Training excludes the held-out eighth, as split by `leeway.actors.tasks.prompts.held_out`.
-Run it once before `leeway train examples/sums.toml`. It takes about a minute on one core.
+Run the script once before `leeway train examples/sums.toml`. The script takes about a minute on one core.
 
     python examples/sums_model.py [FOLDER]
 """

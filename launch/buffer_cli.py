@@ -1,6 +1,6 @@
 """`leeway buffer`: inspect the buffer of an active or ended run.
 
-Exit status: 0 done; 1 the store is unreadable or partly damaged; 2 invalid arguments, or `verify` found faults.
+Exit status: 0: success; 1: the store is unreadable or partly damaged; 2: invalid arguments, or `verify` found faults.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from leeway.launch.run_folder import named_run
 from leeway.launch.text import TextOf, number, printable
 
 FAULTS = 2
-"""Exit status of `verify` if it found faults."""
+"""Exit status of `verify` if the store has faults."""
 GROUPS_HEAD = (
     f"{'group':>8} {'prompt':>8} {'phase':<6} {'reward':>8} {'version':>7} {'uses':>4}  {'tokens':<16} samples"
 )

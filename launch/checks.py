@@ -36,7 +36,7 @@ from leeway.launch.text import gib
 from leeway.learner.decoders import cost_shares, split_layers
 
 _SURE_SHARE = 0.8
-"""Minimum share of the predicted memory that must be free for a run to start. The demo used a larger share."""
+"""Free memory that a run needs to start, as a share of the predicted memory. The demo used more than this share."""
 
 
 @dataclass(frozen=True)
@@ -46,15 +46,15 @@ class Plan:
     config: Config
     folder: RunFolder
     model: ModelFacts | None
-    """None if the model is not downloaded yet."""
+    """Facts of the model; None if it is not downloaded yet."""
     task: TaskFacts
     run_id: str
     lacking: str = ""
-    """Reason why this machine cannot run the config, which is valid and can be dry-run here; empty if it can."""
+    """Reason why this machine cannot run the config; empty if it can. A dry run prints the reason."""
     keys: RunKeys | None = field(default=None, repr=False)
-    """Socket keys of this launch; None if the sockets use no authentication."""
+    """Authentication keys of the sockets of this launch; None if the sockets use no authentication."""
     recorded: RecordedFacts | None = None
-    """The recorded samples to train on; None if actors generate them."""
+    """Facts on the recorded samples to train on; None if actors generate the samples."""
 
     @property
     def service_keys(self) -> ServiceKeys | None:
@@ -76,7 +76,7 @@ class Plan:
 
     @property
     def local_host(self) -> str | None:
-        """Return loopback; None on a cluster, where each process finds the address of its host."""
+        """Return the loopback address; None on a cluster, where each process finds the address of its host."""
         return None if self.is_cluster else LOOPBACK
 
     def facts(self, vocab_size: int) -> RunFacts:
@@ -160,22 +160,22 @@ class Plan:
 def check(config: Config, root: Path, *, resumed: RunIdentity | None = None) -> Plan:
     """Check the config, its files and the model; raise ConfigError with the key, the reason and the fix.
 
-    With `resumed`, the run is resumed in its folder `root`; otherwise it is new, and `root` must not exist.
+    If `resumed` is None, the run is new, and `root` must not exist; else `root` is the folder of the resumed run.
     """
     if resumed is None:
-        if os.path.exists(root):  # False for a name that is too long; Path.exists raises
+        if os.path.exists(root):  # returns False for a name that is too long, while Path.exists raises
             raise ConfigError(already_exists(root))
         check_writable(root, "run.dir")
     with as_config_error():
         config.learner.check(config.algorithm.needs.critic)
-        samplers.build(config.buffer)  # may load a file of the user
+        samplers.build(config.buffer)  # this call may import a file of the user
     _check_steps(config)
     _check_pools(config)
     learner = config.learner
     with as_config_error():
         contract = StalenessContract(config.weight_sync.staleness(), learner.groups_per_step, learner.updates_per_step)
         config.buffer.check_capacity(config.actors.group_size, contract.capacity() + learner.groups_per_step)
-    if config.weight_sync.folder is not None and resumed is None:  # a resumed run finds its own weights there
+    if config.weight_sync.folder is not None and resumed is None:  # a resumed run has weights in its folder
         check_weights_folder(Path(config.weight_sync.folder))
     _check_port(config)
     _check_ray(config)
@@ -200,7 +200,7 @@ def check(config: Config, root: Path, *, resumed: RunIdentity | None = None) -> 
 
 
 def with_limits(plan: Plan) -> Plan:
-    """Return the plan with `lacking` set to the first limit of this process that the run would exceed."""
+    """Return the plan; if the run would exceed a limit of this process, `lacking` describes the first such limit."""
     config, left = plan.config, memory_left()
     if plan.lacking or config.launch.ray_address is not None:
         return plan
@@ -215,7 +215,7 @@ def with_limits(plan: Plan) -> Plan:
 
 
 def _keys(config: Config) -> RunKeys | None:
-    """Return new keys for a run whose services listen on ports; None if they listen on Unix sockets."""
+    """Return new keys for a run whose services listen on ports; None if the services listen on Unix sockets."""
     host, is_cluster = config.launch.host, config.launch.ray_address is not None
     if host is not None and (why := bind_error(host, 0)):
         raise ConfigError(f"launch.host = '{host}' cannot be bound ({why}): set it to an address of this machine")
@@ -223,7 +223,7 @@ def _keys(config: Config) -> RunKeys | None:
 
 
 def check_fetched(plan: Plan, path: Path) -> Plan:
-    """Check a model that was downloaded to `path`, and return the plan with it; raise as `check` does."""
+    """Check a model that was downloaded to `path`, and return the plan with the model; raise as `check` does."""
     config = plan.config.model_copy(update={"model": plan.config.model.pinned(path)})
     model = check_model(config, path, MODEL_KEY)
     task = _check_task(config, path, model)
@@ -362,7 +362,7 @@ def _check_ray(config: Config) -> None:
 
 
 def _check_pools(config: Config) -> None:
-    """Check the names of the pools and the resources that each reserves."""
+    """Check the names of the pools and the resources that each pool reserves."""
     for name in config.pools:
         if not re.fullmatch("[A-Za-z][A-Za-z0-9_-]*", name):
             raise ConfigError(f"[pools.{name}]: start the name with a letter, and use only letters, digits, _ and -")
@@ -375,7 +375,7 @@ def _check_pools(config: Config) -> None:
                 f"{section}.gpus = {actors.gpus:g}: set gpus to {actors.tensor_parallel_size}"
             )
         if actors.engine_args:
-            from leeway.actors.engine_setup import check_engine_args  # only if needed: it reads vLLM's source
+            from leeway.actors.engine_setup import check_engine_args  # imported only if needed: reads vLLM's source
 
             with as_config_error(f"{section}."):
                 check_engine_args(actors.engine_args, on_cpu=not actors.gpus)

@@ -1,7 +1,7 @@
-"""The `leeway` command and its subcommands. Each imports its modules when it runs, so that `--help` is fast.
+"""The `leeway` command and its subcommands. Each subcommand imports its modules when it runs, so `--help` is fast.
 
-Exit status: 0 done; 1 the run failed; 2 the input is invalid, and nothing was started; 130 interrupted. A `ConfigError`
-that a subcommand raises ends the command with status 2.
+Exit status: 0: success; 1: the run failed; 2: the input is invalid, and nothing was started; 130: interrupted. If a
+subcommand raises `ConfigError`, the command ends with status 2.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import sys
 
 from leeway.launch.errors import ConfigError, ExitStatus, hiding_module, open_streams, print_error, report_failure
 
-if hidden := hiding_module(names={*sys.stdlib_module_names, "typer"}):  # before any import that a file may hide
+if hidden := hiding_module(names={*sys.stdlib_module_names, "typer"}):  # before imports that a file may shadow
     sys.exit(print_error(hidden, ExitStatus.WRONG_INPUT))
 
 import json
@@ -42,14 +42,14 @@ RAY_ENVIRONMENT = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     # with Ray's default of 15, startup on a busy machine takes minutes
     "RAY_worker_niceness": "0",
-    # by default Ray starts one worker per core in advance, which no role uses: each starts its own worker
+    # by default, Ray starts one worker per core in advance; the processes of a run do not use these workers
     "RAY_prestart_worker_first_driver": "0",
 }
-"""Environment variables that must be set before Ray is imported, because Ray reads them then."""
+"""Environment variables that must be set before Ray is imported, because the import reads them."""
 SCALE_TIMEOUT_S = 30.0
-"""Seconds to wait for the launcher, which answers only after a running evaluation or export."""
+"""Seconds that `scale` waits for an answer; a launcher that evaluates or exports answers only afterwards."""
 MAX_COUNT = 1024
-"""Maximum pool size that `scale` accepts; a larger count is a typing error, because each actor runs an engine."""
+"""Maximum pool size that `scale` accepts; a larger count is probably a typing error: each actor runs an engine."""
 LAZY_VERBS = {
     "buffer": ("leeway.launch.buffer_cli:app", "Inspect, verify or export the buffer of a run."),
     "profile": ("leeway.planning.verbs:app", "Measure the costs of a run on this machine."),
@@ -58,7 +58,7 @@ LAZY_VERBS = {
 """Subcommand -> its app, which is imported on use, and its line in `leeway --help`."""
 READ_PLAN = "leeway.planning.plans:read_plan"
 READ_CONFIGS = ("train", "resume", "check-reward", "profile", "plan")
-"""Subcommands whose child processes import modules from the current folder first."""
+"""Subcommands whose child processes search the current folder first when they import modules."""
 
 
 class Verbs(TyperGroup):
@@ -109,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _sentence(error: typer.TyperException) -> str:
-    """Return the error in the arguments and the `--help` command that explains them."""
+    """Return the message of an argument error, with the `--help` command that explains the arguments."""
     text = error.format_message().replace("Value error, ", "").strip()
     context = getattr(error, "ctx", None)
     end = "" if text.endswith((".", "?")) else "."
@@ -147,7 +147,7 @@ def train(
     """Train a model with the settings in CONFIG.
 
     Any key can be overridden after CONFIG: --learner.num_steps 20. The first Ctrl-C finishes the step, writes a
-    checkpoint and ends the run; the second ends it immediately.
+    checkpoint and ends the run; the second Ctrl-C ends the run immediately.
     """
     from leeway.common.process import gc_disabled
 
@@ -174,7 +174,7 @@ def train(
 def resume(context: typer.Context, run: RunPath, dry_run: DryRun = False) -> int:
     """Resume a run from its latest checkpoint.
 
-    Samples that its buffer acknowledged are kept. Keys that may change can be overridden: --learner.num_steps 200.
+    Samples that the buffer acknowledged are kept. Keys that may change can be overridden: --learner.num_steps 200.
     """
     from leeway.launch.checks import with_limits
     from leeway.launch.resume import resume
@@ -243,14 +243,14 @@ def export(
     return ExitStatus.OK
 
 
-# --- views of a run, running or ended; they do not import torch ------------------------------------------
+# --- views of an active or ended run; these subcommands do not import torch ------------------------------------
 
 
 @app.command()
 def status(run: NewestRun = None, as_json: Json = False) -> int:
     """Print the status of a run.
 
-    Exit status: 0 if it is running or done; 1 if it failed, was stopped, or its launcher has exited; 2 if not found.
+    Exit status: 0 if the run is active or done; 1 if it failed, was stopped or lost its launcher; 2 if not found.
     """
     import msgspec
 
@@ -317,8 +317,8 @@ def top(
 ) -> int:
     """Show a live view of a run.
 
-    The view has rates, lags, waits, the ledger and the last events. It reads only files, so it works after the run too.
-    Press q to quit.
+    The view has rates, lags, waits, the ledger and the last events. The command reads only files, so it also works
+    after the run. Press q to quit.
     """
     from rich.console import Console
 
@@ -337,7 +337,7 @@ def top(
         try:
             latest = view_run(folder)
             note = latest.resuming
-        except StatusError:  # for example, the folder is being removed; keep the last status
+        except StatusError:  # for example, the folder was removed; the view keeps the last status
             note = "can no longer be read"
         return View(latest.status, latest.now_s, gone=latest.gone, note=note)
 
@@ -388,14 +388,14 @@ def doctor(
 ) -> int:
     """Check this machine's environment.
 
-    The checks cover versions, GPUs, disk, memory, ports, Ray, W&B and leftover processes of runs. They change nothing,
-    print fixes, and take up to half a minute, or two minutes with CUDA. Exit status: 1 if there is a problem.
+    The checks cover versions, GPUs, disk, memory, ports, Ray, W&B and leftover processes of runs. The checks change
+    nothing, print fixes, and take up to half a minute, or two minutes with CUDA. Exit status: 1 if a problem is found.
     """
     from leeway.launch.doctor import run_checks, show
     from leeway.launch.text import progress_line
 
     with progress_line() as progress:
-        progress("checking this machine; importing vLLM alone takes ten seconds", None)
+        progress("checking this machine; the import of vLLM takes ten seconds", None)
         results = run_checks(config, context.args)
     return ExitStatus.FAILED if show(results, as_json=as_json) else ExitStatus.OK
 

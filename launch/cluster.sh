@@ -8,16 +8,23 @@
 #   launch/cluster.sh down                               end the runs with a checkpoint, then end the processes that
 #                                                        `up` started on every host, and no other processes
 #
-# HOSTS, or --hosts FILE, or $LEEWAY_HOSTS, is a file with a line per host, `HOST [POOL[,POOL...] [ADDRESS]]`; the first
-# is the head. Later calls reuse it until `down`. Without HOSTS, the cluster is this machine alone, on loopback.
+# HOSTS, --hosts FILE or $LEEWAY_HOSTS names a file with one line per host, `HOST [POOL[,POOL...] [ADDRESS]]`. The first
+# host is the head. Later calls use the same file until `down`. Without a file, the cluster is only this machine, and
+# Ray listens on loopback.
 #
-# Environment: LEEWAY_SSH, called as $LEEWAY_SSH HOST COMMAND
-# (ssh -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=15 -o ServerAliveCountMax=8);
-# LEEWAY_DIR (this checkout), the checkout on every host; LEEWAY_RAY_PORT (6379); LEEWAY_WORKER_PORTS (20002-20999);
-# LEEWAY_CPUS (as detected by Ray); LEEWAY_STATE, your folder on a local disk of each host (~/.cache/leeway here,
-# /tmp/leeway-UID on the hosts); LEEWAY_LIMIT_S (60), timeout of each command on a host; LEEWAY_END_S (720), time that
-# `down` waits for runs; LEEWAY_SHARE_HOSTS=1, to start beside another Ray. Ray's token authentication is always on; the
-# token is read from $RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token.
+# Environment variables, with their defaults in parentheses:
+#   LEEWAY_SSH            remote shell, called as $LEEWAY_SSH HOST COMMAND
+#                         (ssh -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=15 -o ServerAliveCountMax=8)
+#   LEEWAY_DIR            checkout of Leeway on every host (the path of this checkout)
+#   LEEWAY_RAY_PORT       port of Ray on the head (6379)
+#   LEEWAY_WORKER_PORTS   ports of Ray's workers (20002-20999)
+#   LEEWAY_CPUS           number of CPUs per host (the number that Ray detects)
+#   LEEWAY_STATE          your folder on a local disk (~/.cache/leeway on this machine, /tmp/leeway-UID on the hosts)
+#   LEEWAY_LIMIT_S        timeout of each command on a host, in seconds (60)
+#   LEEWAY_END_S          seconds that `down` waits for runs to end (720)
+#   LEEWAY_SHARE_HOSTS    1 allows `up` on hosts where another Ray runs
+#
+# Ray's token authentication is always on. The token is read from $RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token.
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -46,13 +53,13 @@ up() {
   [ ${#missing[@]} -eq 0 ] || start "${missing[@]}"
   nodes=$(on_head nodes) || fail "$nodes"
   for i in "${!hosts[@]}"; do
-    is_in_cluster "$i" || fail "$(label "$i") has started Ray but is not in the cluster; see $log there"
+    is_in_cluster "$i" || fail "$(label "$i") has started Ray but is not in the cluster; see $log on that host"
     print_host "$i" "up$(in_array "$i" "${missing[@]}" || echo ' already')${pools[$i]:+, in ${pools[$i]}}"
   done
   echo "Ray is up at ${addresses[0]}:$port"
 }
 
-# Start Ray on these hosts, the head first. If one fails, stop all of them again.
+# Start Ray on these hosts, the head first. If Ray fails on one host, stop Ray on all of these hosts again.
 start() {
   local failed=0
   if [ "$1" = 0 ]; then
@@ -64,7 +71,7 @@ start() {
   [ "$failed" = 1 ] || return 0
   each_host stop "$@"
   [ "$1" != 0 ] || delete_saved_hosts
-  fail "Ray was stopped again on the hosts of this call; fix the error above and repeat it"
+  fail "Ray was stopped again on the hosts of this call; fix the error above and repeat the call"
 }
 
 start_together() {
@@ -88,7 +95,7 @@ resume() {
   leeway resume "${config%/config.toml}" "${@:2}"
 }
 
-# Run `leeway ...` on the head until it ends.
+# Run `leeway ...` on the head until the command ends.
 leeway() {
   local command child code id
   id=$(uname -n).$$
@@ -99,18 +106,18 @@ leeway() {
     rm -rf "$work"
     exec bash -c "$command"
   fi
-  # With a remote terminal, the live view and Ctrl-C work as on the head; otherwise signals are forwarded.
+  # With a terminal, ssh -t makes the live view and Ctrl-C work. Without a terminal, the trap below forwards signals.
   if [ -z "${LEEWAY_SSH:-}" ] && [ -t 0 ] && [ -t 1 ]; then ssh+=(-t); fi
   (trap '' USR1 USR2 && exec "${ssh[@]}" "${hosts[0]}" "$command") <&0 &
   child=$!
-  # shellcheck disable=SC2064 # the current id
+  # shellcheck disable=SC2064 # expand the id now
   trap "on_head interrupt $(printf %q "$id") >/dev/null || true" INT TERM USR1 USR2
   while :; do  # a signal ends `wait`, but not the command
     code=0
     wait "$child" || code=$?
     kill -0 "$child" 2>/dev/null || break
   done
-  [ "$code" != 255 ] || fail "lost the connection to $(label 0); the run may still run there: check its folder"
+  [ "$code" != 255 ] || fail "lost the connection to $(label 0); the run may still be active on that host: check its folder"
   exit "$code"
 }
 
@@ -135,7 +142,7 @@ down() {
   [ $# -eq 0 ] || usage
   local i line failed=0
   load_hosts
-  # the runs end before Ray stops, so that they can finish their step; if the head cannot be reached, `stop` reports it
+  # the runs end before Ray stops, so that they can finish their step; if the head is unreachable, `stop` below reports the error
   limit_s=$((end_s + 30)) on_host 0 end-runs "$end_s" </dev/null 2>/dev/null |
     while IFS= read -r line; do print_host 0 "$line"; done || true
   each_host stop "${!hosts[@]}"
@@ -143,7 +150,7 @@ down() {
     if [ "${codes[$i]}" = 0 ]; then print_host "$i" "down"; else failed=1 && report_failure "$i"; fi
   done
   delete_saved_hosts
-  [ "$failed" = 0 ] || fail "its Ray may still run there; run '$0 --hosts FILE down' again when it can be reached"
+  [ "$failed" = 0 ] || fail "Ray may still run on the hosts above; run '$0 --hosts FILE down' again when they can be reached"
 }
 
 verb=

@@ -1,4 +1,4 @@
-"""The config of a run: sections, each owned by the package that reads it, loaded from TOML and overrides.
+"""The config of a run, loaded from TOML and overrides. Each section is defined by the package that reads it.
 
 Paths of models, data and rewards in a TOML file are relative to that file. Paths on the command line and paths that a
 run writes to are relative to the current directory.
@@ -76,7 +76,7 @@ class ModelConfig(_Section):
     def _check_one_reference(self) -> ModelConfig:
         if self.teachers and self.reference_path is not None:
             raise ValueError(
-                "model.reference_path scores every prompt, but each of model.teachers only its own: set one of the two"
+                "model.reference_path scores all prompts, but each teacher scores only its own: set one of the two keys"
             )
         return self
 
@@ -89,12 +89,12 @@ class ModelConfig(_Section):
 
     @property
     def folder(self) -> Path | None:
-        """Return the model's folder; None for a Hub model: only its path is relative after `load_config`."""
+        """Return the folder of the model; None for a Hub model, whose `path` stays relative in `load_config`."""
         return Path(self.path) if os.path.isabs(self.path) else None
 
     @property
     def on_hub(self) -> tuple[str, str]:
-        """Return the name and the revision on the Hub; valid if `folder` is None."""
+        """Return the name and the revision of a Hub model; valid only if `folder` is None."""
         name, _, revision = self.path.partition("@")
         return name, revision or "main"
 
@@ -131,19 +131,19 @@ class PoolConfig(_Section):
 
 ENGINE_KEYS = PoolConfig.model_fields.keys() - {"role", "count", "cpus", "gpus"}
 POOL_OVERRIDES = ("cpus", "gpus", *sorted(ENGINE_KEYS))
-"""Keys of `[actors]` that a pool can override; the first two also override those of `[learner]`."""
+"""Keys of `[actors]` that a pool can override; cpus and gpus also override the keys of `[learner]`."""
 
 
 SET_BY_LEEWAY = {
     **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "set actors.cpus and learner.cpus instead"),
-    "CUDA_VISIBLE_DEVICES": "Ray gives each worker the GPUs that it reserves; export it before you start leeway",
+    "CUDA_VISIBLE_DEVICES": "Ray gives each worker the GPUs that it reserves; export the variable before leeway starts",
     "VLLM_RPC_BASE_PATH": "each engine uses its own folder for its sockets",
     "VLLM_WORKER_MULTIPROC_METHOD": "a forked worker would outlive its actor",
 }
 """Environment variables that `launch.env` cannot set -> the reason."""
 
 Action = Literal["warn", "quarantine", "stop"]
-"""Action of an alert: only log it, quarantine the actor too, or stop the run."""
+"""Action of an alert: only log the alert, also quarantine the actor, or stop the run."""
 
 
 class LaunchConfig(_Section):
@@ -210,11 +210,11 @@ class Config(_Section):
 
 MODEL_KEY = "model.path"
 PATH_KEYS = (MODEL_KEY, "model.reference_path", "task.path", "task.heldout_path", "buffer.source")
-WRITTEN_KEYS = ("weight_sync.folder",)  # also used by processes on other hosts
+WRITTEN_KEYS = ("weight_sync.folder",)  # folders that the run writes to
 REWARDS_KEY = "task.rewards"  # a list of FILE.py:FUNCTION
-NAMED_KEYS = ("algorithm.type", "algorithm.baseline", "buffer.sampler", "buffer.replay_sampler")  # may be FILE.py:NAME
+NAMED_KEYS = ("algorithm.type", "algorithm.baseline", "buffer.sampler", "buffer.replay_sampler")  # accept FILE.py:NAME
 REWARD_MODELS_KEY = "task.reward_models"  # tables by name; the table of a classifier has a path
-TEACHERS_KEY = "model.teachers"  # paths by name; a name may be any text
+TEACHERS_KEY = "model.teachers"  # paths by name of the teacher, which may be any text
 HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*(@\S+)?")
 Tree = dict[str, Any]
 
@@ -227,7 +227,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     for key, text in _pairs(overrides):
         patch = _value(key, text)
         if not isinstance(patch, str) and _is_text(key):
-            patch = text  # as typed, even if it looks like a number or a date
+            patch = text  # keep the typed text, even if it looks like a number or a date
         for part in reversed(key.split(".")):
             patch = {part: patch}
         _check_values(patch, "--")
@@ -240,12 +240,12 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def knob_metadata(field: FieldInfo, name: Literal["basic", "fixed"]) -> Any:  # noqa: ANN401 -- as in `Knob`
-    """Return the `basic` or `fixed` argument that `Knob` stored in a field; None if there is none."""
+    """Return the `basic` or `fixed` argument that `Knob` stored in a field; None if `Knob` got no such argument."""
     return field.json_schema_extra.get(name) if isinstance(field.json_schema_extra, dict) else None
 
 
 def fixed_because(key: str) -> str:
-    """Return why a resumed run must not change `section` or `section.key`; "" if it may."""
+    """Return why a resumed run must not change `section` or `section.key`; "" if the run may change it."""
     section, _, name = key.partition(".")
     info = Config.model_fields[section]
     owners = (base for model in models_of(info.annotation) for base in model.__mro__ if issubclass(base, BaseModel))
@@ -255,7 +255,7 @@ def fixed_because(key: str) -> str:
 
 
 def unknown_keys(path: Path) -> list[str]:
-    """Return the dotted keys of a TOML file that this version does not know; raise ConfigError if unreadable."""
+    """Return the dotted keys of a TOML file that this version lacks; raise ConfigError if the file is unreadable."""
     try:
         Config.model_validate(_read(path))
     except ValidationError as error:
@@ -268,7 +268,7 @@ def to_toml(config: Config) -> str:
     lines: list[str] = []
     tree = config.model_dump(mode="json")
     if any(pool.role == "actors" for pool in config.pools.values()):
-        del tree["actors"]["num_actors"]  # the pools set it
+        del tree["actors"]["num_actors"]  # the pools set this number
     for section, values in tree.items():
         tables = {f"pools.{name}": pool for name, pool in values.items()} if section == "pools" else {section: values}
         for name, table in tables.items():
@@ -304,7 +304,7 @@ def _read(path: Path) -> Tree:
         raise ConfigError(
             f"{path}: is not UTF-8 text ({error.reason} at byte {error.start}); save it as UTF-8"
         ) from None
-    except (ValueError, RecursionError) as error:  # also for very long numbers and deep nesting
+    except (ValueError, RecursionError) as error:  # raised also for very long numbers and deep nesting
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
 
 
@@ -378,7 +378,7 @@ def _resolve_paths(tree: Tree, base: Path, where: str) -> None:
                     table[key] = _resolve_reward(value, base)
             elif dotted != REWARDS_KEY and isinstance(value, str):
                 found = _absolute(value, current_folder() if dotted in WRITTEN_KEYS else base)
-                # ORG/NAME is a path, perhaps misspelt, if a folder ORG exists
+                # if a folder ORG exists, ORG/NAME is a path, which may be misspelt
                 is_of_hub = dotted == MODEL_KEY and HUB_NAME.fullmatch(value) and not os.path.exists(Path(found).parent)
                 table[key] = value if is_of_hub else found
         except (OSError, RuntimeError) as error:  # the name is too long, or ~USER does not exist

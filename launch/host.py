@@ -27,7 +27,7 @@ from leeway.launch.errors import ConfigError, hiding_module
 OBJECT_STORE_BYTES = 80 * 2**20
 """Size of Ray's object store, near Ray's minimum: only control messages pass through Ray."""
 _REST_THREADS, _WORKER_THREADS = 240, 65
-"""Number of threads of Ray, services and launcher together, and per engine or stage; 370 in total on two cores."""
+"""Threads of Ray, services and launcher together, and threads of each engine or stage; 370 in total on two cores."""
 CONNECT_S = 3.0
 _QUIET_S = 3600.0
 WANDB_HOST = "https://api.wandb.ai"
@@ -51,7 +51,7 @@ def private_files() -> Iterator[None]:
 
 def configure_logging(file: Path | None = None) -> None:
     """Send the log records of this process to a file, or to standard error."""
-    # otherwise each line that fails on a full disk prints a traceback
+    # by default, each log line that cannot be written to a full disk prints a traceback
     logging.raiseExceptions = False
     handler = logging.FileHandler(file) if file is not None else logging.StreamHandler(sys.stderr)
     logging.basicConfig(
@@ -60,7 +60,7 @@ def configure_logging(file: Path | None = None) -> None:
 
 
 class FoundProcess(NamedTuple):
-    """Process whose standard output is the log file of a role."""
+    """Process of a run, found because its standard output is a log file in a run folder."""
 
     run: Path
     """Run folder, with links resolved by the system."""
@@ -71,22 +71,22 @@ class FoundProcess(NamedTuple):
 def role_processes() -> Iterator[FoundProcess]:
     """Yield the role processes of all runs on this machine that this user can see.
 
-    Skip this process and its parents, because a parent shell may also write to such a log.
+    Skip this process and its parents, because the output of a parent shell may also go to a log file.
     """
     own = {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}
     for process in psutil.process_iter():
         try:
             output = Path(os.readlink(f"/proc/{process.pid}/fd/1"))
-        except OSError:  # it has exited, or belongs to another user
+        except OSError:  # the process has exited, or belongs to another user
             continue
         if output.parent.name == "logs" and _ROLE_LOG.fullmatch(output.name) and process.pid not in own:
             yield FoundProcess(output.parent.parent, output.stem, process)
 
 
 def leeway_command(*arguments: str, first: str = "pass") -> list[str]:
-    """Return the command line of this `leeway`, independent of the current folder and of installed packages.
+    """Return a command line that runs this copy of `leeway`, whatever the current folder and installed packages are.
 
-    `first` is a Python statement that its process runs first.
+    `first` is a Python statement that the new process runs before `leeway`.
     """
     begin = (
         "import sys; sys.path.insert(0, sys.argv[1]); from leeway.launch.cli import main; sys.exit(main(sys.argv[2:]))"
@@ -96,21 +96,21 @@ def leeway_command(*arguments: str, first: str = "pass") -> list[str]:
 
 
 def check_folder() -> None:
-    """Raise ConfigError if a file hides a module: Ray workers import from the folder of the command first."""
+    """Raise ConfigError if a file of the current folder hides a module: Ray workers search this folder first."""
     if hidden := hiding_module(os.getcwd()):
         raise ConfigError(hidden)
 
 
 def sessions_folder() -> Path:
-    """Return the folder of Ray's sessions. Its parent is private, because Ray lets all users access its own folders.
+    """Return the folder of Ray's sessions. The parent is private, because Ray lets all users access its own folders.
 
-    Its path is short, because the length of a socket path is limited; RAY_TMPDIR overrides it.
+    The path is short, because the length of a socket path is limited; RAY_TMPDIR replaces /tmp.
     """
     return Path(os.environ.get("RAY_TMPDIR") or "/tmp") / f"leeway-{os.geteuid()}-ray" / "r"
 
 
 def make_sessions_folder() -> Path:
-    """Create the sessions folder and remove sessions of killed launchers; raise OSError if it is not private."""
+    """Create the sessions folder; remove sessions of killed launchers; raise OSError if the folder is not private."""
     folder = sessions_folder()
     _make_private(folder.parent)
     for session in folder.glob("session_*_*"):  # the name ends with the pid of the process that started Ray
@@ -164,7 +164,7 @@ def ensure_home(environment: MutableMapping[str, str] = os.environ) -> None:
 
 
 def low_limits(num_workers: int = 2) -> str:
-    """Return the limit that a run with `num_workers` engines and stages would exceed, and the fix; else ""."""
+    """Return the limit that a run with `num_workers` engines and stages would exceed, and the fix; "" if none."""
     largest, most = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_FSIZE, resource.RLIMIT_NPROC))
     if 0 <= largest < OBJECT_STORE_BYTES:
         text = f"files are limited to {largest:,} bytes (ulimit -f); Ray's object store needs {OBJECT_STORE_BYTES:,}"
@@ -172,7 +172,7 @@ def low_limits(num_workers: int = 2) -> str:
     required = _REST_THREADS + num_workers * _WORKER_THREADS
     groups = cgroup_values("pids", ("pids.max", "pids.current"))
     rooms = [(limit - taken, f"the limit of {limit} (pids.max of {folder})") for folder, (limit, taken) in groups]
-    if most >= 0 and os.geteuid() != 0:  # root is exempt
+    if most >= 0 and os.geteuid() != 0:  # the limit does not apply to root
         each = [process.info for process in psutil.process_iter(["uids", "num_threads"])]
         mine = sum(info["num_threads"] or 0 for info in each if info["uids"] and info["uids"].real == os.getuid())
         rooms.append((most - mine, f"the limit of {most} (ulimit -u)"))
@@ -184,7 +184,7 @@ def low_limits(num_workers: int = 2) -> str:
 
 
 def current_folder() -> Path:
-    """Return the current folder by the shell's path, with its links unresolved."""
+    """Return the current folder as the shell's path (PWD), with its links unresolved."""
     logical = Path(os.environ.get("PWD", "."))
     return logical if logical.is_absolute() and logical.is_dir() and logical.samefile(".") else Path.cwd()
 
@@ -198,8 +198,8 @@ def nearest_existing(folder: Path) -> Path:
 
 
 def _is_quiet(session: Path) -> bool:
-    """Return whether a session was idle for an hour: containers may share it without seeing each other's processes."""
-    with contextlib.suppress(FileNotFoundError):  # a file vanished: the session is in use, or being removed
+    """Return whether a session was idle for an hour; its processes may be invisible, in another container."""
+    with contextlib.suppress(FileNotFoundError):  # a file was removed: the session is in use, or being removed
         return time.time() - max(file.lstat().st_mtime for file in (session, *session.glob("logs/*"))) > _QUIET_S
     return False
 
@@ -215,7 +215,7 @@ def is_reachable(address: str, limit_s: float = CONNECT_S) -> bool:
 
 
 def bind_error(host: str, port: int) -> str:
-    """Return why HOST:PORT cannot be bound, or ""."""
+    """Return why HOST:PORT cannot be bound; "" if it can be bound."""
     try:
         address = address_of(host)
         with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:

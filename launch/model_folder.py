@@ -27,13 +27,13 @@ for source in sources:
     try:
         print(snapshot_download(name, revision=revision, local_files_only=source == "cache"))
         break
-    except Exception as error:  # the client raises many types; each means that there is no model
+    except Exception as error:  # the client raises many types; each means that the model is unavailable
         reason = f"{type(error).__name__}: {error}"
 else:
     print(reason)
     sys.exit(1)
 """
-"""Program of the download, run in its own process because signals do not end the threads of the Hub's client."""
+"""Program that downloads a model, run in its own process because signals do not end the threads of the Hub's client."""
 
 
 STARTED_NOTE = (
@@ -43,9 +43,9 @@ STARTED_NOTE = (
 
 
 def fetch_model(model: ModelConfig, *, was_here: bool = False) -> Path:
-    """Return the model's folder, after downloading a Hub model; raise ConfigError with the reason and the fix.
+    """Return the folder of the model, and download a Hub model first; raise ConfigError with the reason and the fix.
 
-    With `was_here`, try the cache first: without a network the Hub's client retries for half a minute.
+    With `was_here`, try the local cache first: without a network, the Hub's client retries for half a minute.
     """
     if model.folder is not None:
         return model.folder
@@ -63,9 +63,9 @@ def fetch_model(model: ModelConfig, *, was_here: bool = False) -> Path:
 def check_model(config: Config, path: Path, key: str) -> ModelFacts:
     """Check that a model folder exists, that stages can load it, and that it fits the config."""
     if key == MODEL_KEY and not path.exists():
-        script = path.with_suffix(".py")  # the examples have such a script
-        fix = "give the folder of a Hugging Face checkpoint, or ORGANISATION/NAME of the Hugging Face Hub; the latter "
-        fix += "requires that no folder ORGANISATION exists"
+        script = path.with_suffix(".py")  # some examples have a script that creates the model
+        fix = "give the folder of a Hugging Face checkpoint, or ORGANISATION/NAME of the Hugging Face Hub; "
+        fix += "for a model on the Hub, no folder ORGANISATION may exist"
         fix = f"run `python {script}` once" if script.is_file() else fix
         raise ConfigError(f"{key}: {path}: no such folder; {fix}")
     with as_config_error(f"{key}: ", ModelFolderError):
@@ -87,7 +87,7 @@ def check_model(config: Config, path: Path, key: str) -> ModelFacts:
 
 def _check_loads(path: Path, key: str, *, is_served: bool) -> tuple[str, ...]:
     """Check that the learner and the engine can load the model; return the unused keys of its config.json."""
-    from transformers import AutoConfig  # imported late, so that earlier errors need not wait for it
+    from transformers import AutoConfig  # imported late, because the import is slow
 
     from leeway.learner.model import check_checkpoint
 
@@ -100,7 +100,7 @@ def _check_loads(path: Path, key: str, *, is_served: bool) -> tuple[str, ...]:
             return unread_keys(model)
     except (ModelFolderError, FileNotFoundError) as error:  # the message names the file
         raise ConfigError(f"{key}: {error}") from None
-    except Exception as error:  # Transformers raises many types for an invalid config.json
+    except Exception as error:  # Transformers raises errors of many types for an invalid config.json
         why = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
         raise ConfigError(f"{key}: {path} cannot be trained: {why}") from None
 
@@ -137,8 +137,8 @@ def model_notes(config: Config, model: ModelFacts | None, task: TaskFacts) -> It
     names = {name for pool in actor_pools(config) for name in pool.config.engine_args.get("hf_overrides", ())}
     if overridden := sorted(names - {"head_dtype"}):
         yield (
-            f"actors.engine_args.hf_overrides sets {', '.join(overridden)} for the engine alone: if that changes the "
-            f"output of the model, set it in the model's {CONFIG_NAME} instead, which the learner also reads"
+            f"actors.engine_args.hf_overrides sets {', '.join(overridden)} only for the engine: if that changes the "
+            f"output of the model, set the keys in the model's {CONFIG_NAME}, which the learner also reads"
         )
     if model.unread_keys:
         yield (
@@ -157,7 +157,7 @@ def model_notes(config: Config, model: ModelFacts | None, task: TaskFacts) -> It
 
 
 def check_frozen(config: Config, model: ModelFacts | None) -> None:
-    """Run `check_model` on the frozen models that score samples, and check that they have the model's vocabulary."""
+    """Run `check_model` on the frozen models that score samples, and compare their vocabulary size with the model's."""
     for key, path in config.model.frozen.items():
         facts = check_model(config, path, key)
         if model is not None and facts.vocab_size != model.vocab_size:
@@ -174,7 +174,7 @@ _MAX_TRIES = 5
 def export(
     folder: RunFolder, out: Path, step: int | None, log: Callable[[str], object]
 ) -> tuple[TrainingProgress, int]:
-    """Write a checkpoint of a run as a Hugging Face folder; without `step`, the newest intact one.
+    """Write a checkpoint of a run as a Hugging Face folder; if `step` is None, the newest intact checkpoint.
 
     `log` receives a line for each damaged checkpoint that is skipped. Raise ConfigError with the fix, or OSError if
     a folder cannot be read or written.
@@ -220,4 +220,4 @@ def _others(folder: RunFolder, step: int | None) -> str:
     others = [str(each) for each in steps_in(folder.checkpoints) if each != step]
     if step is None or not others:
         return "there is no other intact checkpoint"
-    return f"give a step that has one ({', '.join(others)}), such as --step {others[-1]}"
+    return f"give a step that has a checkpoint ({', '.join(others)}), such as --step {others[-1]}"

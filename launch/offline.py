@@ -1,6 +1,6 @@
 """Training on recorded samples: validation of `buffer.source` against the config, and filling of the buffer.
 
-`leeway train CONFIG --from SOURCE` sets the key. Otherwise the run is like any other run; its actors only evaluate.
+`leeway train CONFIG --from SOURCE` sets `buffer.source`. The actors of a run with this key only evaluate.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ def check_offline(config: Config, model: ModelFacts | None, resumed: RunIdentity
     Args:
         config: config of the run.
         model: facts on the model; None if it is not downloaded yet and `check_vocabulary` follows.
-        resumed: identity of a resumed run, which stores its samples, so the source is not reread; None for a new run.
+        resumed: identity of a resumed run, whose buffer has the samples, so the source is not read; None for a new run.
 
     Raises:
-        ConfigError: the samples do not fit the config, or there are none.
+        ConfigError: the samples do not fit the config, or the source has no samples.
     """
     _raise_first(_config_errors(config))
     if config.buffer.source is None:
@@ -76,8 +76,8 @@ def fill_buffer(config: Config, facts: RunFacts, folder: RunFolder, expected: Re
 def num_steps_of(num_groups: int, groups_per_step: int, max_uses: int | str) -> int | None:
     """Return the number of steps for which the groups suffice in any draw order; None if unlimited.
 
-    A step draws G distinct groups. After s steps at most floor(s * G / U) of N are used up, U times each. The next step
-    is guaranteed its G groups while at least G of N remain.
+    A step draws G of N groups, and each group may be drawn U times. After s steps, at most floor(s * G / U) groups are
+    used up. The next step can draw G groups for certain if at least G groups remain.
     """
     if num_groups < groups_per_step:
         return 0
@@ -169,7 +169,7 @@ def _sample_errors(config: Config, found: Survey, path: Path, *, is_recorded: bo
     if needs.groups and (found.num_usable == 0 or (found.single and not is_recorded)):
         yield (
             f"{path}: {found.single or 'every sample with a reward'} is alone in its group, but algorithm.type = "
-            f"'{name}' compares the samples of a group: add another sample to the group, or remove this one"
+            f"'{name}' compares the samples of a group: add another sample to the group, or remove this sample"
         )
 
 

@@ -1,11 +1,11 @@
-"""Worker pools: the workers of a run, the resources that each reserves, and the hosts that it can be placed on.
+"""Worker pools: the workers of a run, the resources that they reserve, and the hosts where they can be placed.
 
     [pools.big]                           a host belongs to this pool if it has the Ray resource pool_big
     role = "actors"
     count = 2
     dtype = "bfloat16"
 
-Without such sections there are two pools, "actors" and "learner", whose workers can be placed on any host.
+Without `[pools.NAME]` there are two pools, "actors" and "learner", whose workers can be placed on any host.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class WorkerPool:
     name: str
     count: int
     bundle: Bundle
-    """Reservation of each worker; empty if it reserves nothing and can be placed on any host."""
+    """Reservation of each worker; empty if a worker reserves nothing and can be placed on any host."""
 
     def describe(self) -> str:
         amounts = ", ".join(f"{kind}: {amount:g}" for kind, amount in self.bundle.items())
@@ -48,7 +48,7 @@ class ActorPool(WorkerPool):
 
 
 def actor_pools(config: Config) -> list[ActorPool]:
-    """Return the actor pools in file order; raise ConfigError if `[actors]` sets another total."""
+    """Return the actor pools in file order; raise ConfigError if `actors.num_actors` is not their total."""
     common = config.actors
     sections = {name: section for name, section in config.pools.items() if section.role == "actors"}
     if not sections:
@@ -64,8 +64,8 @@ def actor_pools(config: Config) -> list[ActorPool]:
     total, num_actors = sum(pool.count for pool in pools), common.num_actors
     if "num_actors" in common.model_fields_set and num_actors != total:
         raise ConfigError(
-            f"actors.num_actors = {num_actors}, but the actor pools have {total} ({', '.join(sections)}): remove it, "
-            "and set the count of each pool"
+            f"actors.num_actors = {num_actors}, but the actor pools have {total} actors ({', '.join(sections)}): "
+            "remove num_actors, and set the count of each pool"
         )
     return pools
 
@@ -76,7 +76,7 @@ def serving_dtypes(config: Config) -> tuple[str, ...]:
 
 
 def stage_pools(config: Config) -> list[WorkerPool]:
-    """Return the learner pools, in the order of their ranks; raise ConfigError if their counts do not add up."""
+    """Return the learner pools in rank order; raise ConfigError if they do not have one worker per rank."""
     learner = config.learner
     num_ranks = learner.num_replicas * learner.num_stages
     sections = {name: section for name, section in config.pools.items() if section.role == "learner"}
@@ -94,13 +94,13 @@ def stage_pools(config: Config) -> list[WorkerPool]:
         held = ", ".join(f"{pool.name} {pool.count}" for pool in pools)
         raise ConfigError(
             f"the learner pools have {total} stages ({held}), but learner.num_replicas * learner.num_stages = "
-            f"{num_ranks}: set counts that add up to that, or leave one count unset"
+            f"{num_ranks}: set counts that add up to this number, or leave one count unset"
         )
     return pools
 
 
 def resource_of(section: str) -> str:
-    """Return the name of the Ray resource of the hosts of `[pools.SECTION]`."""
+    """Return the name of the Ray resource that every host of `[pools.SECTION]` has."""
     return f"pool_{section}"
 
 

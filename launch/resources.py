@@ -1,8 +1,8 @@
 """Estimates of the resources of a run before it starts, and the GPUs of this machine.
 
-`nvidia-smi` lists the GPUs: the launcher must not open one, because a CUDA context takes half a gigabyte.
+The GPUs are listed by `nvidia-smi`, because a CUDA context of the launcher would take half a gigabyte on a GPU.
 
-    check_gpus          errors in GPU settings that follow from the config alone
+    check_gpus          errors in GPU settings that do not depend on the machine
     missing_resources   GPUs and CPUs that the config reserves and this machine lacks
     stage_need          GPU memory that training needs per stage
     MachineNeeds        memory, disk and shared memory of the whole run
@@ -31,18 +31,18 @@ from leeway.launch.text import GIB, gib
 from leeway.learner.checkpoint_files import KEPT_CHECKPOINTS
 from leeway.weight_sync.store import KEPT_VERSIONS
 
-if TYPE_CHECKING:  # it imports torch
+if TYPE_CHECKING:  # the module imports torch
     from leeway.learner.device import MemoryNeed
 
 USABLE_SHARE = 0.95
-"""Limit on the sum of both memory shares on a colocated GPU; the rest is for contexts and libraries."""
+"""Maximum sum of the memory shares of an actor and a stage on one GPU; CUDA contexts and libraries use the rest."""
 SPIKE_BYTES = int(1.5 * GIB)
 """Temporary memory of an engine beyond its share while it loads the new weights of a layer."""
 BFLOAT16_CAPABILITY = 8.0
 MIN_DRIVER = 580
 """Oldest driver for the CUDA 13 wheels, which the pinned torch and vLLM use."""
 SMALL_BUDGET = 1024
-"""Token budget up to which `gpu_notes` warns; it is the default, which suits a CPU."""
+"""Largest token budget for which `gpu_notes` warns; equal to the default budget, which suits a CPU."""
 SMI_LIMIT_S = 10.0
 
 
@@ -134,7 +134,7 @@ def _check_colocated(config: Config) -> None:
 
 
 def colocated_share(config: Config) -> float:
-    """Return the share of a GPU's memory that both workers of `launch.colocate` use together; 0 without it."""
+    """Return the share of GPU memory that actor and stage use together with `launch.colocate`; 0 if it is false."""
     if not config.launch.colocate:
         return 0.0
     return round(config.actors.gpu_memory_share + (config.learner.gpu_memory_share or PART_OF_GPU), 6)
@@ -156,7 +156,7 @@ def _check_stages(pools: Sequence[WorkerPool]) -> None:
 
 
 def missing_resources(config: Config) -> str:
-    """Return an error that names the reserved resources that this machine lacks; "" if it has them, or on a cluster."""
+    """Return an error that names the reserved resources that this machine lacks; "" if none, or on a cluster."""
     if config.launch.ray_address is not None:
         return ""
     import torch
@@ -182,7 +182,7 @@ def missing_resources(config: Config) -> str:
 
 
 def unfit(config: Config, gpus: Sequence[Gpu]) -> str:
-    """Return why one of these GPUs cannot run a worker that might be placed on it; '' if all can."""
+    """Return why one of these GPUs cannot run a worker that Ray may place on it; '' if every GPU can."""
     old = [gpu for gpu in gpus if 0 < gpu.capability < BFLOAT16_CAPABILITY]
     if old and (key := _bfloat16_key(config)):
         return (
@@ -266,7 +266,7 @@ def describe_gpus(config: Config) -> list[str]:
 
 
 def gpu_notes(config: Config) -> Iterator[str]:
-    """Yield warnings on stages and engines that possibly exceed a GPU of this machine, and on slow stage settings."""
+    """Yield warnings on stages and engines that may not fit the memory of a GPU, and on slow settings of stages."""
     gpus = list_gpus() if config.launch.ray_address is None else []
     if (need := stage_need(config)) is not None and (small := too_small(config, need, gpus)):
         yield small
@@ -304,28 +304,28 @@ def _gpus_of_stages(config: Config) -> float:
 # --- memory, disk and shared memory -----------------------------------------------------------------
 
 _BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-# Measured with the demo (PSS): engine with actor 1.3 GiB, stage 0.4 GiB, the rest 1.0 GiB on one host.
+# Measured with the demo on one host (PSS): engine with actor 1.3 GiB, stage 0.4 GiB, other processes 1.0 GiB.
 ENGINE_BYTES = int(1.3 * GIB)
-"""Host memory of a vLLM engine and its actor on the CPU, without the model; also assumed for one on a GPU."""
+"""Host memory of a vLLM engine and its actor on the CPU, without the model; also assumed for a GPU."""
 STAGE_BYTES = int(0.5 * GIB)
 REST_BYTES = int(1.1 * GIB)
 PROMPT_BYTES = 4
 """Bytes of memory per byte of a prompt file, in each process that loads it."""
 LARGE_BYTES = GIB // 4
-"""The estimate omits the memory of prompts up to this size."""
+"""The estimate omits prompts that take up to this many bytes of memory."""
 TRAINED_BYTES = 16
 """Bytes per trained parameter: float32 weight, gradient and two moments."""
 REFERENCE_BYTES = 4
 CHECKPOINT_BYTES = 12
 """Bytes per parameter of a checkpoint and of its host copy: weight and two moments."""
 HOST_COPIES = 3
-"""Host copies of the published weights in each dtype: two, and a third for deltas."""
+"""Number of host copies of the published weights in each dtype: two, and a third one for deltas."""
 TOKEN_BYTES = 12
 """Bytes per stored token: id, log-probability, reference log-probability."""
 SAMPLE_BYTES = 1536
 """Bytes per stored sample in addition to its tokens, including index entries."""
 BROADCAST_BYTES = 160 * 2**20
-"""Queue from vLLM to the workers of an engine on several GPUs: ten messages of maximum size."""
+"""Size of the queue from vLLM to the workers of an engine on several GPUs: ten messages of maximum size."""
 ANSWERS_BYTES = 240 * 2**20
 NCCL_BYTES = 64 * 2**20
 """Shared memory per rank if its host has several ranks whose GPUs lack peer access."""
@@ -396,7 +396,7 @@ def _sizes(folder: Path | None) -> dict[str, int]:
 
 
 def _num_served(sizes: Mapping[str, int]) -> int:
-    """Return the number of parameters plus those of a tied head, which is published and which two stages hold."""
+    """Return the number of parameters; a tied head counts twice, because it is published and two stages hold it."""
     return sum(sizes.values()) + sum(
         size for name, size in sizes.items() if name.endswith(EMBEDDING_SUFFIX) and HEAD not in sizes
     )
@@ -408,7 +408,7 @@ def _trains_on_cpu(config: Config) -> bool:
 
 
 def _frozen_bytes(config: Config, num_served: int) -> int:
-    """Return the host memory of all stages for the frozen models that score, by default the initial model."""
+    """Return the host memory of all stages for frozen models that score samples, by default the initial model."""
     on_host = _trains_on_cpu(config) or config.learner.reference_offload == "cpu"
     if not config.algorithm.needs.reference or not on_host:
         return 0
@@ -432,7 +432,7 @@ def _queues_bytes(config: Config) -> int:
 
 
 def _buffer_bytes(config: Config) -> int:
-    """Return the maximum size of the buffer: all samples of the run at full length, up to its capacity."""
+    """Return the maximum size of the buffer: all samples of the run at full length, but at most its capacity."""
     learner, buffer = config.learner, config.buffer
     num_samples = learner.num_steps * learner.groups_per_step * config.actors.group_size
     longest = TOKEN_BYTES * config.actors.max_model_tokens + SAMPLE_BYTES

@@ -1,8 +1,8 @@
 """Resume a run in its own folder, and check for changed config keys and file contents.
 
-A killed run resumes like a learner that is restarted during a run: the buffer has every acknowledged sample, the newest
-intact checkpoint has the learner state, and a new incarnation separates both from abandoned work. Without a checkpoint,
-training restarts from the initial model on the batches that the buffer has recorded.
+A killed run resumes as its learner does after a restart. The buffer has every acknowledged sample, and the newest
+intact checkpoint has the learner state. A new incarnation number separates new policy versions from abandoned ones.
+Without a checkpoint, training restarts from the initial model on the batches that the buffer has recorded.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ class History:
     """Seconds that the earlier launches ran."""
     num_redone: int = 0
     changes: str = ""
-    """Changed config keys and contents, as a sentence; empty if there are none."""
+    """Changed config keys and changed contents, as text; empty if nothing changed."""
     digests: Mapping[str, str] = field(default_factory=dict)
     """Current digests, as returned by `contents`."""
 
     @property
     def before(self) -> Accuracy | None:
-        """Return the first evaluation if it is of the untrained model."""
+        """Return the first evaluation if it evaluated the untrained model; None if it did not."""
         first = self.evaluations[0] if self.evaluations else None
         return first if first is not None and first.policy_version == 0 else None
 
     def start(self, step: int) -> str:
-        """Describe the starting point and the changes; `step` is that of the newest checkpoint, 0 if there is none."""
+        """Describe the starting point and the changes; `step` is the step of the newest checkpoint, 0 without one."""
         place = f"the checkpoint of step {step}" if step else "the initial model, because there is no checkpoint"
         return f"{place}; changed: {self.changes}" if self.changes else place
 
@@ -68,7 +68,7 @@ class History:
 
         Raises:
             ConfigError: `run.json` is missing or damaged.
-            ValueError: a line of a file is not JSON.
+            ValueError: a line of metrics.jsonl is not JSON.
         """
         identity = folder.read_identity()
         last_step = max((row["step"] for row in Rows(folder.metrics).read()), default=0)
@@ -90,7 +90,7 @@ class Resumption(NamedTuple):
 
 
 def resume(folder: RunFolder, overrides: Sequence[str], log: Callable[[str], None]) -> Resumption:
-    """Check that a run, claimed by the caller, can be resumed; change nothing yet.
+    """Check that a run can be resumed, without changing it. The caller must hold the lock of the run.
 
     Raise ConfigError with the reason and the fix, or OSError if the folder cannot be read or written.
     """
@@ -126,7 +126,7 @@ _MODEL = f"model: {CONFIG_NAME}"
 
 
 def contents(plan: Plan, model_path: Path | None) -> dict[str, str]:
-    """Return digests of everything that a config refers to: models, user files and their local imports, columns.
+    """Return digests of all that a config refers to: models, user files with their local imports, and task columns.
 
     `model_path` is None if the model is not downloaded. Other files that a reward reads are not covered.
     """
@@ -205,7 +205,7 @@ def _check_unfinished(folder: RunFolder, config: Config) -> None:
 
 
 def _with_overrides(path: Path, overrides: Sequence[str], before: Config) -> Config:
-    """Return the config with overrides; report a changed algorithm before its unknown keys."""
+    """Return the config with overrides; if they change the algorithm, report this change before unknown keys."""
     try:
         return load_config(path, overrides)
     except ConfigError:
@@ -248,7 +248,7 @@ def wait_for_earlier_processes(
 ) -> None:
     """Wait until all processes of an earlier launch exit: two learners, or two buffer services, must not overlap.
 
-    If some are left after `limit_s`, raise ConfigError with the command that ends them.
+    If a process still runs after `limit_s`, raise ConfigError with the command that ends the processes.
     """
     deadline = time.monotonic() + limit_s
     is_logged = False

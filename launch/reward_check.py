@@ -33,13 +33,13 @@ MALFORMED = {
 SLOW_SHARE = 0.25
 """Share of the timeout above which a call counts as slow, because it would time out on a busy machine."""
 NUM_PROBLEMS = 64
-"""Default number of problems; many, because a function may fail on one answer in a hundred."""
+"""Default number of problems; large, because a function may fail on only one answer in a hundred."""
 BUDGET_S = 60.0
-"""Seconds per function unless the number of problems is given; a slow function is tested on fewer problems."""
+"""Time limit per function, in seconds, if --num is not given; a slow function is tested on fewer problems."""
 LOAD_S = 60.0
 """Seconds to load the file of a function, in addition to the timeout of a call."""
 MAX_LOST = 3
-"""Number of calls that end the process of a function before its test stops."""
+"""Number of calls that may end the process of a function; then the test of the function stops."""
 NUM_EXAMPLES = 3
 """Maximum number of distinct failures shown per function."""
 _SHOWN_CHARACTERS = 40
@@ -73,7 +73,7 @@ class Result(NamedTuple):
 def check_rewards(config: Config, num: int | None, given: Sequence[str]) -> ExitStatus:
     """Test the reward functions of a task, print the results and return the exit status of the command.
 
-    Use `num` problems or, if it is None, as many of `NUM_PROBLEMS` as fit in `BUDGET_S`. Also score the `given`
+    Use `num` problems; if `num` is None, as many of `NUM_PROBLEMS` as fit in `BUDGET_S`. Also score the `given`
     completions for each problem. Raise ConfigError if the task or one of its functions cannot be loaded.
     """
     logger = logging.getLogger("leeway.actors.rewards")
@@ -82,7 +82,7 @@ def check_rewards(config: Config, num: int | None, given: Sequence[str]) -> Exit
         limit = num or NUM_PROBLEMS
         problems = task.train[:: max(1, len(task.train) // limit)][:limit]
         check = RewardCheck(problems, config.actors.reward_timeout_s, config.task.correct_at, None if num else BUDGET_S)
-        logger.setLevel(logging.CRITICAL)  # the results contain the same messages
+        logger.setLevel(logging.CRITICAL)  # the results contain the messages of this logger
         try:
             with progress_line() as progress:
                 for function in task.rewards:
@@ -106,13 +106,13 @@ class RewardCheck:
     timeout_s: float
     correct_at: float
     budget_s: float | None = None
-    """Seconds per function; None: unlimited."""
+    """Time limit per function, in seconds; None means no limit."""
     results: list[Result] = field(default_factory=list)
     cut: dict[str, str] = field(default_factory=dict)
     """Function -> sentence with the reason why its test stopped early."""
 
     async def run(self, function: RewardFunction, given: Sequence[str], progress: Callable[[str, float], None]) -> None:
-        """Score all completions with one function, one at a time; raise TaskError if it cannot be loaded."""
+        """Score all completions with one function, one at a time; raise TaskError if the function cannot be loaded."""
         numbers = range(len(self.problems))
         texts = [(number, each) for number in numbers for each in self._completions(number, function, given)]
         started_s, num_lost = time.perf_counter(), 0
@@ -141,7 +141,7 @@ class RewardCheck:
     async def _scorer(self, function: RewardFunction) -> Scorer:
         limits = ScorerLimits(1, self.timeout_s, start_timeout_s=LOAD_S + self.timeout_s)
         scorer = Scorer([function], limits, retries=0)
-        await scorer.start()  # now, so that the first call is not slower
+        await scorer.start()  # start now, so that the first call is not slower
         return scorer
 
     def _completions(self, number: int, function: RewardFunction, given: Sequence[str]) -> Iterator[Completion]:

@@ -29,11 +29,11 @@ WEIGHTS_CLAIM = "RUN"
 """Lock file in the weights folder that a launcher holds while it runs; it contains the name of the run."""
 _NAME_BYTES = 255
 _CLAIM_S = 1.0
-"""Seconds to retry the lock, because `owner_of` may hold it for an instant; a launcher holds it for longer."""
+"""Seconds to retry the lock of a run: `owner_of` holds the lock for an instant, but a launcher holds it for longer."""
 
 
 def read_json_lines(path: Path) -> Iterator[dict[str, Any] | None]:
-    """Yield the objects of a file of JSON lines; None for each unreadable line, such as a torn last one."""
+    """Yield the objects of a file of JSON lines; None for each unreadable line, such as an incomplete last line."""
     decode = msgspec.json.Decoder(dict[str, Any]).decode
     with path.open("rb") as lines:
         for line in lines:
@@ -52,7 +52,7 @@ class RecordedFacts(BaseModel):
     num_groups: int
     num_usable: int
     num_prompts: int
-    """Upper bound of their prompt ids, which are not those of the run's own task."""
+    """Upper bound of the prompt ids of the recorded samples, which do not refer to prompts of the run's task."""
     group_size: int
     largest_token: int
     longest: int = 0
@@ -64,20 +64,20 @@ class RecordedFacts(BaseModel):
 
 
 class RunIdentity(BaseModel):
-    """`run.json`: facts that stay the same each time a run is resumed."""
+    """`run.json`: the identity of a run, and the start times of its launches."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     run_id: str
     """Id of the run in the buffer and in Weights & Biases."""
     task_fingerprint: str
-    """As in `TaskFacts`; it protects the prompt ids in the buffer, which must keep their meaning forever."""
+    """Fingerprint of the prompts (`TaskFacts`): if the prompts change, prompt ids in the buffer lose their meaning."""
     started_s: tuple[float, ...]
     """Start time of each launch of the run, in seconds since the Unix epoch."""
     recorded: RecordedFacts | None = None
-    """Set if the run trains on recorded samples."""
+    """Facts on the recorded samples to train on; None if actors generate the samples."""
     digests: dict[str, str] = {}
-    """As returned by `contents` of launch.resume; empty in run folders of older versions."""
+    """Digests of user files and models, from `contents` of launch.resume; empty in run folders of older versions."""
 
 
 class RunFolder:
@@ -129,7 +129,7 @@ class RunFolder:
 
     def write_config(self, config: Config) -> None:
         from leeway.launch.config import (
-            to_toml,  # lazily: it imports all sections and torch, which views of a run do not need
+            to_toml,  # imported lazily: views of a run need neither the sections nor torch
         )
 
         write_durably(self.config, to_toml(config).encode())
@@ -167,7 +167,7 @@ def already_exists(root: Path) -> str:
 def claimed(folder: RunFolder) -> Iterator[None]:
     """Hold the lock of a run within the block, or until this process exits.
 
-    Raise ConfigError with the process id of the launcher that holds it, or OSError if the folder cannot be written.
+    Raise ConfigError with the process id of the launcher that holds the lock; OSError if the folder is not writable.
     """
     descriptor = os.open(folder.claim, os.O_RDWR | os.O_CREAT, 0o600)
     try:
@@ -201,9 +201,9 @@ def owner_of(folder: RunFolder) -> int | None:
 
 
 def named_run(path: Path) -> Path:
-    """Return the path of a run folder, or of a folder inside it; search runs/ for a bare name too.
+    """Return the path of a run folder, or of a folder inside a run folder; also search runs/.
 
-    A run folder takes precedence. Raise ConfigError if the folder is not accessible or the name is invalid.
+    A folder with a config.toml takes precedence. Raise ConfigError for an inaccessible folder or an invalid name.
     """
     named = Path("runs") / path
     try:
@@ -252,7 +252,7 @@ def check_weights_folder(folder: Path) -> None:
     check_writable(folder, WEIGHTS_KEY)
     if not folder.exists():
         return
-    from leeway.weight_sync.store import WeightStore  # lazily: views of a run do not need it
+    from leeway.weight_sync.store import WeightStore  # imported lazily: views of a run do not need the store
 
     try:
         with contextlib.suppress(FileNotFoundError), (folder / WEIGHTS_CLAIM).open("rb") as file:
@@ -262,8 +262,8 @@ def check_weights_folder(folder: Path) -> None:
         raise ConfigError(f"{WEIGHTS_KEY} = '{folder}' cannot be read: {error}; choose another folder") from None
     if newest is not None:
         raise ConfigError(
-            f"{WEIGHTS_KEY} = '{folder}' holds the weights of an earlier run, up to version {newest}, so those "
-            "of this run would not count as newer: remove the old ones, or choose another folder"
+            f"{WEIGHTS_KEY} = '{folder}' holds the weights of an earlier run, up to version {newest}, so the "
+            "weights of this run would not count as newer: remove the old weights, or choose another folder"
         )
 
 
@@ -320,7 +320,7 @@ _MAX_BYTES = 4096
 """Maximum size of a request. Only the owner of the folder can write requests:
 
     control/0f3a.ask      {"verb": "scale", "pool": "big", "count": 4}
-    control/0f3a.answer   {"ok": true, "text": "..."}     or false, and the reason
+    control/0f3a.answer   {"ok": true, "text": "..."}     ok is false, and text the reason, if the request is rejected
 """
 
 
@@ -329,9 +329,9 @@ class NoAnswer(RuntimeError):
 
 
 def send_request(folder: Path, request: Mapping[str, Any], timeout_s: float) -> str:
-    """Send a request to a launcher through the folder `control/` of its run, and return its answer, a sentence.
+    """Send a request to a launcher through the folder `control/` of its run, and return the launcher's answer as text.
 
-    Raise ConfigError with the reason if the launcher rejects it; NoAnswer after `timeout_s`, or if the write fails.
+    Raise ConfigError if the launcher rejects the request; NoAnswer after `timeout_s`, or if the write fails.
     """
     name = uuid.uuid4().hex
     request_file, answer_file = folder / f"{name}.ask", folder / f"{name}.answer"
@@ -368,7 +368,7 @@ class Control:
             stale.unlink(missing_ok=True)
 
     def answer(self, verbs: Mapping[str, Callable[[Mapping[str, Any]], str]]) -> None:
-        """Answer all requests since the last call; each function returns a sentence, or raises it in a ValueError."""
+        """Answer all requests since the last call; a function returns the answer or raises ValueError with a reason."""
         for file in sorted(self._folder.glob("*.ask")):
             try:
                 request = json.loads(file.read_bytes()[:_MAX_BYTES])

@@ -72,7 +72,7 @@ class TextOf:
     def _tokenizer(self) -> Any:  # noqa: ANN401 -- of the package tokenizers, imported lazily
         for folder in self._folders():
             if (folder / _TOKENIZER).is_file():
-                from tokenizers import Tokenizer  # not Transformers, which imports torch
+                from tokenizers import Tokenizer  # in place of Transformers, which imports torch
 
                 return Tokenizer.from_file(str(folder / _TOKENIZER))
         return None

@@ -1,4 +1,4 @@
-"""The stages of a run, from a checked plan to the summary: evaluate, train, evaluate, export, summarise."""
+"""The stages of a run, from a checked plan to the summary: evaluate, train, export, evaluate, summarise."""
 
 from __future__ import annotations
 
@@ -45,16 +45,16 @@ from leeway.learner.checkpoint_files import TrainingProgress, newest_progress
 
 AUTOSCALE = "leeway.planning.autoscale:Autoscale"  # loaded if launch.autoscale is not "off"
 POLL_S = 0.5
-"""Seconds between polls of the roles; bounds how late an exited process is noticed. A poll takes milliseconds."""
+"""Seconds between polls of the processes; an exited process is detected within this time. A poll takes milliseconds."""
 SHUTDOWN_TIMEOUT_S = 600.0
-"""Seconds for the learner to finish its step after Ctrl-C, even with long samples; a second Ctrl-C ends the run."""
+"""Time limit in seconds for the learner to finish its step after Ctrl-C. A second Ctrl-C ends the run at once."""
 EVAL_PROBLEMS = 512
-"""Maximum number of held-out problems of an evaluation during the run; the standard error is at most 2.2 %."""
+"""Maximum number of held-out problems of an evaluation during training; its standard error is at most 2.2 %."""
 EVALUATION_POLL_S = 0.1
 REPORT_S = 60.0
 """Timeout of the report, in seconds."""
 _NOT_WRITTEN = FULL | {errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM, errno.EFBIG}
-"""Errors of a full, broken or read-only disk, of missing permissions, and of the file size limit (`ulimit -f`)."""
+"""Error numbers of a full, broken or read-only disk, of missing permissions, and of the file size limit."""
 
 
 def train(plan: Plan, earlier: History | None = None) -> ExitStatus:
@@ -96,10 +96,10 @@ def _train(plan: Plan, earlier: History | None) -> ExitStatus:
             return print_error("stopped before anything was started", ExitStatus.INTERRUPTED)
         try:
             status = _supervise(prepared, earlier, interrupts, stack, started)
-        except Stopped:  # outside the handlers of `_supervise`
+        except Stopped:  # raised outside the handlers of `_supervise`
             interrupts.end()
             return print_error(f"stopped; results so far are in {plan.folder.root}", ExitStatus.INTERRUPTED)
-    if status is ExitStatus.WRONG_INPUT:  # every process that wrote there has exited
+    if status is ExitStatus.WRONG_INPUT:  # every process that wrote to the folder has exited
         shutil.rmtree(plan.folder.root, ignore_errors=True)
     return status
 
@@ -113,9 +113,9 @@ def _prepare(plan: Plan, earlier: History | None, stack: ExitStack) -> _Prepared
     if plan.lacking:
         raise ConfigError(plan.lacking)
     with ExitStack() as undo:
-        # before the download, which may take long, so that a port in use is reported at once
+        # opened before the long download, so that a port in use is reported at once
         exporter = stack.enter_context(Exporter(config.tracking))
-        # before the folder is created, so that a misspelt model leaves no folder behind
+        # downloaded before the folder is created, so that a misspelt model name leaves no folder
         model_path = fetch_model(config.model, was_here=earlier is not None)
         if plan.model is None:
             plan = check_fetched(plan, model_path)
@@ -127,7 +127,7 @@ def _prepare(plan: Plan, earlier: History | None, stack: ExitStack) -> _Prepared
         context = plan.context(model_path, plan.model)
         if earlier is None:
             folder.create(config)
-            undo.callback(shutil.rmtree, folder.root, ignore_errors=True)  # it would block the next attempt
+            undo.callback(shutil.rmtree, folder.root, ignore_errors=True)  # a partial folder would block a retry
             stack.enter_context(claimed(folder))
             if plan.recorded is not None:
                 fill_buffer(config, context.facts, folder, plan.recorded)
@@ -141,7 +141,7 @@ def _prepare(plan: Plan, earlier: History | None, stack: ExitStack) -> _Prepared
         # actors on this host use this copy; each actor looks for the copy on its own host
         prepare_serving_model(model_path, folder.serving_models)
         if earlier is not None:
-            folder.write_config(config)  # last, so that a run that cannot be resumed stays unchanged
+            folder.write_config(config)  # written last, so that a run that cannot be resumed stays unchanged
             folder.write_identity(identity)
         undo.pop_all()
     return plan, context, exporter, tracker
@@ -199,10 +199,10 @@ def _supervise(
         on_write=show,
     )
     sinks = Sinks(tracker, display, trace, observer)
-    stack.push(interrupts)  # exits after the last process, so that no signal cuts off the shutdown
+    stack.push(interrupts)  # closed after the last process, so that no signal interrupts the shutdown
     supervisor = Supervisor(plan, context, sinks.event)
     stack.callback(supervisor.stop)
-    stack.enter_context(observer)  # exits before the supervisor, whose processes it reads
+    stack.enter_context(observer)  # closed before the supervisor, because the observer reads its processes
     stack.callback(interrupts.end)
     run = _Run(plan, context.facts.contract, earlier, supervisor, sinks, interrupts)
     try:
@@ -229,8 +229,8 @@ def _supervise(
 def report_at_end(folder: RunFolder, event: Callable[[str, str], None], log: Callable[[str], None]) -> None:
     """Write the report of an ended run and log its path; a failure is logged and stored as an event. Never raises.
 
-    Runs in its own process, so that it cannot affect the run: a damaged buffer can crash its reader, and a report can
-    take too long or use too much memory.
+    The report is written in a separate process, so that it cannot affect the run: a damaged buffer can crash its
+    reader, and a report can take too long or use too much memory.
     """
     command = leeway_command("report", str(folder.root), "--out", str(folder.report))
     try:
@@ -253,7 +253,7 @@ def report_at_end(folder: RunFolder, event: Callable[[str, str], None], log: Cal
 
 @dataclass
 class _Run:
-    """One run, from version 0 to the summary."""
+    """One run, from the start of its processes to the summary."""
 
     plan: Plan
     contract: StalenessContract
@@ -291,10 +291,10 @@ class _Run:
         interrupted = self._train()
         self.supervisor.drain()
         self.sinks.phase("exporting the model")
-        # an export of an earlier launch may have other files; it is kept until this one replaces it
+        # the export of an earlier launch may have other files; it is kept until the new export replaces it
         shutil.rmtree(self.plan.folder.export, ignore_errors=True)
         self.supervisor.export(self.plan.folder.export)
-        self._handle_poll(self.supervisor.poll())  # includes restarts during the export
+        self._handle_poll(self.supervisor.poll())  # the poll includes restarts during the export
         after = None
         if not interrupted and self._has_actors:
             final = PolicyVersion(*self.supervisor.status().newest)
@@ -329,7 +329,7 @@ class _Run:
         return self._wait_for_evaluation(self._evaluate(self.plan.task.num_heldout, version))
 
     def _train(self) -> bool:
-        """Poll until the learner is done; return whether an interrupt ended it."""
+        """Poll until the learner is done; return whether an interrupt ended the training."""
         requested_at: float | None = None
         self.interrupts.training = True
         while not self.supervisor.learner.are_finished:
@@ -345,10 +345,10 @@ class _Run:
                     f"checkpoint is in {self.plan.folder.checkpoints}"
                 )
             self._control.answer({"scale": lambda each: self.supervisor.actors.scale(each["pool"], each["count"])})
-            if requested_at is None:  # afterwards actors may also have received the signal and exited
+            if requested_at is None:  # after an interrupt, actors may have exited because of the same signal
                 self._evaluate_periodically()
         self.interrupts.training = False
-        for _ in range(2):  # the first poll returns late replies, the second everything reported since
+        for _ in range(2):  # the first poll returns late replies, the second poll returns later reports
             self._handle_poll(self.supervisor.poll(SILENCE_S))
         if self._evaluation is not None and requested_at is None:
             self._wait_for_evaluation(self._evaluation)
@@ -379,7 +379,7 @@ class _Run:
             if advice.pool and self._config.launch.autoscale == "on":
                 try:
                     actors.scale(advice.pool, advice.count)
-                except ValueError as error:  # the run continues unscaled
+                except ValueError as error:  # the run continues without scaling
                     self.sinks.event("not_scaled", f"pool '{advice.pool}' is not scaled: {error}")
 
     def _act_on(self, alert: Alert) -> None:
@@ -391,7 +391,7 @@ class _Run:
             raise RunFailed(alert.text)
 
     def _evaluate_periodically(self) -> None:
-        """Poll the current evaluation, or start one every actors.eval_every versions."""
+        """Poll the current evaluation; if there is none, start an evaluation every actors.eval_every versions."""
         if self._evaluation is not None:
             results = self._evaluation.poll()
             if results is not None:
@@ -401,7 +401,7 @@ class _Run:
         every, version = self._config.actors.eval_every, self._observer.status.version
         learner = self._config.learner
         is_due = every and self._evaluated_at + every <= version < learner.num_steps * learner.updates_per_step
-        if is_due and self.supervisor.actors.ready():  # otherwise it starts when an actor is ready
+        if is_due and self.supervisor.actors.ready():  # without a ready actor, a later call starts the evaluation
             self._evaluated_at = version - version % every
             self._evaluation = self._evaluate(min(EVAL_PROBLEMS, self.plan.task.num_heldout), None)
 

@@ -1,7 +1,7 @@
 """The learner: pipelines of stages that train on packed batches and publish weights.
 
 stage        Stage: one process of the learner, from setup to export
-mesh         MeshPlace, Mesh: the position of a rank; join_group: the rendezvous; Agreement: all-or-nothing actions
+mesh         MeshPlace, Mesh: the position of a rank; join_group: the rendezvous; Agreement: actions of all ranks
 coordinator  Coordinator: the only rank connected to the buffer; Channel: broadcasts each batch to the other ranks
 
 batch        StepBatch: the batch of a step, or a part of it, as flat arrays

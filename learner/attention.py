@@ -1,12 +1,12 @@
 """Exact block-diagonal causal attention over packed sequences, without a mask of token_budget^2 entries.
 
-With flash attention (CUDA, 16-bit floats), one call computes all T packed tokens of a micro-batch. Otherwise the
-sequences are bucketed by power-of-two length, gathered into a padded grid [N, H, L, D] per bucket, run through SDPA,
-and scattered back. Padding is on the right, so no real token attends to it. The queries of a shared prompt are computed
-once, with its first sequence. The other sequences compute queries for their completions only, in a grid of sequences
-with equally long prompts, under a mask [Q, L]. For a short prompt, it is cheaper to compute the queries again for each
-sequence. Neither kernel supports soft-capped scores (Gemma 2). Such scores are computed one block of queries at a time,
-and recomputed in the backward pass. `packed_attention` is registered with Transformers as `IMPLEMENTATION`.
+With flash attention (CUDA, 16-bit floats), one call computes all T packed tokens of a micro-batch. Without flash
+attention, sequences are bucketed by power-of-two length, gathered into a padded grid [N, H, L, D] per bucket, run
+through SDPA, and scattered back. Padding is on the right, so no real token attends to it. The queries of a shared
+prompt are computed once, with its first sequence. Other sequences of this prompt compute only the queries of their
+completions, in a grid of sequences with equally long prompts, under a mask [Q, L]. For short prompts, recomputed
+queries are cheaper. Flash attention and SDPA do not support soft-capped scores (Gemma 2), which are computed one block
+of queries at a time, and recomputed in the backward pass. `packed_attention` is registered as `IMPLEMENTATION`.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from leeway.learner.packing import IntArray
 IMPLEMENTATION = "leeway_packed"
 
 SHORTEST_BUCKET = 16
-"""Tokens in the smallest bucket, which all shorter sequences share: another kernel call costs more than padding."""
+"""Sequence length of the smallest bucket, which takes all shorter ones: a kernel call costs more than padding."""
 SCORES_MIB = 64.0
-"""MiB of soft-capped scores in memory at a time; bounds the number of queries per block."""
+"""Maximum MiB of soft-capped scores in memory at a time; limits the number of queries per block."""
 
 
 class Grid(NamedTuple):
@@ -59,9 +59,9 @@ class AttentionLayout:
     places: IntArray
     """Packed position of each token of the sequences; the tokens of a shared prompt occur several times."""
     shared_N: IntArray
-    """Number of each sequence's leading tokens that are packed with an earlier one; its other tokens are contiguous."""
+    """Number of each sequence's first tokens that an earlier sequence stores; its other tokens are contiguous."""
     edges: Tensor
-    """As `bounds`, counting only tokens that are not shared; on the device, int32 [N + 1]."""
+    """Like `bounds`, but without tokens that an earlier sequence stores; on the device, int32 [N + 1]."""
     key_edges: Tensor
     """`bounds` on the device, int32 [N + 1]."""
     keys: Tensor | None
@@ -70,7 +70,7 @@ class AttentionLayout:
 
     @classmethod
     def build(cls, bounds: IntArray, device: torch.device, places: IntArray | None = None) -> AttentionLayout:
-        """Return the layout of one micro-batch; arguments as in `PackedBatch`, `places` None if no prompt is shared."""
+        """Return the layout of one micro-batch from fields of `PackedBatch`; without `places`, no prompt is shared."""
         if places is None:
             places = np.arange(bounds[-1])
         is_new = np.diff(np.maximum.accumulate(places), prepend=-1) > 0
@@ -95,9 +95,9 @@ class AttentionLayout:
 
     @functools.cached_property
     def grids(self) -> Grids:
-        """The sequences by bucket; built on first use, and never with flash attention."""
+        """Grids of the sequences, one per bucket; built on first use, which never happens with flash attention."""
         starts, lengths = self.bounds[:-1], np.diff(self.bounds)
-        # recompute shorter prompts: reuse needs a grid per prompt length, and a mask computes scores above the diagonal
+        # recompute shorter prompts: reuse needs a grid per prompt length, and masked scores cost time too
         reuses_prompt_N = self.shared_N >= np.maximum(lengths - self.shared_N, SHORTEST_BUCKET)
         shared_N = np.where(reuses_prompt_N, self.shared_N, 0)
         num_queries_N = np.maximum(SHORTEST_BUCKET, lengths - shared_N)
@@ -227,7 +227,7 @@ def _in_grid(
 def _supports_grouped_heads(query: Tensor, is_plain: bool) -> bool:
     """Return whether SDPA supports grouped heads without storing scores [N, H, L, L]; a mask is used unless `is_plain`.
 
-    On CUDA, only flash attention supports them, in 16 bits and without a mask (torch's documentation; not tested).
+    On CUDA, only flash attention supports grouped heads, in 16 bits without a mask (torch's documentation; not tested).
     """
     return query.device.type == "cpu" or (is_plain and query.dtype in (torch.bfloat16, torch.float16))
 
@@ -235,7 +235,7 @@ def _supports_grouped_heads(query: Tensor, is_plain: bool) -> bool:
 def _soft_capped_in_blocks(
     query_NHQD: Tensor, key_NHLD: Tensor, value_NHLD: Tensor, window: int, scale: float, softcap: float
 ) -> Tensor:
-    """Compute attention in blocks of queries that fit `SCORES_MIB`; if several, the backward pass recomputes them."""
+    """Compute attention in blocks of queries that fit `SCORES_MIB`; the backward pass recomputes two or more blocks."""
     (num, heads, queries, _), wide = query_NHQD.shape, torch.promote_types(query_NHQD.dtype, torch.float32)
     length = key_NHLD.shape[2]
     rows, offset = max(1, int(SCORES_MIB * 2**20) // (num * heads * length * wide.itemsize)), length - queries
@@ -267,7 +267,7 @@ def _soft_capped(
 
 
 def _band(queries: int, keys: int, offset: int, window: int, device: torch.device) -> Tensor:
-    """Return the mask bool [queries, keys]: query q sees key q + offset and the `window - 1` keys before it."""
+    """Return the mask bool [queries, keys]: query q attends to key q + offset and `window - 1` keys before it."""
     behind = torch.arange(offset, offset + queries, device=device)[:, None] - torch.arange(keys, device=device)
     return (behind >= 0) & (behind < window)
 

@@ -54,13 +54,13 @@ class StepBatch:
     version: int
     """Learner version at which training uses these tokens."""
     resumed_at: Mapping[int, int]
-    """Learner incarnation -> version that it started from."""
+    """Learner incarnation (restart number) -> policy version from which the incarnation started."""
     sequence_T: IntArray
     group_B: IntArray
     prompt_B: IntArray
     """Task prompt index of each sequence; the same in all groups of a prompt."""
     counted_T: IntArray
-    """Effective version of each token, after learner restarts."""
+    """Version from which the lag of each token is counted; it takes learner restarts into account."""
     abandoned_T: npt.NDArray[np.bool_]
     """Tokens sampled by versions that a restart discarded; their lag is counted from the resumed checkpoint."""
     single_version_B: npt.NDArray[np.bool_]
@@ -97,7 +97,7 @@ class StepBatch:
         return StepBatch.build(self.rows.take(sequences), version, self.resumed_at, self.rule)
 
     def pack(self, sequences: IntArray) -> PackedBatch:
-        """Pack these sequences for a scoring pass; units are not kept whole, because that would save no second pass."""
+        """Pack these sequences for a scoring pass. Groups and prompts may be split: scoring is a single pass."""
         chosen, (_, group_B) = self.rows.take(sequences), np.unique(self.group_B[sequences], return_inverse=True)
         return pack_rows(chosen, replace(self.rule, unit="sequence"), group_B)
 
@@ -132,7 +132,7 @@ class StepBatch:
     def loss_inputs(self, leaves: Leaves, old: Leaves, reference_T: Tensor, progress: float = 0.0) -> LossInputs:
         """Return the inputs of the loss; the current log-probabilities and values are differentiable leaves.
 
-        `old` holds the outputs of the weights at the start of the step; `progress` as in `LossInputs`.
+        `old` has the outputs of the weights at the start of the step; `LossInputs` describes `progress`.
         """
         device, dtype = leaves.logprobs_T.device, leaves.logprobs_T.dtype
 
@@ -166,7 +166,7 @@ class StepBatch:
 def lag0_by_actor(batch: StepBatch, logprobs_T: Tensor) -> Lag0ByActor:
     """Return the metric `mismatch/lag0_abs` by actor.
 
-    Only fresh tokens are counted: their difference is due to different implementations or wrong weights, not to lag.
+    Only tokens of lag 0 count: their difference comes from different implementations or wrong weights, not from lag.
     """
     sampled_T = np.asarray(batch.rows.column("logprobs").flatten(), np.float64)
     actor_B = np.asarray(batch.rows.column("actor"))
@@ -194,7 +194,7 @@ def lag_by_actor(updates: Sequence[StepBatch]) -> LagByActor:
 
 
 def counted_versions(rows: pa.RecordBatch, resumed_at: Mapping[int, int]) -> IntArray:
-    """Return the effective version of the tokens of each span, after learner restarts."""
+    """Return the version from which the lag of each span's tokens is counted, after learner restarts."""
     incarnations, versions, *_ = rows.column("spans").flatten().flatten()
     sampled_S = list(zip(incarnations.to_pylist(), versions.to_pylist(), strict=True))
     counted = {each: effective_version(PolicyVersion(*each), resumed_at) for each in set(sampled_S)}
@@ -202,7 +202,7 @@ def counted_versions(rows: pa.RecordBatch, resumed_at: Mapping[int, int]) -> Int
 
 
 def pack_rows(rows: pa.RecordBatch, rule: PackingRule, group_B: IntArray) -> PackedBatch:
-    """Pack trajectories from their columns; raises as `pack`."""
+    """Pack trajectories, given as Arrow columns; raise the errors of `pack`."""
     tokens, bounds = flat_values(rows.column("token_ids"))
     sequences = [tokens[start:end] for start, end in pairwise(bounds.tolist())]
     unit_B = _numbers(rows, "prompt_id") if rule.unit == "prompt" else group_B

@@ -9,8 +9,8 @@ The writer threads use a separate process group, so that their collectives do no
 Tensors are saved under names of the whole model, so a run may restart with other stages, chunks and replicas:
 
     NAME                        a parameter, named as in the Hugging Face checkpoint
-    optimizer.exp_avg.NAME      its first moment; also exp_avg_sq, and step, its number of updates
-    critic.NAME                 either of the above, for a critic that is a separate model
+    optimizer.exp_avg.NAME      first moment of a parameter; also exp_avg_sq, and step, the number of its updates
+    critic.NAME                 a parameter or moment of a critic that is a separate model
     rng.RANK, rng_cuda.RANK     random generator states, the only tensors that belong to a rank
 """
 
@@ -111,7 +111,7 @@ class Checkpoints:
     def released(self) -> int | None:
         """Return, on the coordinator, the step of the oldest kept checkpoint; None if unchanged since the last call.
 
-        Batches up to this step are never requested again, whichever checkpoint a restart uses. Does not block.
+        Batches up to this step are never requested again, because restarts use no older checkpoint. Does not block.
         Raises CheckpointFailed, once, if a checkpoint could not be written.
         """
         if self._in_progress is not None and self._in_progress[1].done():
@@ -145,7 +145,7 @@ class Checkpoints:
             self._oldest = self._released = oldest
 
     def close(self) -> None:
-        """Wait for the write in progress, then destroy the process group; raises as `wait`."""
+        """Wait for the write in progress, then destroy the process group; raise the errors of `wait`."""
         self.wait()
         self._ranks.close()
 
@@ -167,11 +167,11 @@ class Checkpoints:
         except RankFailed as error:
             free, needed = shutil.disk_usage(self._folder).free, sum(tensor.nbytes for tensor in tensors.values())
             if self._place.is_coordinator:
-                discard(temporary)  # it may have filled the disk
+                discard(temporary)  # the partial checkpoint may have filled the disk
             raise RankFailed(f"{error}; MiB on disk: {free >> 20} free, {needed >> 20} needed per rank") from error
 
     def _complete(self, progress: TrainingProgress, encoded_seals: list[str]) -> None:
-        """Complete and rename a checkpoint, then remove those beyond `keep`; `encoded_seals` has one seal per rank."""
+        """Complete and rename a checkpoint, then remove old ones; `encoded_seals`: size and checksum of each file."""
         place, step = self._place, progress.step
         final, temporary = self._path(step), self._temporary(step)
         pairs = (text.split() for text in encoded_seals)
@@ -189,7 +189,7 @@ class Checkpoints:
             discard(left)
 
     def _remove(self, step: int) -> None:
-        """Rename, then delete, so that a crash leaves no partial checkpoint under the final name."""
+        """Rename a checkpoint, then delete it, so that a crash leaves no partial checkpoint under the final name."""
         path = self._path(step)
         with suppress(OSError):  # the rename fails if, for example, the folder is immutable
             path = path.rename(self._folder / f".step-{step:08d}.{time.monotonic_ns()}.old")
@@ -201,13 +201,13 @@ class Checkpoints:
     def restore(self, networks: Networks) -> TrainingProgress | None:
         """Load the newest intact checkpoint and return its training progress; None if there is no checkpoint.
 
-        Newer damaged checkpoints are renamed. Raises CheckpointMismatch, with nothing changed, if it belongs to another
-        model, and CheckpointFailed if checkpoints exist but none is intact.
+        Newer damaged checkpoints are renamed. Raises CheckpointMismatch, without any change, if the checkpoint belongs
+        to another model, and CheckpointFailed if checkpoints exist but none is intact.
         """
         self._state.prepare(networks)
         damaged: list[int] = []
         listed = " ".join(map(str, self.steps()[-64:])) if self._place.is_coordinator else ""
-        # the coordinator decides: another rank may see a folder that is being removed
+        # all ranks use the coordinator's list: another rank may list a folder that is being removed
         for step in reversed([int(step) for step in self._ranks.all_gather(listed)[self._place.coordinator].split()]):
             meta = self._read(step, networks)
             if meta is None:
@@ -305,7 +305,7 @@ class Checkpoints:
 
 
 class _Disk(FileSystem):
-    """File system that raises the original OSError; torch's archive writer would raise a RuntimeError after it."""
+    """File system that raises the original OSError in place of the RuntimeError of torch's archive writer."""
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
@@ -336,7 +336,7 @@ def _first_mismatch(stored: Stored, own: Mapping[str, Tensor]) -> str:
 class TrainingState:
     """Host copies of one rank's tensors; they take as much memory as its weights and moments.
 
-    Training continues while they are written. A checkpoint is first loaded into them: a failed load changes no weights.
+    Training continues while the copies are written. Loading fills the copies first: a failed load changes no weights.
     """
 
     def __init__(self, rank: int) -> None:
@@ -350,7 +350,7 @@ class TrainingState:
             copy.zero_()
 
     def take(self, networks: Networks) -> dict[str, Tensor]:
-        """Copy everything to host memory, reusing the memory of the previous call."""
+        """Copy the state to host memory, reusing the memory of the previous call."""
         on_gpu = networks.policy.device.type == "cuda"
         for name, tensors in self._allocate(networks).items():
             self._copies[name].copy_(tensors[0], non_blocking=on_gpu)
@@ -364,7 +364,7 @@ class TrainingState:
     def to_read(self, networks: Networks, stored: Container[str]) -> dict[str, Tensor]:
         """Return the host tensors to load a checkpoint into; `stored` holds the names in the checkpoint.
 
-        A rank that has no generator state in the checkpoint loads that of rank 0.
+        A rank that has no generator state in the checkpoint loads the generator state of rank 0.
         """
         self._allocate(networks)
         targets = dict(self._copies)

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 META_NAME = "meta.json"
 KEPT_CHECKPOINTS = 2
-"""Number of checkpoints kept, in case the newest is damaged. The buffer keeps draw records since the oldest one."""
+"""Number of checkpoints kept, in case the newest is damaged. The buffer keeps all draws since the oldest checkpoint."""
 
 _COMPLETE = re.compile(r"step-(\d{8})")
 
@@ -43,7 +43,7 @@ RNG, RNG_CUDA = "rng", "rng_cuda"
 
 
 class DamagedCheckpoint(ValueError):
-    """A checkpoint file is damaged; the message names it."""
+    """A checkpoint file is damaged; the message names the file."""
 
 
 class TrainingProgress(msgspec.Struct, frozen=True):
@@ -57,9 +57,9 @@ class TrainingProgress(msgspec.Struct, frozen=True):
     non_finite_steps: tuple[int, ...] = msgspec.field(default=(), name="sick_steps")
     """Most recent consecutive steps without a finite loss or gradient; see `leeway.learner.report.BadBatches`."""
     lag_control: LagState | None = None
-    """None if lag is not controlled, or before the first update."""
+    """State of lag control; None if lag is not controlled, or before the first update."""
     learning_rate: float | None = None
-    """`Networks.rate`; None in checkpoints written before this field existed."""
+    """Learning rate of the last update (`Networks.rate`); None in checkpoints of older versions."""
 
 
 class Seal(msgspec.Struct, frozen=True):
@@ -145,7 +145,7 @@ def newest_progress(folder: Path) -> TrainingProgress | None:
 
 
 def is_rng_state(name: str) -> bool:
-    """Return whether this names a random generator state rather than a model tensor."""
+    """Return whether a stored tensor with this name is a random generator state and not a model tensor."""
     return name.startswith((f"{RNG}.", f"{RNG_CUDA}."))
 
 

@@ -16,12 +16,12 @@ ScheduleName = Literal["1f1b", "interleaved_1f1b", "zero_bubble", "fused"]
 
 
 def stage_of(network: int, rank: int, num_stages: int) -> int:
-    """Return the stage of a network on a rank; network 1, the critic of a fused schedule, has its stages reversed."""
+    """Return the stage of a network on a rank; network 1, a critic in a fused schedule, has its stages reversed."""
     return rank if network == 0 else num_stages - 1 - rank
 
 
 def default_most_held(num_stages: int) -> int:
-    """Return the limit of micro-batches in flight for `fused`, 1.25 times that of 1F1B; a higher one gains nothing."""
+    """Return the limit of micro-batches in flight for `fused`: 1.25 times that of 1F1B; a higher limit is no faster."""
     return num_stages + -(-num_stages // 4)
 
 
@@ -80,14 +80,14 @@ class LearnerConfig(BaseModel):
 
     @property
     def memory_limit(self) -> float | None:
-        """Fraction of its GPU memory that a stage may use; None: all of it."""
+        """Fraction of its GPU memory that a stage may use; None means all of the memory."""
         if self.gpu_memory_share is None and 0 < self.gpus < 1:
             return self.gpus
         return self.gpu_memory_share
 
     @property
     def updates_per_step(self) -> int:
-        """M, the maximum number of optimizer steps in a step."""
+        """M, the maximum number of updates (optimizer steps) in a training step."""
         return self.num_minibatches * self.num_epochs
 
     def progress(self, update: int) -> float:
@@ -133,7 +133,7 @@ class LearnerConfig(BaseModel):
 
 
 class LearnerSections(Protocol):
-    """Config sections that the learner reads; the staleness bound is in the contract of the run instead."""
+    """Config sections that the learner reads; it reads the staleness bound from the contract of the run."""
 
     learner: LearnerConfig
     algorithm: AlgorithmConfig

@@ -2,7 +2,7 @@
 
     Channel       one-way broadcast from the coordinator to all other ranks: a header of two integers (kind, length),
                   then `length` bytes
-    Coordinator   requests to the buffer; every wait is bounded
+    Coordinator   requests to the buffer; every wait has a timeout
 
 While it waits for a batch, the coordinator sends a heartbeat every second, so that its death is detected quickly.
 """
@@ -55,7 +55,7 @@ class CoordinatorFailed(RuntimeError):
 class Channel:
     """One-way channel: the coordinator sends, and every other rank receives the messages in the same order.
 
-    It uses the default process group, whose timeout bounds every wait.
+    The channel uses the default process group, whose timeout bounds every wait.
     """
 
     def __init__(self, place: MeshPlace) -> None:
@@ -100,7 +100,7 @@ class Coordinator:
     """Buffer client that draws batches and reports progress; exists on the coordinator rank only."""
 
     def __init__(self, context: RunContext[LearnerSections], channel: Channel, deadline: float | None = None) -> None:
-        """Connect to the buffer service before the deadline; raises as `BufferClient.connect`."""
+        """Connect to the buffer service before the deadline; raise the errors of `BufferClient.connect`."""
         self._address = context.buffer_address
         self._config = context.config.learner
         self._contract = context.facts.contract
@@ -115,14 +115,14 @@ class Coordinator:
         self.resumed_at: dict[int, int] = {}
         self.incarnation = 0
         self.newest_published: int | None = None
-        """None until this process commits its first weights."""
+        """Newest version with committed weights; None until this process commits its first weights."""
         self.waiting_for = ""
         """Reason that the learner is waiting; empty while it computes."""
 
     def begin(self, version: int, step: int, deadline: float) -> None:
-        """Truncate the metrics to this step and begin an incarnation, without heartbeats: no other rank receives yet.
+        """Truncate the metrics to this step and begin an incarnation, without heartbeats, because no rank receives yet.
 
-        Raises as `MetricsFile.truncate`, and TimeoutError if the service does not answer by the deadline (monotonic).
+        Raises the errors of `MetricsFile.truncate`; TimeoutError if there is no answer by `deadline` (monotonic time).
         """
         self.metrics.truncate(step)
         future = self._client.begin_incarnation(version, step)
@@ -140,9 +140,9 @@ class Coordinator:
     ) -> Batch | None:
         """Return the batch of step `step` (from 1), which begins at `version`; None if `stop` is set.
 
-        Meanwhile, new groups are leased up to a lag of `allowed_lag`. Calls `while_waiting` and sends a heartbeat about
-        every second. Raises NoBatch if no batch is ready within `BATCH_TIMEOUT_S`, and TimeoutError if the service does
-        not answer, for example because its disk is full.
+        While the learner waits, groups are leased up to a lag of `allowed_lag`. Calls `while_waiting` and sends a
+        heartbeat about every second. Raises NoBatch if no batch is ready within `BATCH_TIMEOUT_S`, and TimeoutError if
+        the service does not answer, for example because its disk is full.
         """
         self.flush()
         config = self._config

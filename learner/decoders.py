@@ -2,8 +2,8 @@
 
 Differences inside a module (scaled embeddings, norms that add one) are handled by Transformers' own modules. This
 module imports neither torch nor transformers. Costs are floating-point operations per token of a training step, derived
-from the model config: the matrix products and attention of a layer at a typical length; the head, assuming its logits
-are always computed twice; and the embedding, a lookup whose dense gradient is written for every micro-batch.
+from the model config. A layer costs its matrix products and attention at a typical length. The head costs its products,
+with logits computed twice. The embedding costs its dense gradient, which every micro-batch writes.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ BATCH_WIDE_ROTATIONS = ("dynamic", "longrope")
 
 
 def family_of(config: PreTrainedConfig) -> Family:
-    """Return the family of a config; raise ValueError if it is unsupported or the two passes of a step would differ."""
+    """Return the family of a config; raise ValueError if it is unsupported or makes the two passes of a step differ."""
     family = FAMILY_OF.get(config.model_type)
     if family is None:
         raise ValueError(
@@ -122,7 +122,7 @@ def check_served(config: PreTrainedConfig) -> None:
 
 
 def _served_windows(config: PreTrainedConfig) -> list[int | None]:
-    """Return `windows` as vLLM applies them: the window of the model is the default unless layer types are mixed."""
+    """Return the window of each layer in vLLM, where the model's window is the default if no layer has another type."""
     window, kinds = getattr(config, "sliding_window", None) or None, getattr(config, "layer_types", None)
     default = window if set(kinds or ()) <= {"sliding_attention"} else None
     typed = family_of(config).serves_typed
@@ -155,7 +155,7 @@ def rotation_kinds(config: PreTrainedConfig) -> dict[str, dict[str, str]]:
 
 
 def windows(config: PreTrainedConfig) -> list[int | None]:
-    """Return for each layer the number of tokens that a token attends to, including itself; None: no limit."""
+    """Return for each layer the number of tokens that a token attends to, including itself; None means no limit."""
     window, where = getattr(config, "sliding_window", None) or None, family_of(config).windows
     has_window = {"none": (), "typed": ("sliding_attention",), "all": layer_types(config)}[where]
     return [window if kind in has_window else None for kind in layer_types(config)]
@@ -167,15 +167,15 @@ def logit_softcap(config: PreTrainedConfig) -> float | None:
 
 
 TRAINING_PASSES = 3
-"""Cost of the forward and backward matrix products of a layer, in forward passes."""
+"""Cost of the forward and backward matrix products of a layer, as a multiple of its forward products."""
 
 HEAD_PASSES = 4
 """Number of head products per chunk: logits, their product with the head, recomputed logits, gradient. A GPU keeps
 most probabilities and recomputes few logits."""
 
 EMBEDDING_SHARE = 1 / 64
-"""Cost per token and embedding weight: each micro-batch writes and adds a gradient of the whole table, and each step
-updates the table, which takes as long as tens of operations per weight."""
+"""Cost per token and embedding weight. Each micro-batch writes and adds a gradient of the whole table, and each step
+updates the table. This work takes as long as tens of operations per weight."""
 
 TYPICAL_LENGTH = 512
 """Sequence length in tokens that is assumed for the attention cost of a layer."""
@@ -202,7 +202,7 @@ class StageShare:
 def cost_of(config: PreTrainedConfig) -> tuple[float, float]:
     """Return the coefficients (a, b) of the cost of a sequence of n tokens, a * n + b * n^2 floating-point operations.
 
-    A layer with a sliding window costs the same as a full one up to the window length, and less beyond. If the window
+    A layer with a sliding window costs as much as a full layer up to the window length, and less beyond. If the window
     is shorter than `TYPICAL_LENGTH`, its attention cost is counted as linear in n.
     """
     per_token = TRAINING_PASSES * config.num_hidden_layers * _products(config) + _head(config) + _embedding(config)
@@ -268,7 +268,7 @@ def balance(
             f"learner.num_stages * learner.num_chunks = {num_chunks}, but the model has only {num_layers} layers and "
             f"each chunk needs at least one: lower num_stages or num_chunks to a product of at most {num_layers}"
         )
-    # best[end]: (maximum cost of a chunk, cuts) over splits of layers[:end] into the chunks so far
+    # best[end]: (maximum cost of a chunk, cuts) of the best split of layers[:end] into `chunk` chunks
     best: dict[int, tuple[float, list[int]]] = {0: (0.0, [0])}
     sums = list(itertools.accumulate(layer_costs, initial=0.0))
     for chunk in range(num_chunks):

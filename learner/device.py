@@ -45,7 +45,7 @@ RUNTIME_BYTES = GIB
 LOGIT_COPIES = 3
 """Copies of a chunk of logits in memory: the logits, their exponentials and a temporary product."""
 HEAD_STATES = 3
-"""Copies of the input states of the head: normed, in the dtype of products, and their gradient."""
+"""Copies of the input states of the head: normed states, states in the dtype of products, and their gradient."""
 _ALIGNED_BYTES = 64
 """Alignment of host copies; equal to that of torch's own tensors."""
 
@@ -75,8 +75,8 @@ def device_of(config: LearnerConfig, rank: int) -> torch.device:
 def configure(config: LearnerConfig, device: torch.device) -> None:
     """Configure this process for its device.
 
-    On a GPU, limit its memory, so that an engine that restarts on the same GPU finds its share free. On a CPU, set the
-    number of threads and retain freed memory: otherwise, page faults take an eighth of a step.
+    On a GPU, limit its memory, so that the share of an engine that restarts on the same GPU stays free. On a CPU, set
+    the number of threads and retain freed memory: without this, page faults would take an eighth of a step.
     """
     if device.type == "cpu":
         torch.set_num_threads(threads_of(config.cpus))
@@ -112,8 +112,8 @@ def memory_need(
 ) -> MemoryNeed:
     """Return the estimate of the stage that needs most memory; `references` are the frozen models.
 
-    `update_tokens`: maximum number of tokens in one update, over all replicas. `scored_tokens`: the same for a scoring
-    pass over the whole batch; 0 if the loss needs no such pass. `num_models`: 2 if the critic is a separate model.
+    `update_tokens`: maximum number of tokens in one update, over all replicas. `scored_tokens`: the maximum for a
+    scoring pass over the whole batch; 0 without a scoring pass. `num_models`: 2 if the critic is a separate model.
     """
     needs = [
         _need_of(stage, model, config, (update_tokens, scored_tokens), references, num_models)
@@ -205,7 +205,7 @@ def kept_bytes(model: PreTrainedConfig, config: LearnerConfig) -> int:
 
 
 def most_kept_mib(config: LearnerConfig, device: str) -> float:
-    """Return the MiB of probabilities that a micro-batch may keep, so that all those in flight fit `KEPT_MIB`."""
+    """Return the MiB of probabilities that each micro-batch may keep: all micro-batches in flight share `KEPT_MIB`."""
     return KEPT_MIB[device] / heads_in_flight(config)
 
 
@@ -234,8 +234,8 @@ def micro_batches_in_flight(config: LearnerConfig, stage: int, num_micro_batches
 def allocate_host_copies(tensors: Mapping[str, Tensor], *, pinned: bool) -> dict[str, Tensor]:
     """Allocate uninitialized host tensors with the names, shapes and dtypes of `tensors`.
 
-    `pinned` memory allows asynchronous copies from and to a GPU. It is one block of the exact size: torch's own pinned
-    allocator rounds each tensor up to a power of two, up to twice its size.
+    `pinned` memory allows asynchronous copies from and to a GPU. The memory is one block of the exact size:
+    torch's own pinned allocator rounds each tensor up to a power of two, up to twice its size.
     """
     if not pinned:
         return {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in tensors.items()}
@@ -277,7 +277,7 @@ class Offload:
             self._kept = copies
 
     def fetch(self) -> None:
-        """Copy the weights to the device, unless they are there."""
+        """Copy the weights to the device, unless the device has them."""
         if next(self._stage.parameters()).is_meta:
             # no wait needed: later work on the device waits for these copies, and the host copies never change
             self._assign({name: weight.to(self.device, non_blocking=True) for name, weight in self._kept.items()})

@@ -8,7 +8,7 @@
     rotation    rotary embedding of queries and keys; replaced in the model's module, where layers look it up
     softmax     softmax of a chunk of the head's logits, by `leeway.learner.row_kernels`
 
-The head still uses two torch products around that softmax. The fused heads of liger-kernel round logits to 16 bits and
+The head uses two torch products around the softmax kernel. The fused heads of liger-kernel round logits to 16 bits and
 need four products instead of three for tokens whose probabilities are kept.
 """
 
@@ -36,7 +36,7 @@ ROTATED = (torch.bfloat16, torch.float16)
 
 _FUNCTIONS = f"{LIBRARY}.transformers.functional"
 _ROW_KERNELS = "leeway.learner.row_kernels"
-"""Imported on first use, because Triton is optional."""
+"""Module that is imported on first use, because Triton is optional."""
 _PRE_NORMED = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
 """Children of a layer whose only norms are before attention and before the MLP."""
 _ROTATION = "apply_rotary_pos_emb"
@@ -132,7 +132,7 @@ def _rotated(
     sines: Tensor,
     unsqueeze_dim: int = 1,
 ) -> tuple[Tensor, Tensor]:
-    """Rotate queries and keys [1, H, T, D] by [1, T, D]; the kernel overwrites its inputs, which are not used again."""
+    """Rotate queries and keys [1, H, T, D] by angles [1, T, D], in place: the inputs are not used again."""
     is_supported = query.device.type == DEVICE and query.dtype == key.dtype and query.dtype in ROTATED
     if not is_supported or unsqueeze_dim != 1:
         return plain(query, key, cosines, sines, unsqueeze_dim)
@@ -144,7 +144,7 @@ def _rotated(
 
 
 def _usable(device: torch.device) -> tuple[ModuleType, ModuleType] | None:
-    """Return liger-kernel's functions and the row kernels; None if not installed, or (logged) if a kernel fails."""
+    """Return liger-kernel's functions and the row kernels; None if a library is missing, or fails (logged)."""
     if importlib.util.find_spec(LIBRARY) is None:
         return None
     try:

@@ -1,14 +1,14 @@
-"""Keep the training data close enough to the policy to learn from.
+"""Lag control: keep the training data close to the policy, by limits on lag, learning rate and gradients.
 
-    drift       mean |log(pi / mu)| over the tokens of an update: how far the policy has moved since it sampled them
-    pace        drift per version of lag and unit of learning rate, averaged over recent updates
-    allowance   lag at which the scheduled rate leads to `ALLOWED_DRIFT` at that pace; bounds the lag of new leases
-    brake       rate that leads to `BRAKE_DRIFT` at the lag of the current data; bounds the rate of an update
+    drift       mean |log(pi / mu)| over the tokens of an update: how far the policy has moved since sampling
+    pace        drift per version of lag and per unit of learning rate, averaged over recent updates
+    allowance   lag at which pace and scheduled learning rate lead to `ALLOWED_DRIFT`; bounds the lag of new leases
+    brake       learning rate that leads to `BRAKE_DRIFT` at the lag of the current data; limits the rate of an update
     mask        zeroes gradients that would move a log-probability further, once it moved by `MASK_AT` since sampling
 
-Drift is a mean over tokens, so it does not depend on the length of answers. It is roughly proportional to lag and to
-rate, so one pace serves both bounds: the allowance makes future data fresher, and the brake acts until they arrive.
-`max_lag` remains the upper bound: an allowance only tightens admission (`StalenessContract.admitted_lag`).
+Drift is a mean over tokens, so it does not depend on the length of answers. Drift is roughly proportional to lag and to
+learning rate, so both bounds use one pace: the allowance makes future data fresher, and the brake acts until these data
+arrive. `max_lag` remains the upper bound; an allowance can only lower the bound (`StalenessContract.admitted_lag`).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class LagState(msgspec.Struct, frozen=True):
 
     allowed: int
     pace: float | None = None
-    """None until the first update on data with a lag of 1 or more."""
+    """Average pace; None until the first update on data with a lag of 1 or more."""
     rate: float | None = None
     """Mean learning rate of the updates between sampling and training."""
 
@@ -52,26 +52,26 @@ class LagControl:
     """Controller of the lag of one run, on the coordinator; it observes each update before the update is applied."""
 
     def __init__(self, contract: StalenessContract) -> None:
-        """Start at the least allowance; `contract` has a `max_lag` above 0. To resume, set `state`."""
+        """Start at the smallest allowance; `contract` must have a `max_lag` above 0. To resume, set `state`."""
         bound = contract.bound()
         assert bound, "lag control needs a max_lag above 0"
         self._bound = bound
         self._least = min(bound, contract.least + contract.updates_per_step)
-        """One step above the least bound of the theorem; with a smaller lag, generation and training cannot overlap."""
+        """One step above `contract.least`, the smallest valid bound; below, generation and training cannot overlap."""
         self.state = LagState(self._least)
         self._is_known = True
 
     @property
     def allowed(self) -> int:
-        """Maximum lag of newly leased groups, between the least bound plus one step and `max_lag`."""
+        """Maximum lag of newly leased groups: at least the smallest valid bound plus one step, at most `max_lag`."""
         return min(self._bound, max(self._least, self.state.allowed))
 
     def observe(self, drift: float | None, lag: float, rate: float) -> float:
         """Update the allowance, and return the factor of the learning rate for this update, from 0 to 1.
 
         Args:
-            drift: `drift_of` the update, in nats. If it is None or not finite, or 0 for stale data, it counts as
-                unknown: the allowance falls to its least value and the factor is 1.
+            drift: `drift_of` the update, in nats. A drift that is None, not finite, or 0 for stale data counts as
+                unknown: the allowance falls to its minimum, and the factor is 1.
             lag: `older_lag` of the update's tokens, in versions.
             rate: scheduled learning rate.
         """
@@ -104,12 +104,12 @@ class LagControl:
 
 
 def older_lag(lag_T: npt.NDArray[np.integer]) -> float:
-    """Return the `OLDER_TOKENS` quantile of the lag of the tokens, versions; 0 without tokens."""
+    """Return the `OLDER_TOKENS` quantile of the lag of the tokens, in versions; 0 without tokens."""
     return float(np.quantile(lag_T, OLDER_TOKENS)) if len(lag_T) else 0.0
 
 
 def drift_of(inputs: LossInputs) -> float | None:
-    """Return mean |log(pi / mu)|, nats; None without tokens, or if a value is not finite."""
+    """Return mean |log(pi / mu)| in nats; None without tokens, or if a value is not finite."""
     drift = float(_moved(inputs).abs().mean())
     return drift if math.isfinite(drift) else None
 
@@ -118,7 +118,7 @@ def masked(gradient_T: Tensor, inputs: LossInputs) -> Tensor:
     """Return the gradient of a loss, set to 0 where a step would move a token further from its value at sampling.
 
     A token is masked if log(pi / mu) exceeds `MASK_AT` in the direction of the step. A policy that has stopped moving
-    has no such tokens, so the mask does not change the optimum of a loss.
+    has no masked tokens, so the mask does not change the optimum of a loss.
     """
     moved_T = _moved(inputs)
     return gradient_T.masked_fill((moved_T.abs() > MASK_AT) & (gradient_T * moved_T < 0), 0.0)

@@ -4,10 +4,10 @@ With P stages and R replicas there are R * P ranks, one process each: rank = rep
 replica 0 is the coordinator: it evaluates the loss and is connected to the buffer.
 
     MeshPlace, Mesh   position of a rank among stages and replicas, and its process groups
-    join_group        rendezvous. torch's channels have no authentication. By default the store listens on every
-                      interface, gloo on that of the host name, and NCCL on any interface. Here all three use the
-                      interface of the rendezvous: loopback on one machine, the private network between machines
-    Agreement         runs an action on all ranks: it succeeds on all, or fails on all with the same error
+    join_group        rendezvous. torch's channels have no authentication. By default, the store listens on all
+                      interfaces, gloo on the interface of the host name, and NCCL on any interface. This function
+                      makes all three use the interface of the rendezvous address (loopback on one machine)
+    Agreement         runs an action on all ranks: the action succeeds on all, or fails on all with the same error
     StageLost         another rank died or timed out; GpuFailed: the GPU of this rank failed
 """
 
@@ -84,7 +84,7 @@ class Mesh:
 
     @classmethod
     def build(cls, place: MeshPlace, timeout: timedelta | None = None) -> Mesh:
-        """Create the groups; all ranks must call it. New groups do not inherit the timeout of the default group."""
+        """Create the groups on all ranks together. New groups do not inherit the timeout of the default group."""
         num_stages, num_replicas = place.num_stages, place.num_replicas
 
         def group(replicas: Sequence[int], stages: Sequence[int]) -> dist.ProcessGroup:
@@ -110,8 +110,8 @@ _GPU_FAULT_PATTERNS = (
     "memory over nvlink or a hardware error",
     "unspecified launch failure",
 )
-"""Substrings of CUDA errors, also through NCCL, if a GPU or a link failed. The last may also indicate a bug: CUDA
-reports it for all faults without a code of their own."""
+"""Substrings of CUDA errors, also through NCCL, if a GPU or a link failed. The last string may also mean a bug:
+CUDA reports it for all faults without their own code."""
 _PERMANENT_PATTERNS = (
     *("Duplicate GPU detected", "invalid usage", "ncclInvalidUsage", "ncclInvalidArgument"),
     *("illegal memory access", "device-side assert"),
@@ -128,10 +128,10 @@ def join_group(
     timeout: timedelta,
     rendezvous_timeout: timedelta | None = None,
 ) -> None:
-    """Join the process group at tcp://HOST:PORT, an address on the host of rank 0; all ranks must call it.
+    """Join the process group at tcp://HOST:PORT, an address on the host of rank 0; all ranks must join.
 
-    Tensors on `device` use NCCL, all others gloo. `timeout` bounds every collective, `rendezvous_timeout` (None:
-    `timeout`) the rendezvous. Raises DistStoreError if the rendezvous times out, OSError if rank 0 cannot listen there.
+    Tensors on `device` use NCCL, all others gloo. `timeout` bounds every collective, `rendezvous_timeout` (default:
+    `timeout`) the rendezvous. Raises DistStoreError if the rendezvous times out, OSError if rank 0 cannot listen.
     """
     place = urlsplit(rendezvous)
     assert place.hostname is not None, rendezvous
@@ -156,7 +156,7 @@ def join_group(
         rank=rank,
         world_size=num_ranks,
         timeout=timeout,
-        # otherwise NCCL infers the device from the first collective's thread; for sends, see docs/learner.md
+        # without this, NCCL infers the device from the first collective's thread; for sends, see docs/learner.md
         device_id=device if on_gpu else None,
     )
 
@@ -165,7 +165,7 @@ def _interface_to(host: str, port: int) -> str | None:
     """Return the interface through which this machine reaches the host; None if no interface has that address."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, port))  # UDP: sends nothing
+        probe.connect((host, port))  # for UDP, connecting sends nothing
         own = probe.getsockname()[0]
     for name, addresses in psutil.net_if_addrs().items():
         if any(address.address == own for address in addresses):
@@ -191,7 +191,7 @@ class Agreement:
     """Collective actions of all ranks; a separate gloo group allows use outside the training thread."""
 
     def __init__(self, rank: int, timeout_s: float) -> None:
-        """Create the group; all ranks must call it. Collectives time out after `timeout_s`."""
+        """Create the group; all ranks must create it together. Collectives time out after `timeout_s`."""
         self._rank = rank
         self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
 
@@ -204,7 +204,7 @@ class Agreement:
         return [found.numpy().tobytes().rstrip(b"\0").decode(errors="replace") for found in rows]
 
     def run_on_all(self, action: Callable[[], R], what: str) -> R:
-        """Run an action that may raise OSError or ValueError, or a collective of DCP, on every rank.
+        """Run an action on every rank. The action may raise OSError or ValueError, or run a checkpoint collective.
 
         Raises RankFailed on all ranks if the action failed on any rank: "rank 1 could not WHAT".
         """

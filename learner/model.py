@@ -1,11 +1,11 @@
 """StageModule: a contiguous range of the layers of a Hugging Face decoder.
 
 The first stage owns the embedding, the last one the final norm and the head. Parameters keep the names of the Hugging
-Face checkpoint. The last stage returns log-probabilities instead of logits: the schedule stores the output of every
-micro-batch, which is thus V times smaller.
+Face checkpoint. The last stage returns log-probabilities instead of logits: the schedule stores the outputs of every
+micro-batch, and logits would be larger by a factor of the vocabulary size.
 
-A critic is a value head, a linear map from the normed hidden state to a scalar. It is a second head of the policy, or
-the only head of a separate model. It is initialized to zero, and neither published nor exported.
+A critic is a value head, a linear map from the normed hidden state to a scalar. A value head is a second head of the
+policy, or the only head of a separate model. A value head is initialized to zero, and neither published nor exported.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ _PLAIN = frozenset({"F64", "F32", "F16", "BF16"})
 VALUE_HEAD = "value_head"
 
 Heads = Literal["token", "token_and_value", "value"]
-"""Heads of the last stage: LM head, both, or value head only."""
+"""Heads of the last stage: the LM head, the LM head and a value head, or only a value head."""
 
 
 class DeviceBatch:
     """A packed batch of one replica on the device of a stage.
 
-    Everything is copied once, on construction, except the attention grids used without flash attention: a copy during a
+    The constructor copies everything except the attention grids that are used without flash attention. A copy during a
     pass would block until the device finishes all earlier work.
     """
 
@@ -81,7 +81,7 @@ class StageModule(nn.Module):
     """One stage or chunk, which maps [1, L] tokens or [1, L, hidden] states to states, or to the output of the heads.
 
     The head output is [1, L]: the log-probability of each token, or ("value") the value of the state before it; 0 for
-    tokens that are not completion tokens. With "token_and_value" it is [1, 2, L].
+    tokens that are not completion tokens. With "token_and_value", the output is [1, 2, L].
 
     All shapes have the token budget L, but only the tokens before the padding of a micro-batch are computed. States of
     padding are 0 in the forward pass, and their gradients are 0 in the backward pass.

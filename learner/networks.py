@@ -1,7 +1,7 @@
 """Networks: the trained models behind one interface: the policy, and a critic (its second head or a separate model).
 
-A step reads log-probabilities and values and returns their gradients; this module maps both to networks and replicas.
-Reference: the frozen models, which score trajectories that no earlier step has scored.
+A training step reads log-probabilities and values, and returns their gradients. This module gathers the outputs of the
+networks and replicas, and distributes the gradients. Reference: frozen models, which score each trajectory once.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Network:
 
     @classmethod
     def build(cls, modules: Sequence[StageModule], config: LearnerConfig, mesh: Mesh) -> Network:
-        """Build the pipeline and optimizers of this rank's chunks, given in layer order; all ranks must call it."""
+        """Build the pipeline and optimizers of this rank's chunks, given in layer order; all ranks must take part."""
         heads, tied, device = modules[0].heads, modules[0].tied, modules[0].device
         named = {name: weight for module in modules for name, weight in module.weights().items()}
         computed = {name: parameter for module in modules for name, parameter in module.named_parameters()}
@@ -109,7 +109,7 @@ class Networks:
     config: LearnerConfig
     mesh: Mesh
     fused: PolicyAndCriticPasses | None = None
-    """If set, the stages of the critic are in reverse order."""
+    """If set, passes of policy and critic run together, and the critic's stages are in reverse order."""
     rate: float = 0.0
     """Scheduled learning rate of the last update; 0 before the first."""
 
@@ -143,8 +143,8 @@ class Networks:
     def train(self, batch: DeviceBatch, gradient: Leaves | None) -> None:
         """Add the gradient of the loss to the parameters' gradients.
 
-        `gradient` is dL / d(leaf) of all T tokens, read only on the coordinator. If it is None there, the pass changes
-        nothing but still runs, because the other stages take part in it.
+        `gradient` is dL / d(leaf) of all T tokens, read only on the coordinator. If the coordinator passes None,
+        the pass changes nothing but still runs, because the other stages take part in the pass.
         """
         place = self.mesh.place
         rows = self._rows(batch, gradient) if place.is_last else None
@@ -185,15 +185,15 @@ class Networks:
             if column_T is not None:
                 row.copy_(column_T)
         if self.mesh.place.num_replicas > 1:
-            # one rank evaluates the loss: others might round differently, and replicas must not diverge
+            # one rank evaluates the loss: other ranks might round differently, and replicas must not diverge
             dist.broadcast(rows, src=self.mesh.place.coordinator, group=self.mesh.replicas)
         return rows
 
     def train_in_one_pass(self, batch: DeviceBatch, gradient: Gradient | None) -> Tensor | None:
         """Train like `train`, for a loss whose gradient for a sequence depends only on its unit (`Needs.separable`).
 
-        `gradient` is called for the tokens of each micro-batch. Returns the log-probabilities of all T tokens. Both are
-        None except on the last stages.
+        `gradient` is called for the tokens of each micro-batch. Returns the log-probabilities of all T tokens, or
+        None; `gradient` and the result are None except on the last stages.
         """
         assert self.critic is None, "a critic needs two passes"
         coefficients = None if gradient is None else _coefficients(gradient, batch)
@@ -205,7 +205,7 @@ class Networks:
         return learning_rate(self.config, number, self.rate)
 
     def update(self, number: int, lr_scale: float | None) -> UpdateResult:
-        """Take the optimizer step of update `number`; `lr_scale` as in `update_together`."""
+        """Take the optimizer step of update `number`; `lr_scale` is as in `update_together`."""
         self.rate = self.next_rate(number)
         return update_together(self.optimizers, self.rate, lr_scale, self.mesh)
 
@@ -232,7 +232,7 @@ def gather_tokens(outputs: Tensor | None, batch: DeviceBatch, mesh: Mesh) -> Ten
 
 
 def _spread(rows: Tensor, batch: DeviceBatch) -> Coefficients:
-    """Split the coefficients [heads, T] of the whole batch by micro-batches of this replica."""
+    """Return a function that selects a micro-batch's coefficients from those of the whole batch, [heads, T]."""
     packed, output_T = batch.packed, batch.output_T
     own_T = output_T >= 0
     flat = rows.new_zeros(len(rows), packed.num_micro_batches * packed.width)
@@ -296,7 +296,7 @@ def load_chunks(
 def load_networks(
     path: Path, config: LearnerConfig, critic: CriticKind | None, temperature: float, mesh: Mesh, device: torch.device
 ) -> Networks:
-    """Load this rank's chunks of the policy, and of a critic of this kind; all ranks must call it."""
+    """Load this rank's chunks of the policy, and of a critic of this kind; all ranks must take part."""
     is_fused = critic == "model" and config.schedule == "fused" and mesh.place.num_stages > 1
 
     def loaded(heads: Heads, *, backwards: bool = False) -> Network:
@@ -325,10 +325,10 @@ class Reference:
     """Model index of each prompt, by prompt id; empty if one model scores all prompts."""
 
     def score(self, batch: StepBatch, on_device: DeviceBatch) -> tuple[Tensor | None, Scores]:
-        """Return all reference log-probabilities [T], and the newly computed ones. All ranks must call it.
+        """Return all reference log-probabilities [T], and the newly computed ones; all ranks must take part.
 
-        They are rounded to float32 in any precision, and are NaN without a reference. Stages other than the last return
-        None and an empty dict. Offloaded models are released afterwards.
+        Log-probabilities are rounded to float32 in any precision, and are NaN without a reference. Stages other than
+        the last return None and an empty dict. Offloaded models are released afterwards.
         """
         reference_T = self._stored(batch) if self.mesh.place.is_last else None
         unscored = batch.unscored()
@@ -372,7 +372,7 @@ class Reference:
 
 
 def build_reference(context: RunContext[LearnerSections], mesh: Mesh, device: torch.device) -> Reference:
-    """Load the frozen models that the algorithm needs, each split like the policy; all ranks must call it."""
+    """Load the frozen models that the algorithm needs, each split like the policy; all ranks must take part."""
     config = context.config.learner
     dtype = torch.float64 if config.precision == "float64" else torch.float32
     if not context.config.algorithm.needs.reference:

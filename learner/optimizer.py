@@ -1,8 +1,8 @@
 """AdamW on float32 master weights; an update is applied on all stages and networks, or on none.
 
-An update is one optimizer step of the policy and of its critic (model or value head): both are taken or neither is. The
-gradient of each is clipped by its own norm over all stages. With bfloat16, the weights that modules compute with are
-rounded from the masters once per update.
+An update is one optimizer step of the policy and of its critic (model or value head): both are taken, or neither.
+Gradients of policy and critic are clipped separately, by their norms over all stages. With bfloat16, the weights that
+modules compute with are rounded from the masters once per update.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from leeway.learner.mesh import Mesh
 from leeway.learner.model import EMBEDDING
 
 ADAM_BETAS = (0.9, 0.99)
-"""Decay of the moments; averaging over 100 updates tracks rewards that change with the policy."""
+"""Decay rates of the two moments; an average over 100 updates follows rewards that change with the policy."""
 ADAM_EPS = 1e-8
 
 CLIP_EPS = 1e-6
@@ -35,7 +35,7 @@ BUCKET_ELEMENTS = 2**24
 def learning_rate(config: LearnerConfig, update: int, last: float) -> float:
     """Return the learning rate of an update: warm-up, then a decay that reaches 0 with the last step.
 
-    Warm-up bounds the growth of the rate: it exceeds `last`, the rate of the previous update, by at most 1 / warmup of
+    With warm-up, the rate of an update exceeds `last`, the rate of the update before, by at most 1 / warmup of
     the peak. A resumed run thus enters a longer schedule without a jump. Updates are 0-based over all steps, including
     skipped ones; before the first update the rate is 0.
     """
@@ -48,7 +48,7 @@ def learning_rate(config: LearnerConfig, update: int, last: float) -> float:
 
 @dataclass(frozen=True)
 class UpdateResult:
-    """Result of an update, the same on all ranks. If it was not applied, no weight of any stage changed."""
+    """Result of an update, the same on all ranks. If an update is not applied, no weight of any stage changes."""
 
     taken: bool
     """False if the loss or gradient was not finite."""
@@ -74,7 +74,7 @@ class StageOptimizer:
     ) -> None:
         """Create AdamW without weight decay.
 
-        `parameters` has the names of the whole model; it is empty for a value head on another stage. `computed` maps
+        `parameters` uses the names of the whole model; it is empty if another stage has the value head. `computed` maps
         these names to the tensors that modules compute with: a rounded copy, or the parameter itself. `tied`: embedding
         and LM head are one tensor.
         """
@@ -102,7 +102,7 @@ class StageOptimizer:
     def squared_norm(self) -> Tensor:
         """Return this rank's contribution to the squared gradient norm, float64.
 
-        Sums gradients over replicas, and gradients of a tied weight over its two copies; all ranks must call it.
+        Sums gradients over replicas, and gradients of a tied weight over its two copies; all ranks must take part.
         """
         self._move_gradients()
         self._sum_over_replicas()
@@ -117,7 +117,7 @@ class StageOptimizer:
         return nn.utils.get_total_norm(gradients).double().square()
 
     def apply(self, norm: float, rate: float) -> None:
-        """Clip by the norm over all stages, then step; a critic's rate is scaled by the ratio of the peak rates."""
+        """Clip by the norm over all stages and take a step; a critic's rate is scaled by the ratio of peak rates."""
         if self.adam is None:
             return
         coefficient = self._config.max_grad_norm / (norm + CLIP_EPS)
@@ -197,7 +197,7 @@ def _buckets(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
 def update_together(
     optimizers: Sequence[StageOptimizer], rate: float, lr_scale: float | None, mesh: Mesh
 ) -> UpdateResult:
-    """Step all optimizers or none, then clear the gradients. All ranks must call it, in the same order.
+    """Step all optimizers or none, then clear the gradients. All ranks must call this function in the same order.
 
     `rate` is the learning rate of the policy. `lr_scale` is its factor, from 0 to 1, or NaN to skip the update; it is
     None except on the coordinator.

@@ -1,17 +1,17 @@
 """Packing of whole sequences into micro-batches of one shape, and assignment of micro-batches to replicas.
 
-    best fit   place sequences, longest first, into the fullest micro-batch with room; determines their number
-    spread     redistribute over that number of micro-batches, or more if the schedule requires it: each sequence goes
-               into the cheapest micro-batch with room; if a sequence does not fit, the best-fit result is used
+    best fit   place sequences, longest first, into the fullest micro-batch with room; counts the micro-batches
+    spread     redistribute over the same number of micro-batches, or more if the schedule requires more: each sequence
+               goes into the cheapest micro-batch with room; if a sequence does not fit, the best-fit result is used
     deal       assign equal numbers of micro-batches to the replicas, balanced by cost
     order      sort the micro-batches of a replica: increasing cost up to the most expensive, then decreasing
-    whole      do the same with groups or prompts instead of sequences, if the loss compares samples only within them
-               or if samples share prompts
+    whole      apply the steps above to groups or prompts instead of sequences, if the loss compares samples only
+               within a group or prompt, or if samples share prompts
     lay out    store a prompt once if several sequences of a micro-batch share it
 
 Every micro-batch is [1, L] with L = token_budget: a single shape lets the pipeline keep its buffers. Attention gathers
 the keys of a prompt for each sequence, so shared prompts count in full towards the budget. The packing depends only on
-the sequences, so every rank computes the same one.
+the sequences, so every rank computes the same packing.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-if TYPE_CHECKING:  # at run time, this would import torch, which planning must not load
+if TYPE_CHECKING:  # at run time, this import would load torch, which planning must not load
     from leeway.algorithms.base import Unit
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 
 MOST_EVALUATED = 2**27
-"""Maximum product of tokens and micro-batches for which one pass is cheaper than two: 1 to 2 s of evaluation."""
+"""Maximum product of tokens and micro-batches for which one pass is cheaper than two; the loss then takes 1 to 2 s."""
 ONE_PASS = 3 / 4
 """Cost of a one-pass update relative to two passes, assuming that a forward pass costs a third of a training pass."""
 
@@ -44,8 +44,8 @@ PAD_TOKEN = 0
 class CostModel:
     """Cost of a sequence of n tokens: per_token * n + per_token_squared * n^2, in any unit.
 
-    The first term is the cost of the weights, the second that of attention. Only their ratio matters. The default
-    counts tokens.
+    The first term is the cost of the weights, the second that of attention. Only the ratio of both terms matters. The
+    default counts tokens.
     """
 
     per_token: float = 1.0
@@ -69,8 +69,8 @@ class PackingRule:
     """The number of micro-batches per replica is a multiple of this."""
     cost: CostModel = field(default_factory=CostModel)
     unit: Unit = "sequence"
-    """Unit within which the loss compares samples. If every unit fits the budget and this saves time, each unit
-    is kept whole in one micro-batch, which allows a one-pass update."""
+    """Unit within which the loss compares samples. If every unit fits the budget, and whole units save time, each
+    unit is kept whole in one micro-batch, which allows a one-pass update."""
     num_stages: int = 1
     """P, the number of pipeline stages per replica."""
 
@@ -115,7 +115,7 @@ class PackedBatch:
     """Per micro-batch: starts of its sequences, each including its prompt, and the end of the last. An empty
     micro-batch has one sequence of one padding token, [0, 1]."""
     places: tuple[IntArray, ...]
-    """Per micro-batch: packed position of each token of those sequences; positions of a shared prompt repeat."""
+    """Per micro-batch: packed position of each token of its sequences; positions of a shared prompt repeat."""
     predicting: tuple[IntArray, ...]
     """Per micro-batch: positions of the states that predict its completion tokens."""
     predicted: tuple[IntArray, ...]
@@ -152,7 +152,7 @@ class PackedBatch:
 
     @property
     def shared_frac(self) -> float:
-        """Fraction of `num_tokens` that is not computed: prompts shared with another sample of the micro-batch."""
+        """Fraction of `num_tokens` that is not computed, as another sample of the micro-batch has the same prompt."""
         held = [
             int(places.max()) + 1 for places, members in zip(self.places, self.members, strict=True) if len(members)
         ]
@@ -225,7 +225,7 @@ def spread(lengths: Sequence[int], cost_B: FloatArray, token_budget: int, num_bi
         bins[chosen].append(i)
         room_N[chosen] -= lengths[i]
         heapreplace(cheapest, (cost + costs[i], chosen))
-        for each in full:  # may still have room for shorter sequences
+        for each in full:  # these bins may have room for shorter sequences
             heappush(cheapest, each)
     return bins
 
@@ -233,9 +233,9 @@ def spread(lengths: Sequence[int], cost_B: FloatArray, token_budget: int, num_bi
 def deal(cost_N: FloatArray, num_replicas: int) -> list[list[int]]:
     """Assign N bins to R replicas, N / R each, balanced by cost.
 
-    Bins are assigned in rounds of R, in decreasing order of cost; in each round, the cheapest replica so far gets the
-    most expensive bin. No bin of a round is cheaper than a bin of the next, so two replicas differ by at most max - min
-    (over bins), and the most expensive replica exceeds the mean by at most (1 - 1/R) (max - min).
+    Bins are assigned in rounds of R, in decreasing order of cost. In each round, the replica with the lowest total cost
+    gets the most expensive bin. No bin of a round is cheaper than a bin of the next round. So two totals differ by at
+    most max - min (over bins), and the highest total exceeds the mean by at most (1 - 1/R) (max - min).
     """
     rounds_MR = np.argsort(-cost_N, kind="stable").reshape(-1, num_replicas)
     share_RM = np.zeros(rounds_MR.T.shape, np.int64)
@@ -251,7 +251,7 @@ def order(cost_N: FloatArray, bins: Sequence[int]) -> list[int]:
     """Return the order in which a pipeline runs bins: cheap ones at both ends, the most expensive in the middle.
 
     Stages are idle while the first bins fill the pipeline and the last ones drain it, and 1F1B overlaps forward and
-    backward of adjacent bins. A forward-only pass (GPipe) takes sum + (P - 1) * max in any order.
+    backward of adjacent bins. A forward-only pass (GPipe) costs sum + (P - 1) * max in any order.
     """
     rising = sorted(bins, key=lambda n: (cost_N[n], n))
     return rising[0::2] + rising[1::2][::-1]
@@ -263,7 +263,7 @@ def longest_first(lengths: Sequence[int]) -> list[int]:
 
 
 def plan(lengths: Sequence[int], cost_B: FloatArray, rule: PackingRule) -> list[list[int]]:
-    """Return the sequences of each micro-batch, replica by replica; raises as `best_fit`."""
+    """Return the sequences of each micro-batch, replica by replica; raise the errors of `best_fit`."""
     fewest = best_fit(lengths, rule.token_budget)
     num_bins = rule.num_micro_batches(len(fewest))
     bins = spread(lengths, cost_B, rule.token_budget, num_bins)
@@ -363,7 +363,7 @@ def cost_of_micro_batches(
 ) -> tuple[FloatArray, Unit]:
     """Return the cost of each micro-batch that `pack` would create, and the unit kept whole, from lengths only.
 
-    `same_B` numbers prompts as `same_prompts`. Costs are in the unit of `rule.cost`.
+    `same_B` has the prompt numbers of `same_prompts`. Costs are in the unit of `rule.cost`.
     """
     samples = _Samples(length_B, prompt_B, same_B, rule.cost.of(length_B), rule)
     _, cost_M, unit = samples.bins(unit_B)

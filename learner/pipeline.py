@@ -1,7 +1,7 @@
 """Pipeline: forward-only and training schedules over torch.distributed.pipelining.
 
-Each schedule object serves one mode and one shape [M, L], because switching modes would trigger shape inference again.
-Shapes are always given, never inferred, so nothing is pickled between stages.
+Each schedule object serves one mode (forward-only or training) and one shape [M, L], because a change of mode triggers
+shape inference. Shapes are always given, never inferred, so nothing is pickled between stages.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Pipeline:
         return self._run(batch, train=False)
 
     def train(self, batch: DeviceBatch, coefficients: Coefficients | None) -> Tensor | None:
-        """Accumulate the gradient of sum(coefficients * outputs) in the parameters; otherwise as `forward_only`.
+        """Accumulate the gradient of sum(coefficients * outputs) in the parameters; the result is as in `forward_only`.
 
         On the last stage, `coefficients` is called for each micro-batch; the other stages ignore it.
         """
@@ -117,8 +117,8 @@ class Pipeline:
     def _buffer_bytes(self, key: ScheduleKey) -> int:
         """Return the bytes of the receive buffers for states and, if training, gradients.
 
-        The first and last chunks receive less, but all ranks must get the same number: a new schedule communicates with
-        its neighbours before its first pass, so all ranks must evict a schedule together.
+        The first and last chunks receive less, but all ranks must get the same number. All ranks must evict a schedule
+        together, because a new schedule communicates with its neighbours before its first pass.
         """
         train, num_micro_batches, width = key
         per_micro_batch = width * self.modules[0].hidden_size * self.modules[0].states_dtype.itemsize

@@ -40,8 +40,8 @@ LOGITS_MIB: Mapping[str, float] = {"cpu": 64.0, "cuda": 1024.0}
 """Device type -> MiB of logits in memory at a time; small compared with the states of a micro-batch, and large enough
 that products take longer than reading the head."""
 KEPT_MIB: Mapping[str, float] = {"cpu": 64.0, "cuda": 2048.0}
-"""Device type -> MiB of probabilities kept for the backward pass, over all micro-batches in flight. On a GPU this holds
-7,000 tokens with a vocabulary of 152k, and saves one product in four and two passes over logits."""
+"""Device type -> MiB of probabilities kept for the backward pass, over all micro-batches in flight. On a GPU,
+2048 MiB hold 7,000 tokens with a vocabulary of 152k, and save one product in four and two passes over logits."""
 
 
 def round_parameters(module: nn.Module, *, exclude: Callable[[str], bool]) -> dict[str, nn.Parameter]:
@@ -65,7 +65,7 @@ def round_parameters(module: nn.Module, *, exclude: Callable[[str], bool]) -> di
 def narrow_norms(layers: nn.Module) -> None:
     """Make every norm of these layers return the dtype of products, so that each product need not cast its input."""
     for name, module in layers.named_modules():
-        if name.endswith("norm"):  # every norm of a decoder layer has such a name
+        if name.endswith("norm"):  # true for every norm of a decoder layer
             module.register_forward_hook(lambda _module, _inputs, output: output.to(COMPUTED))
 
 
@@ -118,8 +118,8 @@ def embed(embedding: nn.Embedding, tokens: Tensor, *, adds_in_place: bool = Fals
 def add_gradients_in_place(layers: nn.Module) -> None:
     """Make every linear map of these rounded layers add directly to the gradient of its weight.
 
-    Autograd would store a bfloat16 product, widen it and add it: three passes over a matrix. Unusable with a schedule
-    that computes input and weight gradients separately, because one graph node computes both here.
+    Autograd would store a bfloat16 product, widen it and add it: three passes over a matrix. Do not use this with a
+    schedule that computes input and weight gradients separately: one graph node computes both gradients.
     """
     for module in layers.modules():
         if isinstance(module, nn.Linear):
@@ -189,9 +189,9 @@ class LogitRule:
     softcap: float | None = None
     """Logits l become softcap * tanh(l / softcap), before the temperature."""
     chunk_mib: float | None = None
-    """MiB of logits (float32 or wider) in memory at a time; None: `LOGITS_MIB`."""
+    """MiB of logits (float32 or wider) in memory at a time; None selects `LOGITS_MIB`."""
     kept_mib: float | None = None
-    """MiB of probabilities kept for the backward pass; None: `KEPT_MIB`."""
+    """MiB of probabilities kept for the backward pass; None selects `KEPT_MIB`."""
     is_fused: bool = False
     """Whether to use the softmax of `leeway.learner.kernels`; requires 16-bit products."""
     adds_in_place: bool = False
@@ -307,7 +307,7 @@ class _OfWeight(torch.autograd.Function):
 def _chunk(
     hidden: Tensor, cast: Tensor, tokens: Tensor, rule: LogitRule, own: Tensor | None, keep: bool
 ) -> tuple[Tensor, Tensor, Tensor | None, tuple[Tensor, ...]]:
-    """Compute one chunk in 1.5 times the memory of its logits: [c, hidden], [V, hidden] (`cast`), [c].
+    """Compute a chunk of c tokens in 1.5 times the memory of its logits, from [c, hidden], [V, hidden] (`cast`), [c].
 
     `own` holds the head rows of the tokens, [c, hidden], if slopes are needed. Returns log pi [c],
     logsumexp(z) [c], d log pi / dh [c, hidden], and, if `keep`, the result of `_shares`.
@@ -356,8 +356,8 @@ def _shares(
 ) -> tuple[Tensor, Tensor]:
     """Return the coefficients of head rows in d log pi / dh: [c, V] of all words, subtracted; [c] of the tokens, added.
 
-    They are p and 1, each times the steepness of the soft cap. If p is rounded, p of the token itself is set to 0, and
-    its coefficient is 1 - p.
+    The coefficients are p and 1, each times the derivative of the soft cap. If p is rounded, p of the token itself is
+    set to 0, and its coefficient is 1 - p.
     """
     pull = _steepness(picked, rule)
     if dtype != _wide(dtype):
@@ -368,7 +368,7 @@ def _shares(
 
 
 def _scaled_logits(hidden: Tensor, weight: Tensor, rule: LogitRule) -> Tensor:
-    """Return z of a chunk, [c, hidden], [V, hidden] -> [c, V]; in place after the product."""
+    """Return the scaled logits z of a chunk, [c, hidden], [V, hidden] -> [c, V]."""
     logits = product(hidden, weight.T)
     logits = logits.to(_wide(logits.dtype))
     if rule.softcap is not None:

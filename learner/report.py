@@ -1,4 +1,4 @@
-"""Results of a step: its row of metrics.jsonl, and its batch if training could not use it."""
+"""Results of a step: its row of metrics.jsonl, and its batch if training could not use the batch."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def lag_metrics(
     """Return lag metrics over the tokens and trajectories that the step trained on.
 
     `updates` holds the batch of each update, at its own version; a sample counts once per update. `start` is the whole
-    batch, at the initial version. `newest_published` is the newest version available then; None if none was published.
+    batch, at the initial version. `newest_published` is the newest version published before the step, or None.
     """
     lag_T = np.concatenate([batch.lag_T for batch in updates])
     first_B, last_B = (np.concatenate(ends) for ends in zip(*map(_ends, updates), strict=True))
@@ -69,7 +69,7 @@ def lag_metrics(
 
 
 def replay_metrics(start: StepBatch, ledger: Mapping[str, int]) -> Metrics:
-    """Return metrics of sample reuse and of the age at use; `ledger` holds the buffer counts at that time."""
+    """Return metrics of sample reuse and of the age at use; `ledger` has the buffer counts at the draw."""
     bounds_T = start.bounds_T()
     written_B = np.flatnonzero(bounds_T[1:] > bounds_T[:-1])
     age_G = np.zeros(start.num_groups, np.int64)
@@ -117,7 +117,7 @@ def step_report(
     ledger: Mapping[str, int],
     fidelity: LengthFidelity,
 ) -> Report:
-    """Return the metrics row of one step (from 1); arguments as in `lag_metrics` and `replay_metrics`."""
+    """Return the metrics row of one step (from 1); `lag_metrics` and `replay_metrics` describe the arguments."""
     rewards = np.asarray(batch.rows.column("reward"))
     duration_s = times.finished_s - times.started_s
     trained = [update.batch for update in result.counted]

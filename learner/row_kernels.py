@@ -43,7 +43,7 @@ def softmax(logits: Tensor, tokens: Tensor, out: Tensor | None) -> Tensor:
 
 
 def add_norm(states: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return the sum of `states` and `added` (None: zeros), and its RMS norm.
+    """Return the sum of `states` and `added` (None means zeros), and the RMS norm of the sum.
 
     [..., H], [..., H] and a weight [H] -> [..., H] in the dtype of the states, and [..., H] in that of the weight.
     """

@@ -5,7 +5,7 @@
             are finished or a stop is requested
     export  write the policy as a Hugging Face folder and destroy the process group
 
-All stages call the same methods. The coordinator decides (which batch, when to stop); the other stages follow.
+All stages call the same methods. The coordinator selects the batches and the time to stop; the other stages follow.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Stage:
     # --- supervisor interface -----------------------------------------------------------------------
 
     def setup(self) -> None:
-        """Load everything, resume from the newest checkpoint and publish the initial version.
+        """Load the models, resume from the newest checkpoint and publish the initial version.
 
         Raises StageLost if a stage misses the rendezvous or does not load in time. Raises TimeoutError with the
         name of the service if the buffer does not answer the coordinator.
@@ -186,7 +186,7 @@ class Stage:
             context.serving_dtypes,
             keep_versions=KEPT_VERSIONS,
             timeout_s=PUBLISH_TIMEOUT_S,
-            # slightly longer, so that a stage without disk space fails first, with its own error
+            # longer than timeout_s, so that a stage without disk space fails first, with its own error
             parts_timeout_s=PUBLISH_TIMEOUT_S + 30.0,
         )
 
@@ -199,7 +199,7 @@ class Stage:
                 self._control.state = resumed.lag_control
 
     def _begin_incarnation(self, deadline: float) -> None:
-        """Begin an incarnation and broadcast the version each incarnation resumed from, for losses that read lags.
+        """Begin an incarnation; broadcast the version that each incarnation resumed from, for losses that read lags.
 
         The buffer may delay the coordinator, so the startup timeout applies to the other ranks.
         """
@@ -259,7 +259,7 @@ class Stage:
                 return payload if kind is Kind.BATCH else None
 
     def _publish_skipped(self) -> None:
-        """Publish a skipped version on all ranks; called on the coordinator. Admission may wait for this version."""
+        """Publish a skipped version on all ranks; called on the coordinator. New leases may wait for the version."""
         if self._is_due(self._progress.version) and not self._is_full():
             self._channel.send(Kind.PUBLISH)
             self._publish(self._progress.version)
@@ -294,16 +294,16 @@ class Stage:
         try:
             self._bad_batches.record(step, result, body)
         except TrainingDiverged:
-            dist.barrier()  # as above
+            dist.barrier()  # wait until the batch is saved, as in the barrier above
             raise
         if step % self._config.checkpoint_every == 0:
             self._save()
 
     def _publish_if_due(self, version: int) -> float:
-        """Publish a version if due, also between updates of a step; return the seconds it took.
+        """Publish a version if it is due, also between updates of a step; return the duration in seconds.
 
-        While earlier versions are still being written, this version is skipped and the next one is due: a full disk or
-        slow network does not stop training before the staleness bound does.
+        While earlier versions are still being written, this version is skipped, and the next version is due. So a full
+        disk or slow network does not stop training until the staleness bound is reached.
         """
         started_s = time.perf_counter()
         if self._is_due(version) and self._may_publish():
@@ -318,7 +318,7 @@ class Stage:
         return self._publisher is not None and self._publisher.is_full
 
     def _may_publish(self) -> bool:
-        """Return whether a version can be published, the same on all ranks: it needs a part from every stage."""
+        """Return whether a version can be published, the same on all ranks: a version needs a part from every stage."""
         # the coordinator waits for the parts of the other stages, so a version that it finished is finished on all
         is_full = torch.tensor([self._is_full()])
         if self._place.num_ranks > 1:
@@ -404,6 +404,6 @@ class Stage:
 
 
 def _make_current(device: torch.device) -> None:
-    """Set the CUDA device of this thread: it is per thread, and Ray calls a stage from several threads."""
+    """Set the CUDA device of this thread: the setting is per thread, and Ray calls a stage from several threads."""
     if device.type == "cuda":
         torch.cuda.set_device(device)

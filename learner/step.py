@@ -1,7 +1,7 @@
-"""TrainStep: trains on one batch in one or more updates; the gradient is exact for any loss of the leaves.
+"""TrainStep: trains on one batch in one or more updates, with exact gradients of any loss of the model outputs.
 
-    scores   reference log-probabilities; if the loss reads them, a forward-only pass over the whole batch for the
-             log-probabilities of the proximal policy and old values
+    scores   reference log-probabilities; log-probabilities of the proximal policy and old values, by a forward-only
+             pass over the whole batch, if the loss reads them
     then one update, which creates a policy version, for every minibatch of every epoch:
     pass 1   forward only: log-probabilities and critic values of the minibatch under the current weights
     loss     on the coordinator: evaluate the algorithm once on the whole minibatch, g = dL / d(leaf)
@@ -9,9 +9,9 @@
     update   gradients summed over replicas; AdamW on all stages, or on none if loss or gradient are not finite
 
 A group-level loss cannot be split into micro-batches, but a pipeline runs only micro-batches; the coefficients g
-decouple the two. Minibatches hold whole groups. The first update of an undivided batch needs no pass 1 of its own. A
-separable loss needs no pass 1: if a micro-batch holds whole units, its own log-probabilities determine its
-coefficients. All ranks call `run` with the same batch.
+decouple loss and pipeline. Minibatches hold whole groups. If a batch is one minibatch, its first update uses the pass
+of `scores`, if any, as pass 1. A separable loss needs no pass 1: if a micro-batch holds whole units, its own
+log-probabilities determine its coefficients. All ranks call `run` with the same batch.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class TrainStep:
         self._control = control
 
     def run(self, batch: StepBatch, step: int, between_updates: BetweenUpdates | None = None) -> StepResult:
-        """Run step `step` (from 0) on a batch, which is the same on all ranks and at the initial version of the step.
+        """Run step `step` (from 0) on a batch, which must be the same on all ranks and have the step's initial version.
 
         The batch must pass `report.check_samples`. `between_updates` is called with the version before every update
         except the first.
@@ -185,7 +185,7 @@ class TrainStep:
             inputs = replace(constant, logprobs_T=logprobs_T.clone().requires_grad_())
             if part.old is None:
                 inputs = replace(inputs, proximal_logprobs_T=logprobs_T)
-            with torch.enable_grad():  # runs per micro-batch: must not synchronize with the device
+            with torch.enable_grad():  # runs per micro-batch, so it must not wait for the device
                 return self._masked(torch.autograd.grad(self._loss(inputs).loss, inputs.logprobs_T)[0], inputs)[where]
 
         return gradient
@@ -230,7 +230,7 @@ class _Part:
     batch: StepBatch
     on_device: DeviceBatch
     where_T: Tensor
-    """Indices of its tokens among those of the whole batch."""
+    """Indices of the part's tokens among the tokens of the whole batch."""
     reference_T: Tensor | None
     old: Leaves | None
     """Log-probabilities and critic values at the start of the step; or at the start of this update, if the loss does
@@ -278,7 +278,7 @@ class _StepState:
     def distances(self) -> tuple[Metrics, Lag0ByActor]:
         """Return, on the coordinator, off-policy metrics at the start of the step, and the lag-0 mismatch by actor.
 
-        Without a pass at the start, they cover only the part that the first update trained on.
+        Without a pass at the start, the results cover only the part that the first update trained on.
         """
         if not self.networks.mesh.place.is_coordinator:
             return {}, {}
@@ -312,7 +312,7 @@ class _Clock:
 def minibatches(unit_B: IntArray, num_minibatches: int, num_epochs: int, seed: tuple[int, ...]) -> list[IntArray]:
     """Split a batch into minibatches of whole units (groups or prompts), differently in every epoch.
 
-    Units are visited in random order, and each goes to the minibatch with the fewest sequences so far. The same seed
+    Units are visited in random order, and each goes to the minibatch with the fewest sequences. The same seed
     gives the same split on every rank and after a restart. Returns the ascending sequence indices of each update.
     """
     units, unit_of_B, sizes = np.unique(unit_B, return_inverse=True, return_counts=True)

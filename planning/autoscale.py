@@ -9,13 +9,13 @@ The decision compares two times:
     T_gen(n)  seconds that n actors need to generate the samples that a step consumes, with all slots full
     T_train   seconds of a step whose batch is ready, including the gap between two steps
 
-A step consumes the samples that it uses for the first time, those set aside because all rewards of the group are
-equal, and those dropped as stale. This is more than its batch if groups are set aside or dropped, and less if samples
-are reused. Both times are exponential moving averages (over `MEMORY` steps). The mean length is extrapolated `AHEAD`
-steps by its trend, because lengths grow for hours and a plain mean lags behind. A pool grows, by the missing number of
-actors, after T_gen exceeds T_train for a few steps. It shrinks if one actor fewer would have sufficed for many steps
-and the learner hardly waits: with weight_sync.max_lag = 0 it waits for each batch, and fewer actors slow every step.
-The band in between absorbs noise. After a change, steps are ignored until the change takes effect.
+A step consumes the samples that it uses for the first time, those set aside because all rewards of the group are equal,
+and those dropped as stale. A step consumes more than its batch if groups are set aside or dropped, and less if samples
+are reused. T_gen and T_train are exponential moving averages (over `MEMORY` steps). The mean length is extrapolated
+`AHEAD` steps by its trend, because lengths grow for hours and a plain mean lags behind. A pool grows, by the missing
+number of actors, after T_gen exceeds T_train for a few steps. A pool shrinks if one actor fewer would have sufficed for
+many steps and the learner hardly waits: with weight_sync.max_lag = 0 every step waits for its batch. The band between
+growing and shrinking absorbs noise. After a change, steps are ignored until the change takes effect.
 (StreamRL, arXiv 2504.15930, adjusts its generation stage by the same two times.)
 """
 
@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from leeway.planning.costs import LeastSquares, TokenTime
 
-if TYPE_CHECKING:  # these modules load torch, which a simulation must not
+if TYPE_CHECKING:  # these modules load torch, which a simulation must not load
     from leeway.launch.config import Config
     from leeway.launch.observe.status import PoolStatus
 
@@ -35,7 +35,7 @@ MEMORY = 8
 AHEAD = 4
 """Number of steps by which the mean length is extrapolated: about as many as a decision takes."""
 ABOVE, BELOW = 0.04, 0.12
-"""Fractions of T_train: T_gen exceeds it by ABOVE to grow; with one actor fewer it is lower by BELOW to shrink."""
+"""A pool grows if T_gen > (1 + ABOVE) T_train, and shrinks if T_gen with one actor fewer < (1 - BELOW) T_train."""
 PATIENCE_TO_GROW, PATIENCE_TO_SHRINK = 3, 20
 SETTLE_STEPS = 6
 """Number of steps ignored after a change, counted from the moment that the actors are running."""
@@ -46,7 +46,7 @@ MAX_WAIT_SHARE = 0.1
 MOST_ADVISED = 4
 """Maximum number of actors that is advised, in multiples of the current number."""
 REPEAT_AFTER = 100
-"""Decisions without the same advice, after which it is reported again; unchanged advice recurs every 3 to 26."""
+"""Number of decisions without an advice before the advice is reported again; unchanged advice recurs every 3 to 26."""
 
 Row = Mapping[str, Any]
 Room = Callable[[str], int]
@@ -126,7 +126,7 @@ class ScalingPolicy:
         self._settling = 0
 
     def observe(self, pools: Sequence[PoolState], facts: StepFacts) -> Advice | None:
-        """Add a finished step; return the change to make, None for no change."""
+        """Add a finished step; return the change to make, or None for no change."""
         self._update_means(facts)
         if any(pool.count != pool.desired for pool in pools):
             self._settling = SETTLE_STEPS
@@ -213,17 +213,17 @@ class Autoscale:
         self._before: Row | None = None
         self._num_decisions = 0
         self._advised: dict[tuple[str, str, int], int] = {}
-        """(kind, pool, count) -> number of the decision that last advised it."""
+        """(kind, pool, count) -> number of the decision that last advised this change."""
 
     def observe(self, row: Row, pools: Sequence[PoolStatus], room: Room) -> Advice | None:
-        """Add a finished step; return the change to report or make, None for no change.
+        """Add a finished step; return the change to report or make, or None for no change.
 
         `wanted` of `pools` counts the actors that are neither lost nor shutting down.
         """
         before, self._before = self._before, row
         if before is None or row["skipped"]:
             return None
-        if (row["step"], row["restarts"]) != (before["step"] + 1, before["restarts"]):  # not consecutive
+        if (row["step"], row["restarts"]) != (before["step"] + 1, before["restarts"]):  # the steps are not consecutive
             return None
         pools = [pool for pool in pools if pool.wanted]
         states = [state for pool in pools if (state := self._state(pool, room)) is not None]
@@ -244,7 +244,7 @@ class Autoscale:
         return advice
 
     def _state(self, pool: PoolStatus, room: Room) -> PoolState | None:
-        """Return the state of a pool, None until its engines have measured the cost of a step."""
+        """Return the state of a pool, or None until its engines have measured the cost of a step."""
         engines = pool.engines
         fit = LeastSquares.from_list(engines.moments).fit() if engines.moments else None
         if fit is None or not pool.working:
@@ -255,7 +255,7 @@ class Autoscale:
 
 
 def _facts(row: Row, pools: Sequence[PoolStatus], before: Row) -> StepFacts | None:
-    """Return the facts of a step, None if no sample was generated or consumed since the previous one."""
+    """Return the facts of a step, or None if no sample was generated or consumed since the previous step."""
     slots = sum(pool.engines.slots for pool in pools)
     used = sum((pool.engines.slots_used or 0.0) * pool.engines.slots for pool in pools)
     lengths = [(each, pool.tokens_per_s) for pool in pools if (each := pool.engines.tokens_per_sample) is not None]

@@ -74,7 +74,7 @@ class SimulatedBuffer:
         self._open[group.id] = group
 
     def complete(self, group: SimulatedGroup) -> None:
-        """Store a finished group; evict others if the buffer exceeds its capacity."""
+        """Store a finished group; evict other groups if the buffer exceeds its capacity."""
         self._ready[group.id] = self._open.pop(group.id)
         self._place(group)
         self._num_stored += len(group.lengths)
@@ -90,7 +90,7 @@ class SimulatedBuffer:
         return [self._remove(group_id) for group_id in list(self._world.contract.evict(self._index.ready, version))]
 
     def draw(self, version: int) -> list[SimulatedGroup]:
-        """Return the groups of the next step; an empty list if the step has to wait."""
+        """Return the groups of the next step; an empty list if the step must wait."""
         contract = self._world.contract
         num = contract.groups_per_step
         if len(self._index.ready) < num:
@@ -109,7 +109,7 @@ class SimulatedBuffer:
             self._index.put(group.id, None)
 
     def finish(self) -> None:
-        """End the step; groups with uses left become ready again."""
+        """End the step; groups that may be used again become ready."""
         for group in self._drawn:
             if group.uses < self._index.max_uses:
                 self._ready[group.id] = group
@@ -182,7 +182,7 @@ class SimulatedPrompts:
         self._requeued.append(group)
 
     def take_requeued(self, pool: EnginePool) -> SimulatedGroup | None:
-        """Remove and return a requeued group that an engine of a pool may continue, None if there is none."""
+        """Remove and return a requeued group that an engine of a pool may continue, or None if there is none."""
         if not self._requeued:
             return None
         speeds = self._speeds(pool)

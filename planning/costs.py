@@ -6,7 +6,7 @@ LeastSquares  sums over measurements, from which a cost model is fitted by least
 
     seconds of a step = step + sum over minibatches of  (M + b) * (micro_batch + work / (P * M))
 
-`work` is that of the most expensive replica, which splits it into M micro-batches on P stages; b is the bubble of the
+`work` is the work of the most expensive replica, split into M micro-batches on P stages; b is the bubble of the
 schedule. `leeway.learner.packing` computes the work of a batch from a cost per token and per squared token; shared
 prompts count once. The coefficients include further epochs, and a forward pass that updates take regardless of packing.
 """
@@ -76,7 +76,7 @@ class Fit:
 class LeastSquares:
     """Sums over measurements, from which a cost model is fitted by least squares; they can be stored and added.
 
-    The sums are: squares, number and total of the measurements, their products with the terms of the model,
+    The sums are the squares, number and total of the measurements, their products with the terms of the model,
     and the products of the terms with each other.
     """
 
@@ -119,7 +119,7 @@ class LeastSquares:
         return LeastSquares.from_list([one + two for one, two in zip(self.as_list(), other.as_list(), strict=True)])
 
     def fit(self) -> Fit | None:
-        """Return the fit with the least squared error and no negative coefficient, None before two measurements.
+        """Return the fit with the least squared error and no negative coefficient, or None before two measurements.
 
         There are few terms, so every subset of them is solved, and the best admissible solution is the optimum (Lawson
         and Hanson, Solving Least Squares Problems, 1974, chapter 23: the unconstrained optimum over its own support).
@@ -139,7 +139,7 @@ class LeastSquares:
         return Fit(tuple(map(float, best[1])), self.num_measured, error)
 
     def _solve(self, support: list[int]) -> tuple[float, FloatArray] | None:
-        """Return squared error and coefficients for these terms, None if they are collinear or a coefficient is < 0."""
+        """Return squared error and coefficients for these terms; None if collinear or if a coefficient is < 0."""
         products = self._products[np.ix_(support, support)]
         scale = np.sqrt(np.diag(products))
         if not scale.all():
@@ -176,7 +176,7 @@ class LearnerShape:
     num_minibatches: int = 1
     """Number of minibatches per step; each is packed and run through the pipeline separately."""
     saves_pass: bool = False
-    """Whether updates save a forward pass if no unit is split over micro-batches; False if a step takes it anyway."""
+    """Whether updates save a forward pass if no unit is split over micro-batches; False if steps always take it."""
 
     def rule(self, cost: CostModel) -> PackingRule:
         return PackingRule.of_schedule(
@@ -195,7 +195,7 @@ class LearnerShape:
 
 
 def bubble_in_micro_batches(schedule: str, num_stages: int, num_chunks: int) -> float:
-    """Return the idle time of a stage in a step, in micro-batch times; a third of such a time is the forward pass.
+    """Return the idle time of a stage in a step, in micro-batch times; the forward pass takes a third of one.
 
     GPipe and 1F1B: P - 1 (arXiv 1811.06965). Interleaved: (P - 1) / V (2104.04473, section 2.2). Zero bubble:
     (P - 1) / (3 V), as F + B - W remains of each of P - 1 (2401.10241, table 1).

@@ -1,7 +1,7 @@
 """Dispatch policies: assign prompts to actors by predicted completion length and actor speed.
 
 A lane is a pool of actors; lanes differ in their time per token. Prompts of dropped groups are leased ahead of the
-window, to a lane that is predicted to meet the deadline this time. Every lease request gets a prompt.
+window, to a lane that is predicted to meet the deadline. Every lease request gets a prompt.
 
     in_order       the first prompt of the window; lengths are predicted only for actors that request predictions
     longest_first  the prompt with the longest predicted completion
@@ -31,7 +31,7 @@ class Speeds(NamedTuple):
     """Speeds of the requesting lane and of all lanes, and the deadline."""
 
     token_s: float
-    """Seconds per token of each sample on the requesting lane; 0: unknown."""
+    """Seconds per token of each sample on the requesting lane; 0 if unknown."""
     lanes: Sequence[float]
     """Seconds per token of every lane with a known speed."""
     budget_s: float
@@ -58,7 +58,7 @@ class InOrder:
         return next(iter(window))
 
     def requeue_at(self, speeds: Speeds) -> float:
-        """Return the number of tokens at which a sample is requeued for another actor; infinite: never."""
+        """Return the number of tokens at which a sample is requeued for another actor; infinite if it never is."""
         return inf
 
 
@@ -76,7 +76,7 @@ class LongestFirst(InOrder):
 
 
 class ByDeadline(InOrder):
-    """Policy that leases prompts which miss the deadline on slow lanes to a lane that meets it."""
+    """Policy that assigns prompts to a faster lane if they would miss the deadline on slow lanes."""
 
     def needs_lengths(self, num_lanes: int) -> bool:
         return num_lanes > 1
@@ -90,10 +90,10 @@ class ByDeadline(InOrder):
         return self.is_in_order(speeds) or longest <= self._deadline_tokens(speeds)
 
     def choose(self, window: Iterable[Waiting], speeds: Speeds) -> Waiting:
-        """Return the longest prompt that slower lanes would miss, else the first one that this lane finishes in time.
+        """Return the longest prompt that slower lanes would miss, else the first prompt this lane finishes in time.
 
         A lane that would miss all deadlines takes the shortest prompt, so that no engine idles. All other prompts are
-        leased in order, so that the steps of a window are as mixed as the data: if each lane took the longest prompt
+        leased in order, so that the steps of a window are as mixed as the data. If each lane took the longest prompt
         that it finishes in time, the first steps would get the long completions and the last steps the short ones.
         """
         if self.is_in_order(speeds):

@@ -4,7 +4,7 @@ Each rank executes its part of a schedule, with sends and receives in between. T
 gradients of each network have separate process groups between each pair of neighbours. Within a group, both sides
 process micro-batches in the same order, so messages match for any interleaving of the networks and do not block:
 NCCL executes the operations of a rank on one group in the order of the calls. NCCL connects two ranks at their first
-message, which blocks each call until the peer's, so every group is connected when it is created.
+message, which blocks each call until the peer's call, so every group is connected when it is created.
 
 The critic's pipeline runs in reverse: the rank with the policy's first stage has the critic's last stage. A rank
 computes one network while it waits for the other, which fills the bubbles at both ends of a pass. RLHFuse (arXiv
@@ -79,7 +79,7 @@ class PassSchedule:
 def find_schedule(
     num_stages: int, num_micro_batches: int, work: tuple[StageCost, StageCost], most_held: int
 ) -> PassSchedule:
-    """Return the shortest schedule found; ties go to the one with the fewest held micro-batches, then to the first.
+    """Return the shortest schedule found; ties go to the schedule with the fewest held micro-batches.
 
     `most_held`, at least 2, bounds PassSchedule.most_held. Forward-only passes hold no activations.
     """
@@ -92,7 +92,7 @@ def find_schedule(
         # the first try has the limits of 1F1B for each network
         more = rng.randint(0, num_stages) if number else 0
         limits = [[num_stages - stage + rng.randint(0, more) for stage in range(num_stages)] for _ in work]
-        if number % 2:  # undivided, one network can fill a rank and block the other
+        if number % 2:  # without division, one network can fill a rank and block the other network
             _divide(limits, most_held, rng)
         heuristic = _Heuristic.drawn(rng) if number else _Heuristic()
         found = _ListScheduler(num_stages, num_micro_batches, work, most_held, limits, heuristic).run()
@@ -117,7 +117,7 @@ def _divide(limits: list[list[int]], most_held: int, rng: random.Random) -> None
 
 
 def shortest_possible(num_stages: int, num_micro_batches: int, work: tuple[StageCost, StageCost]) -> float:
-    """Return a lower bound of the makespan, from each network alone, and from the work and idle time of each rank."""
+    """Return a lower bound of the makespan, from each single network, and from the work and idle time of each rank."""
     alone = max((num_micro_batches + num_stages - 1) * (each.forward + each.backward) for each in work)
     busy = num_micro_batches * sum(each.forward + each.backward for each in work)
     bounds = [alone]
@@ -190,7 +190,7 @@ class _ListScheduler:
             own[0].arrived[0] = num_micro_batches
 
     def run(self) -> PassSchedule | None:
-        """Return the schedule, None if all ranks are blocked by their limits."""
+        """Return the schedule, or None if all ranks are blocked by their limits."""
         ranks: list[list[Action]] = [[] for _ in range(self._num_stages)]
         free = set(range(self._num_stages))
         running: list[tuple[float, int, _Stage, int]] = []
@@ -225,7 +225,7 @@ class _ListScheduler:
         return sum(one.held for one in self._of_rank(rank))
 
     def _choose(self, rank: int) -> tuple[_Stage, int] | None:
-        """Return the stage and direction of the next action of a free rank, None if it has to wait."""
+        """Return the stage and direction of the next action of a free rank, or None if the rank must wait."""
         found: list[tuple[float, _Stage, int]] = []
         has_room = self._held(rank) < self._most_held
         for one in self._of_rank(rank):
@@ -301,7 +301,7 @@ class FusedPasses:
 
     @torch.no_grad()
     def forward_only(self, batch: DeviceBatch) -> list[Tensor | None]:
-        """Return the outputs of each network, [M, L], None for those whose last stage is on another rank."""
+        """Return the outputs of each network, [M, L], or None for a network whose last stage is on another rank."""
         return self._run(batch, None)
 
     def train(self, batch: DeviceBatch, coefficients: Sequence[Coefficients | None]) -> list[Tensor | None]:
@@ -393,7 +393,7 @@ class _NetworkPass:
             self._leaving.put(out.detach())
 
     def backward(self, micro_batch: int, coefficients: Coefficients | None) -> None:
-        """Compute the gradients of a micro-batch and send that of its input to the previous stage."""
+        """Compute the gradients of a micro-batch and send the gradient of its input to the previous stage."""
         states, out = self._kept.pop(micro_batch)
         if self._arriving_back is None:
             assert coefficients is not None, "the last stage needs coefficients to train"
@@ -406,7 +406,7 @@ class _NetworkPass:
             self._leaving_back.put(states.grad)
 
     def finish(self) -> Tensor | None:
-        """Wait for all sends; return the outputs [M, L] of the last stage, None on other stages."""
+        """Wait for all sends; return the outputs [M, L] of the last stage, or None on other stages."""
         for outbox in (self._leaving, self._leaving_back):
             if outbox is not None:
                 outbox.wait()

@@ -5,15 +5,15 @@ CacheAdmission  `actors.admission = "cache"`: FIFO queue of the samples of an ac
 
 An engine with a full cache preempts: it discards the keys and values of a running sample and recomputes them later. A
 slot count that rules out preemption leaves most of the cache empty, because few samples reach the maximum length.
-The gate admits a sample if all running samples and this one are likely to fit t tokens from now:
+The gate admits a sample if all running samples and the new sample are likely to fit t tokens from now:
 
     sum_i p_i(t) b_i(t)  +  MARGIN * deviation(t)  <=  blocks of the cache      for all t
 
 b_i(t) is the number of blocks of the context of sample i at t, and p_i(t) = P(L >= n_i + t | L > n_i) the probability
-that it still runs, given its n_i tokens so far. L follows the last completions of this engine, each relative to the
-prediction for its prompt (`leeway.planning.lengths`). Samples of a prompt deviate from the prediction
-together, with a correlation estimated from past groups. They also share the whole blocks of their prompt.
-(Past-Future, arXiv 2507.10150, admits by such a length history.)
+that the sample still runs, given its n_i tokens so far. L follows the last completions of this engine, each relative to
+the prediction for its prompt (`leeway.planning.lengths`). Samples of a prompt deviate from the prediction together,
+with a correlation estimated from past groups. Samples of a prompt also share the whole blocks of the prompt.
+(Past-Future, arXiv 2507.10150, also uses a length history for admission.)
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class KvGate(Generic[K]):
         return self._cache is not None
 
     def has_room(self, sample: KvSample, now: float) -> bool:
-        """Return whether a sample may start; always True if no sample runs, as the cache holds at least one."""
+        """Return whether a sample may start; always True if no sample runs, as the cache holds at least one sample."""
         if len(self._running) >= self._slots:
             return False
         if self._cache is None or not self._running:
@@ -153,7 +153,7 @@ class KvGate(Generic[K]):
         return self._forecast([*self._running.values(), (sample, now)], now).fits(self._cache)
 
     def slots(self, now: float) -> int:
-        """Return the number of running samples plus the new ones that fit."""
+        """Return the number of running samples plus the new samples that fit."""
         if self._cache is None:
             return self._slots
         running, prompt = len(self._running), round(self._prompt_tokens)
@@ -280,7 +280,7 @@ class CacheAdmission:
         admitted = asyncio.get_running_loop().create_future()
         entry = admitted, key, sample
         self._waiting.append(entry)
-        if len(self._waiting) == 1:  # behind other samples, it has to wait for the head
+        if len(self._waiting) == 1:  # the sample is the head of the queue
             self._admit_next()
         try:
             await admitted
@@ -293,7 +293,7 @@ class CacheAdmission:
             raise
 
     def begin(self, key: Hashable, sample: KvSample) -> None:
-        """Restart the clock of an admitted sample whose start was delayed, by new weights for example."""
+        """Restart the clock of an admitted sample whose start was delayed, for example by new weights."""
         self._gate.start(key, sample, self._now())
 
     def end(self, key: Hashable, num_tokens: int | None = None, *, is_cut: bool = False) -> None:

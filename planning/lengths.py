@@ -4,15 +4,15 @@ LengthDistribution (sampled by PromptStream) has quantiles of lengths, and the f
 
     z = sqrt(explained) * u(prompt) + sqrt(1 - explained) * e(sample),   length = quantile(Phi(z)),   u, e ~ N(0, 1)
 
-Any measured distribution can be combined with any explained fraction, and the best ranking of prompts is known: by u.
+Any measured distribution can be combined with any explained fraction, and the best ranking of prompts, by u, is known.
 
-LengthModel predicts the completion lengths of each prompt from all completions so far:
+LengthModel predicts the completion lengths of each prompt from all earlier completions:
 
     y = log tokens of a completion = level + own(prompt) + noise(sample)
 
     level   run-wide exponential moving average: training changes all lengths, but not their ranks
     own     offset of a prompt: N(0, spread) a priori, updated by each group of the prompt (a Kalman filter); it
-            decays to N(0, spread) over the versions since then, at a rate estimated from repeated groups
+            decays to N(0, spread) over the versions since the last group, at a rate estimated from repeated groups
     noise   N(0, noise) of each sample
 
 Level, spread, noise and fading are estimated as groups complete (empirical Bayes). A completion cut at the maximum
@@ -242,8 +242,8 @@ class LengthModel:
     ) -> PromptPosterior:
         """Update the model with a complete group; return the new posterior of the prompt.
 
-        `lengths` are the completion tokens of its samples, at least one; `cut` marks those cut at the maximum length;
-        `version` is the learner's version; `is_late`: the slowest lane was predicted to miss the deadline of the group.
+        `lengths` are the completion tokens of its samples, at least one; `cut` marks samples cut at the maximum length;
+        `version` is the learner's version; `is_late` is True if the slowest lane was predicted to miss the deadline.
         """
         shape, (own, variance), size = self.shape, self._own_at(prompt, version), len(lengths)
         weight, after = variance / (variance + self.noise / size), own
@@ -312,7 +312,7 @@ class LengthModel:
         return self.spread if self._prior is None else self._prior_variance
 
     def _uncut(self, lengths: Sequence[int], cut: Sequence[bool], own: float) -> tuple[list[float], float]:
-        """Return log tokens, for cut samples the conditional mean beyond the cut, and the sum of their variances."""
+        """Return log tokens, or the conditional mean of cut samples beyond the cut; and the sum of these variances."""
         center, noise = self.shape.level + own, self.noise
         values, variances = [], 0.0
         for length, is_cut in zip(lengths, cut, strict=True):

@@ -93,7 +93,7 @@ class Planner:
         num_ranks = sum(pool.count for pool in self._stages)
         load = self._load(counts, num_ranks) if self._can_place(counts, num_ranks) else 1.0
         self._max_load = max(1.0, load) if load < math.inf else 1.0
-        """Maximum load per core for CPU processes: 1, or the load of the config if larger; the profile includes it."""
+        """Maximum load per core for CPU processes: 1, or the higher load of the config, which the profile includes."""
 
     @cached_property
     def space(self) -> Space:
@@ -151,7 +151,7 @@ class Planner:
         progress("computing bounds of plans", None)
         found = [plan for plan, _ in search(self.space, self.score, NUM_SIMULATED)]
         own = tuple(0 if key == "learner" else each.index(self.own[key]) for key, each in self.space.dimensions.items())
-        found += [own] if own not in found and self.score(own) > -math.inf else []  # never worse than the config
+        found += [own] if own not in found and self.score(own) > -math.inf else []  # include the config itself
         if not found:
             memory = "" if self._memory is None else f" with {self._memory / 2**30:.1f} GiB of memory"
             raise ConfigError(
@@ -258,7 +258,7 @@ class Planner:
         return TOTAL if name == "count" else f"actors.{name}"
 
     def _choices(self, key: str, own: object, choices: Iterable[object]) -> list[object]:
-        """Return these choices and the current one; only the current one if the command line sets the key."""
+        """Return these choices and the current choice; only the current choice if the command line sets the key."""
         return [own] if key in self._fixed else sorted({own, *choices}, key=_as_number)
 
     def _most_actors(self, name: str) -> int:
@@ -269,7 +269,7 @@ class Planner:
         return max(count, self._actors[name].count)
 
     def _shapes(self) -> list[object]:
-        """Return the learner shapes that the config allows, the current one first."""
+        """Return the learner shapes that the config allows, the current shape first."""
         own = shape_of(self.config)
         budgets = sorted({own.token_budget // 2, own.token_budget, 2 * own.token_budget, 4 * own.token_budget})
         ranks = [n for n in range(1, MOST_RANKS + 1) if self._fits((), n)]
@@ -347,7 +347,7 @@ class Planner:
     def _can_place(self, counts: Iterable[tuple[str, int]], num_ranks: int) -> bool:
         """Return whether each worker fits on a host with all the resources that it reserves.
 
-        Assign greedily: workers with the fewest possible hosts first, then the largest. May miss a feasible assignment.
+        Assign workers greedily (fewest possible hosts first, then largest), which may miss a feasible assignment.
         """
         workers = [(pool, pool.bundle.get("GPU", 0.0), num) for pool, num in self._workers(counts, num_ranks)]
         workers.sort(key=lambda each: (len(self._may_use[each[0].name]), -each[1], -each[0].bundle.get("CPU", 0.0)))
@@ -382,7 +382,7 @@ class Planner:
 
     @cached_property
     def _sites(self) -> list[tuple[float, set[str]]]:
-        """Return, for each union of host sets of pools, its cores and the pools confined to it."""
+        """Return the cores of each union of host sets of pools, and the pools whose hosts are all in the union."""
         unions: set[frozenset[Host]] = {frozenset()}
         for own in self._may_use.values():
             unions |= {each.union(own) for each in unions}
@@ -406,9 +406,9 @@ class Planner:
 
     @cached_property
     def _bytes(self) -> tuple[Mapping[str, int], int, int, int] | None:
-        """Return the bytes per actor of each pool, per rank, per replica in addition, and the rest; None if unknown.
+        """Return the bytes per actor of each pool, per rank, per replica (additional) and of the rest; None if unknown.
 
-        They are differences of `MachineNeeds`, which is linear in these counts.
+        The numbers of bytes are differences of `MachineNeeds`, which is linear in these counts.
         """
         actors = {name: section for name, section in self.config.pools.items() if section.role == "actors"}
         ones = dict.fromkeys(self._actors, 1)

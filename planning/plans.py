@@ -1,7 +1,7 @@
 """Plans: hosts, simulated predictions from a profile, and the TOML patch of a plan.
 
 A plan sets the number of actors of each pool and their slots, the shape of the learner, the publication interval, and
-the staleness bound, up to that of the config. It changes no other setting that affects learning.
+the staleness bound, up to that of the config. A plan changes no other setting that affects learning.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def world_of(config: Config, profile: Profile, prices: Mapping[str, float] | Non
 
 
 def engines_like(profile: Profile, pool: ActorPool) -> EngineCosts:
-    """Return a profile's engine costs for a pool, or for equal engines; raise ConfigError if there are none."""
+    """Return a profile's costs of the engines of a pool, or of equal engines; raise ConfigError if there are none."""
     here, named, why = settings_of_engine(pool.config), profile.engines.get(pool.name), ""
     for costs in (*([named] if named else []), *profile.engines.values()):
         there = costs.settings

@@ -1,9 +1,9 @@
 """Profiles of runs, from existing run folders or from two short runs started for this purpose.
 
 A run folder has all measurements: engine steps in status.json, learner steps in metrics.jsonl, weight updates in
-timeline.json, lengths in the buffer. So a profile can be read from any run. `take` starts two short runs: one with the
-config, one with a quarter of the slots and twice the token budget of a micro-batch, which makes the terms of the
-cost models identifiable.
+timeline.json, lengths in the buffer. So a profile can be read from any run. `take` starts two short runs. The first run
+uses the config, the second run a quarter of the slots and twice the token budget of a micro-batch. This contrast makes
+the terms of the cost models identifiable.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ def settings_of(config: Config) -> dict[str, Any]:
 
 def settings_of_engine(actors: ActorsConfig) -> dict[str, Any]:
     names = ["dtype", "tensor_parallel_size", "kv_cache_gib", "engine_args"]
-    names += ["gpu_memory_share"] if actors.gpus and actors.kv_cache_gib is None else []  # it sets the cache size
+    names += ["gpu_memory_share"] if actors.gpus and actors.kv_cache_gib is None else []  # sets the cache size
     return {name: getattr(actors, name) for name in names}
 
 
@@ -272,7 +272,7 @@ class _Run:
             )
 
     def gaps_s(self, settled_s: float) -> Iterator[float]:
-        """Yield the seconds between steps without waits for samples; these are committed `settled_s` after they end."""
+        """Yield the seconds between steps without waits for samples, which are committed `settled_s` after they end."""
         for before, row in pairwise(self.steps):
             if row["step"] == before["step"] + 1 and row["step"] in self.trained.finished_s:
                 ready_s = self.trained.finished_s[row["step"]] + settled_s
@@ -324,7 +324,7 @@ def _trained(folder: RunFolder) -> _Trained:
 def take(config_path: Path, overrides: Sequence[str], progress: Progress) -> Profile:
     """Run a config twice, each time until it has enough steps, and return the profile of both runs.
 
-    Raise ConfigError if the config is invalid, or with the end of its log if a run fails. KeyboardInterrupt stops both.
+    Raise ConfigError if the config is invalid or a run fails. KeyboardInterrupt stops both runs.
     """
     config = load_config(config_path, overrides)
     check_generates(config)

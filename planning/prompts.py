@@ -1,6 +1,6 @@
 """Prompt sampling at random or by success rate, and dispatch by length; replaces `leeway.buffer.groups.Prompts`.
 
-Used by leases and by their simulation. `buffer.prompt_law` selects the sampler of the next prompts:
+Leases and their simulation use this module. `buffer.prompt_law` selects the sampler of the next prompts:
 
     epoch      the data's order: every epoch has each prompt once
     uniform    uniformly at random
@@ -56,7 +56,7 @@ WINDOW_STEPS = 4
 """Number of steps whose prompts fill a window. A larger window gives fast lanes more prompts that slow lanes would
 miss, but its steps are less alike."""
 LEAST_TAU = 256.0
-"""Minimum number of versions after which a sample counts 1/e of a new one; the versions of an epoch, if more."""
+"""Number of versions after which a sample counts 1/e of a new sample; if an epoch has more versions, their number."""
 FLOOR = 0.1
 """Fraction of the prompts drawn uniformly, so that each prompt is sampled from time to time."""
 MOST_LANES = 64
@@ -110,7 +110,7 @@ class SuccessModel:
     """Success rate of the policy on each prompt of a store, by prompt id from 0."""
 
     def __init__(self, num_prompts: int, tau: float) -> None:
-        """Start without samples; `tau` is the number of versions after which a sample counts 1/e of a new one."""
+        """Start without samples; `tau` is the number of versions after which a sample counts 1/e of a new sample."""
         self._tau = tau
         self._passed, self._failed = np.zeros(num_prompts), np.zeros(num_prompts)
         self._versions = np.zeros(num_prompts, np.int64)
@@ -175,7 +175,7 @@ class ByChance:
         return drawn
 
     def probabilities(self, version: int) -> Floats | None:
-        """Return the probability that each prompt is drawn next; None: uniform."""
+        """Return the probability that each prompt is drawn next; None if uniform."""
         if self._successes is None:
             return None
         weights = self._successes.weights(version)
@@ -280,7 +280,7 @@ class ChosenPrompts(Prompts):
     def set_prior(self, message: Expect, batch: pa.RecordBatch) -> None:
         """Accept predictions of new prompts; raise BufferRefused if a prompt is unknown or a value is not finite.
 
-        Predictions are not stored: the ranker sends them again.
+        Predictions are not stored: after a restart, the ranker sends the predictions again.
         """
         means = batch.column(0).to_numpy()
         if message.first + len(means) > self.facts.num_prompts or not np.isfinite(means).all():
@@ -294,7 +294,7 @@ class ChosenPrompts(Prompts):
     # --- parts ------------------------------------------------------------------------------------
 
     def _take_returned(self, tx: Transaction, speeds: Speeds, most: int) -> NextPrompt | None:
-        """Take the first of up to `most` returned prompts that an actor may lease; None if there is none."""
+        """Take the first of up to `most` returned prompts that an actor may lease; return None if there is none."""
         first = list(islice(tx.returned_prompts.all_items(), most))
         if not first:
             return None
@@ -322,7 +322,7 @@ class ChosenPrompts(Prompts):
         return prompts
 
     def _longest_of(self, tx: Transaction, prompts: Ids) -> Floats:
-        """Return the predicted tokens of the longest sample of each prompt; 0: unknown."""
+        """Return the predicted tokens of the longest sample of each prompt; 0 if unknown."""
         self.lengths.shape = tx.state.lengths
         if not self.lengths.shape.num_groups:
             return np.zeros(len(prompts))
@@ -342,7 +342,7 @@ class ChosenPrompts(Prompts):
     def _speeds(self, request: LeaseRequest) -> Speeds:
         self._lanes[request.lane] = request.token_s, self.clock()
         self._lane_of[request.actor] = request.lane
-        if len(self._lanes) > MOST_LANES:  # bounds memory: no config has as many pools
+        if len(self._lanes) > MOST_LANES:  # bounds memory: a config has fewer pools
             del self._lanes[min(self._lanes, key=lambda lane: self._lanes[lane][1])]
         known = [token_s for token_s in self._active_lanes() if token_s]
         return Speeds(request.token_s, known, lag_budget_s(self.pace, self._contract))

@@ -48,7 +48,7 @@ LEAST_COMMON = 5
 _AT_ONCE = 20_000
 """Maximum number of prompts whose features are in memory at the same time."""
 _LARGEST = 1e100
-"""A column with a larger value or NaN is ignored, as its variance is not finite; JSON lines may have both."""
+"""A column with NaN or a larger value than this is ignored, as its variance is not finite; JSON lines may have both."""
 _MIX = np.uint64(0x9E3779B97F4A7C15)
 _POLL_S = 10.0
 _MORE = 1.25
@@ -61,7 +61,7 @@ class LengthPrior(NamedTuple):
     means: npt.NDArray[np.float32]
     """Prior mean of the log-token offset of each prompt."""
     variance: float
-    """Variance of the offsets around these means."""
+    """Variance of the offsets around the prior means."""
 
 
 class Features:
@@ -106,13 +106,13 @@ class Features:
                 (np.concatenate([rows, dense_rows]), np.concatenate([columns, dense_columns])),
             ),
             shape=(len(prompts), NUM_HASHES + num_dense),
-        )  # sums repeated n-grams
+        )  # the constructor sums repeated n-grams
         found.data[found.indices < NUM_HASHES] = 1.0
         return found
 
 
 class Ranker:
-    """Sender of length predictions to the buffer of a run. It stores nothing, and no process waits for it."""
+    """Sender of length predictions to the buffer of a run. The ranker stores nothing, and no process waits for it."""
 
     def __init__(self, context: RunContext[ActorSections]) -> None:
         """Load the prompts and connect to the buffer; raise the errors of `load_encoded` and `BufferClient.connect`."""
@@ -156,7 +156,7 @@ class Ranker:
 
 
 def fit_prior(features: Features, known: npt.NDArray[np.int64], means: Floats, variances: Floats) -> LengthPrior | None:
-    """Return the length prior of all prompts, None if too few prompts are known or their tokens predict nothing.
+    """Return the length prior of all prompts; None if too few prompts are known or their tokens predict nothing.
 
     `known` are the ids of prompts with a group, `means` and `variances` those of their log-token offsets.
     """

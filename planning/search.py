@@ -17,8 +17,8 @@ at a deadline D of max_lag + 1 steps, prompts with long samples are issued repea
 
     E[O] = E[ E[W | W <= D, prompt] + D (1 / q - 1) ]       over prompts; D is the smallest feasible deadline
 
-This is the steady state; a run is faster at first, because no prompt has missed D yet. Contexts c are averages over
-time, in which long samples weigh more: E[L^2] / (2 E[L]) tokens of each completion.
+The formula describes the steady state; a run is faster at first, because no prompt has missed D yet. Contexts c are
+averages over time, in which long samples weigh more: E[L^2] / (2 E[L]) tokens of each completion.
 """
 
 from __future__ import annotations
@@ -92,11 +92,11 @@ class LengthFigures:
     longest: Floats
     """Tokens of the longest sample of a group, ascending: the grid of the next three fields."""
     within: Floats
-    """Fraction of the groups whose longest sample has at most that length."""
+    """Fraction of the groups whose longest sample has at most the length `longest`."""
     kept: Floats
-    """Mean length of the longest sample of these groups."""
+    """Mean length of the longest sample of the groups counted in `within`."""
     failed: Floats
-    """Number of longer groups of a prompt before the first that is not longer, mean over prompts."""
+    """Mean over prompts of the number of groups above `longest` before the first group within `longest`."""
 
     def longest_of(self, num_groups: int) -> float:
         """Return the expected length of the longest sample of `num_groups` groups."""
@@ -138,7 +138,7 @@ def step_s(pool: EnginePool, lengths: LengthFigures, prompt_tokens: int, longest
 def _running(pool: EnginePool, lengths: LengthFigures, prompt_tokens: int, longest: float) -> float:
     """Return the maximum number of running samples: the slots, or the number that `KvGate` admits to the cache.
 
-    The latter is n with n + MARGIN * _DEVIATION * sqrt(n) = tokens of the cache / mean context.
+    The number that `KvGate` admits is n with n + MARGIN * _DEVIATION * sqrt(n) = tokens of the cache / mean context.
     """
     if pool.kv_tokens == inf:
         return float(pool.config.max_running_samples)
@@ -176,7 +176,7 @@ def bounds_of(world: World, mean_step_s: float) -> Bounds:
 def staleness_rate(contract: StalenessContract, lengths: LengthFigures, token_s: float, rest_s: float) -> float:
     """Return the groups used for training per second, assuming that the engines have slots for every admitted group.
 
-    `token_s` is the time of an engine step, `rest_s` the time of a group apart from its tokens.
+    `token_s` is the time of an engine step, `rest_s` the time of a group excluding its tokens.
     """
     capacity, per_step, bound = contract.capacity(), contract.groups_per_step, contract.bound()
     if bound is None or contract.config.on_stale == "wait" or capacity <= per_step:

@@ -42,7 +42,7 @@ class _Engine:
     slots: int
     clock: TokenClock[_Sample]
     gate: KvGate[_Sample] | None
-    """None if the cache cannot fill up."""
+    """Admission gate; None if the cache cannot fill up."""
     served: PolicyVersion
     observed: PolicyVersion
     """Newest published version that the engine has observed."""
@@ -90,7 +90,7 @@ class Simulation:
     # --- running ----------------------------------------------------------------------------------
 
     def run(self, num_steps: int, warm_up: int = 0, limit_s: float = inf) -> Outcome:
-        """Simulate `num_steps` steps; count those after `warm_up`. Stop early at `limit_s` or if no step can start."""
+        """Simulate `num_steps` steps; count steps after `warm_up`. Stop early at `limit_s` or if no step can start."""
         self._request_leases()
         handlers: dict[int, Callable[[Any], None]] = {
             _UPDATE: self._on_update, _REWARDED: self._on_rewarded, _PUBLISHED: self._on_published,

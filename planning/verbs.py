@@ -72,9 +72,9 @@ def plan(
 ) -> int:
     """Find the fastest configuration, using a profile.
 
-    The plan maximizes the samples used for training per second, or per price. It sets the number of actors and their
-    slots, the shape of the learner, publish_every, and max_lag up to that of the config. Keys set on the command line,
-    for example --learner.num_stages 2, stay fixed. Apply the plan with: leeway train CONFIG.toml --plan plan.toml
+    The plan maximizes the samples used for training per second, or per price. The plan sets the number of actors and
+    their slots, the shape of the learner, publish_every, and max_lag up to that of the config. Keys set on the command
+    line, for example --learner.num_stages 2, stay fixed. Apply the plan with: leeway train CONFIG.toml --plan plan.toml
     """
     with gc_disabled():
         from leeway.launch.text import progress_line

@@ -49,9 +49,9 @@ class EnginePool:
 class TokenClock(Generic[K]):
     """Engine that runs samples, identified by keys, at the speed of a `TokenTime` cost model.
 
-    Every running sample gets one token per step. Between two events their number b is constant and their contexts grow
-    together, so the tokens v that each has generated follow dv/dt = 1 / (g + h v) with h = per_kv_token * b. The
-    solution has a closed form, so single steps are not simulated.
+    Every running sample gets one token per step. Between two events the number b of samples is constant and their
+    contexts grow together, so the tokens v that each sample has generated follow dv/dt = 1 / (g + h v) with h =
+    per_kv_token * b. The solution has a closed form, so single steps are not simulated.
     """
 
     __slots__ = (
@@ -167,7 +167,7 @@ class World:
     """Seconds to score a token with the reference, in the first step that uses its sample; 0 without a reference."""
     learner_price: float = 0.0
     prompts: Callable[[int], PromptStream] | None = None
-    """Seed -> prompt stream; None: sampled from `lengths`."""
+    """Seed -> prompt stream; None to sample from `lengths`."""
 
     @property
     def group_size(self) -> int:

@@ -10,7 +10,7 @@ import pytest
 from tests.constants import environment
 from tests.full import FULL
 
-# before torch, vLLM or tokenizers are imported by a test
+# These variables must be set before a test imports torch, vLLM or tokenizers.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -18,14 +18,14 @@ os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 
-# Every session and its processes use caches of their own, except for these two, which take long to fill.
+# Every test session has its own caches, except for the two caches below, which take long to fill.
 _CACHE = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
 os.environ.setdefault("HF_HOME", str(_CACHE / "huggingface"))
 os.environ.setdefault("VLLM_CACHE_ROOT", str(_CACHE / "vllm"))
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
-# a busy machine must not fail a test
+# no deadline, because a test must not fail on a busy machine
 hypothesis.settings.register_profile("patient", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("patient")
 
@@ -57,7 +57,7 @@ def constants(monkeypatch):
 @pytest.fixture(autouse=True, scope="session")
 def procedural_tasks_are_checked_once():
     """Cache the check of the demo task, which most configs use and which generates thousands of problems."""
-    checks = sys.modules.get("leeway.launch.checks")  # slow to import: only tests that need it do
+    checks = sys.modules.get("leeway.launch.checks")  # slow to import, so only tests that need the module import it
     if checks is None:
         yield
         return
@@ -78,10 +78,10 @@ def procedural_tasks_are_checked_once():
 
 
 def pytest_collection_modifyitems(items):
-    """Start the longest file first, so that the others run in parallel with it."""
+    """Start the longest test file first, so that the other files run in parallel with it."""
     items.sort(key=lambda item: item.path.name != "test_life_of_a_run.py")
 
 
 def pytest_runtest_setup(item):
     if item.get_closest_marker("full") and not FULL:
-        pytest.skip("runs only in make full")
+        pytest.skip("this test runs only in `make full` and `make faults`")

@@ -1,11 +1,11 @@
 """Check the commands and links of README.md and docs/: `make docs-check`, or
 python -m tests.docs_check [FILE ...].
 
-Checks fenced shell blocks, and the project's own commands in backticks. A `leeway` command is parsed by its own parser;
-its overrides are validated against its config if that file exists, and against the demo config otherwise. Commands that
-start no processes are run: `check-reward`, and `train` as a dry run. Files, make targets, flags and subcommands of
-other commands must exist. A command of the project in a block that is not marked as shell is a fault: it would go
-unchecked. Only links to files are checked.
+Checks fenced shell blocks, and the project's own commands in backticks. A `leeway` command is parsed by its own CLI.
+The overrides of the command are validated against its config file, or against the demo config if the file is missing.
+Commands that start no processes are run: `check-reward`, and `train` as a dry run. Files, make targets, flags and
+subcommands of other commands must exist. A command of the project in a block that is not marked as shell is a fault,
+because commands in such a block are not checked. Only links to files are checked.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class Command:
     location: str
     text: str
     is_inline: bool = False
-    """True in a sentence, where a subcommand without arguments only names a command."""
+    """True for a command in a sentence. A subcommand without arguments is then only a name and is not run."""
     is_marked: bool = True
-    """False in a block that is not marked as shell."""
+    """False for a command in a block that is not marked as shell."""
 
 
 def commands_in(path: Path) -> Iterator[Command]:
@@ -158,19 +158,21 @@ def _fault_of_leeway(arguments: list[str], is_inline: bool = False) -> str:
         model = load_config(path, context.args).model.folder
     except ConfigError as error:
         return str(error)
-    if config is None or path is DEMO or context.params.get("source") is not None:  # reads samples of an earlier run
+    # not run: the command needs the samples of an earlier run
+    if config is None or path is DEMO or context.params.get("source") is not None:
         return ""
-    if context.params.get("plan") is not None:  # the previous command writes this file
+    if context.params.get("plan") is not None:  # the previous command writes the plan
         at = shown.index("--plan")
         shown = shown[:at] + shown[at + 2 :]
-    if model is not None and not model.exists() and model.with_suffix(".py").exists():  # made by the previous command
+    # the previous command makes the model
+    if model is not None and not model.exists() and model.with_suffix(".py").exists():
         shown += ["--model.path", "organisation/name"]
     verb = str(context.info_name)
     return _run([*shown, "--dry-run"] if verb == "train" and "--dry-run" not in shown else shown, verb)
 
 
 def _parse(arguments: list[str]) -> tuple[typer.Context | None, str]:
-    """Parse a command without running it: return its context, or None and the error, which is '' for `--help`."""
+    """Parse a command without running it. Return the context and '', or None and the error ('' for `--help`)."""
     contexts: list[typer.Context] = []
     with (
         mock.patch.object(TyperCommand, "invoke", lambda _, context: contexts.append(context) or 0),

@@ -1,8 +1,8 @@
 """Measure the size and the import graph of the product: `python -m tests.house`. A test bounds the metrics.
 
 Counts the modules of the packages, without tests and benchmarks. Shell scripts, the report page and the examples have
-separate bounds, so that code cannot move there unnoticed. The lines of a package's `__init__` count; it counts as a
-file only if it does more than describe and re-export.
+separate bounds, so that code cannot move there unnoticed. The lines of an `__init__` count, but an `__init__` counts
+as a file only if it does more than describe and re-export.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def public_classes() -> dict[str, list[str]]:
 
 
 def functions() -> Iterator[tuple[int, str]]:
-    """Yield the length in lines and the name of every function; nested functions count in the outer one too."""
+    """Yield the length in lines and the name of every function. The length includes the nested functions."""
     for module in modules().values():
         for node in ast.walk(module.tree):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -155,7 +155,7 @@ def num_table_keys() -> int:
 
 
 def lines_of(*patterns: str) -> int:
-    """Count the lines of the tracked files that match these patterns."""
+    """Count the lines of the tracked files that match the given patterns."""
     listed = subprocess.run(["git", "ls-files", *patterns], cwd=ROOT, capture_output=True, text=True, check=True)
     return sum((ROOT / name).read_bytes().count(b"\n") for name in listed.stdout.splitlines() if (ROOT / name).exists())
 

@@ -1,7 +1,7 @@
 """Check the prose of the repository: `python -m tests.prose`, as `make lint` does.
 
-Prints and bounds the words of docs and the lines of README and CHANGELOG, finds banned words in comments, docstrings,
-messages and pages, and checks the subjects of commits made since this file was added. Code between backticks and text
+Prints and bounds the words of docs and the lines of README and CHANGELOG. Finds banned words in comments, docstrings,
+messages and pages. Checks the subjects of commits made since this file was added. Code between backticks and text
 between double quotes are exempt in pages and comments.
 """
 
@@ -33,7 +33,7 @@ _FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 
 
 def tracked(*patterns: str) -> list[Path]:
-    """Return the files that git tracks under these patterns."""
+    """Return the files that git tracks under the given patterns."""
     listed = subprocess.run(["git", "ls-files", *patterns], cwd=ROOT, capture_output=True, text=True, check=True)
     paths = [ROOT / name for name in listed.stdout.splitlines()]
     return [path for path in paths if path.is_file() and not path.is_symlink()]
@@ -59,7 +59,7 @@ def prose_of(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def banned_words() -> Iterator[str]:
-    """Yield a sentence for each banned word in prose."""
+    """Yield an error message for each banned word in prose."""
     for path in [*tracked("*.py"), *pages(), ROOT / "README.md", *tracked("CONTRIBUTING.md", "SECURITY.md")]:
         if path == Path(__file__):
             continue
@@ -82,10 +82,10 @@ def bounds() -> Iterator[tuple[str, int, int]]:
 
 
 def long_subjects() -> Iterator[str]:
-    """Yield a sentence for each commit since this file was added whose subject is too long."""
+    """Yield an error message for each commit since this file was added whose subject is too long."""
     added = ["git", "log", "--diff-filter=A", "--format=%H", "--", str(Path(__file__).relative_to(ROOT))]
     first = subprocess.run(added, cwd=ROOT, capture_output=True, text=True, check=False).stdout.split()
-    if not first:  # a shallow clone, or not committed yet
+    if not first:  # the clone is shallow, or this file is not committed yet
         return
     since = ["git", "log", "--no-merges", "--format=%h %s", f"{first[-1]}..HEAD"]
     for line in subprocess.run(since, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines():

@@ -1,9 +1,10 @@
 """Trace which files a trajectory, a weight version, a config key and a metric pass: `python -m tests.walks`.
 
-A walk is the set of product files in which a function runs between its start and its end, in any process. Files that
-also run while the system is idle are counted separately. The traced run is small, and its reward function sleeps, so
-events do not overlap: the i-th call of the reward sleeps for `WAITS_S[i]`, and the longest sleep is the idle time.
-The walk of the key is the files on the call stacks of its reads. The result replaces the lists of docs/architecture.md.
+A walk is the set of product files in which a function runs between two events, in any process. Files that also run
+while the system is idle are counted separately. The traced run is small, and its reward function sleeps, so that events
+do not overlap. The i-th call of the reward function sleeps for `WAITS_S[i]`; the longest sleep is the idle time. The
+walk of a config key contains the files on the call stacks that read the key. The result replaces the lists of
+docs/architecture.md.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ PAGE = ROOT / "docs" / "architecture.md"
 BEGIN, END = "<!-- walks: written by python -m tests.walks -->", "<!-- end of walks -->"
 
 WAITS_S = (1.0, 1.0, 2.0, 2.0, 25.0, 4.0)
-"""Seconds that each call of the reward takes, in order: two for an evaluation, then two per group. The last value also
-applies to all further calls. The longest is the idle time, in which leases are renewed."""
+"""Seconds that each call of the reward function takes. The first two calls are an evaluation; each group has two calls.
+The last value also applies to all further calls. The longest call is the idle time, in which leases are renewed."""
 LEASE, GRADIENT = "buffer/client.py:lease", "learner/optimizer.py:apply"
 PUBLISH, APPLIED = "weight_sync/publisher.py:publish", "actors/weights.py:_put"
 ROW = "learner/report.py:step_report"
 KEY = "common/staleness.py:StalenessConfig.max_lag"
 METRIC_S = 1.5
-"""Seconds after its measurement until a row has reached every consumer."""
+"""Seconds from the measurement of a row of metrics until the row has reached every consumer."""
 UPDATE_S = 3.0
 """Seconds from the publication of a version until engines serve it; the next step starts later."""
 
@@ -89,7 +90,7 @@ class Call(NamedTuple):
 
     at_ms: float
     event: str
-    """call, return or key."""
+    """Kind of the event: call, return or key."""
     file: str
     function: str
     pid: int
@@ -192,13 +193,13 @@ def walks(trace: Trace, rewards: Sequence[tuple[float, float]]) -> list[Walk]:
 
 def page(found: Sequence[Walk]) -> str:
     """Return the generated section of docs/architecture.md."""
-    lines = [BEGIN, "", "| walk | files that run only then | files that also run while idle |"]
+    lines = [BEGIN, "", "| walk | files that run only on this path | files that also run while idle |"]
     lines.append("|---|---|---|")
     lines += [f"| {walk.name} | {len(walk.then)} | {len(walk.always)} |" for walk in found]
     for walk in found:
         lines += ["", f"**{walk.name}.** {_by_package(walk.then)}."]
         if walk.always:
-            lines.append(f"And: {_by_package(walk.always)}.")
+            lines.append(f"Also while idle: {_by_package(walk.always)}.")
     return "\n".join(fill(line, 120, break_long_words=False) if line[:1] != "|" else line for line in [*lines, "", END])
 
 
@@ -211,9 +212,9 @@ def _by_package(files: set[str]) -> str:
 
 
 def main() -> None:
-    """Trace a run, print its walks and write them into the page."""
+    """Trace a run, print its walks and write the walks into docs/architecture.md."""
     parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("--print", action="store_true", help="do not write the page")
+    parser.add_argument("--print", action="store_true", help="print the walks without writing docs/architecture.md")
     parser.add_argument("--keep", type=Path, help="folder for the run and the records; default: a temporary folder")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="walks-") as temporary:

@@ -1,4 +1,4 @@
-"""Weight versions built without torch, a weight service in a thread, and pullers that reach it only by network."""
+"""Weight versions built without torch, a weight service in a thread, and pullers that use only the network."""
 
 import contextlib
 import threading
@@ -53,7 +53,7 @@ def weights(version: int, num_tensors: int = 3, num_values: int = NUM_VALUES) ->
 
 
 def as_dtype(tensor: np.ndarray, dtype: str) -> bytes:
-    """Return the bytes of a tensor; 'bfloat16' truncates, which is accurate enough here."""
+    """Return the bytes of a tensor. For 'bfloat16', values are truncated, which is accurate enough for tests."""
     return tensor.tobytes() if dtype == "float32" else (tensor.view(np.uint32) >> 16).astype(np.uint16).tobytes()
 
 
@@ -66,7 +66,7 @@ def make_part(
     old: Weights | None = None,
     parent: PolicyVersion | None = None,
 ) -> tuple[Part, dict[str, list[bytes]]]:
-    """Return the part of a stage and its files; with `old`, also the deltas."""
+    """Return the manifest part and the files of a stage. With `old`, the files include deltas from `old`."""
     entries, files = [], {}
     for dtype in dtypes:
         name = file_name(rank, dtype)
@@ -100,7 +100,7 @@ def publish(
     incarnation: int = 0,
     **size: int,
 ) -> Manifest:
-    """Publish a version of a single stage; with `deltas`, also its deltas from the previous version."""
+    """Publish a version of a single stage. With `deltas`, also publish its deltas from the previous version."""
     sink = WeightStore(sink) if isinstance(sink, Path) else sink
     parent = sink.newest_manifest()
     old = weights(version - 1, **size) if deltas else None
@@ -136,7 +136,8 @@ class CountingService(WeightService):
     def _take(self, arrival) -> None:
         if isinstance(arrival, Rejected):
             self.requests.update(["Damaged"] if arrival.unreadable else [])
-        elif type(arrival.message) is not WriteRequest or len(arrival.body):  # an empty one queries the progress
+        # an empty WriteRequest queries the progress
+        elif type(arrival.message) is not WriteRequest or len(arrival.body):
             self.requests[type(arrival.message).__name__] += 1
         super()._take(arrival)
 
@@ -148,7 +149,7 @@ class CountingService(WeightService):
 
 
 class Machine:
-    """A weight service in a thread, and clients that cannot see its folder. Close it after the test."""
+    """A weight service in a thread, and clients that cannot read its folder. Close this object after the test."""
 
     def __init__(self, tmp_path: Path, *, host: str | None = None, **knobs: object) -> None:
         self.host = host
@@ -160,14 +161,14 @@ class Machine:
         self._stack.enter_context(mock.patch("leeway.weight_sync.host_folder._SHM", self.staging_dir))
         self._stack.enter_context(
             mock.patch("leeway.weight_sync.client.CHUNK_BYTES", 2**14)
-        )  # several chunks per transfer
-        # a long timeout: on a busy machine, resends would count requests twice
+        )  # small chunks, so that a transfer has several
+        # the timeout is long, because resends on a busy machine would count requests twice
         self._stack.enter_context(mock.patch.dict(WeightClient.__init__.__kwdefaults__, resend_s=20.0))
         self._stop = threading.Event()
         self.start()
 
     def start(self, **options: object) -> None:
-        """Start the service, after a restart at the same address."""
+        """Start the service. A restarted service has the same address."""
         self.service = CountingService(RUN, self.folder, host=self.host, **options)
         self.address = self.service.bind()
         self._stop = threading.Event()
@@ -193,7 +194,7 @@ class Machine:
         return puller
 
     def keep(self, closing: object) -> None:
-        """Close this object with the machine."""
+        """Close this object when the machine closes."""
         self._stack.callback(closing.close)
 
     def read_bytes(self) -> Mapping[str, Mapping[str, int]]:

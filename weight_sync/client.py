@@ -28,7 +28,7 @@ UPDATE_TIMEOUT_S = 600.0
 takes 6 minutes at 400 MB/s."""
 PUBLISH_TIMEOUT_S = 1800.0
 """Seconds for which a failed write of weights, for example on a full disk, is retried before the learner fails.
-Meanwhile training continues as far as the staleness bound allows."""
+During the retries, training continues as far as the staleness bound allows."""
 _WINDOW = 4
 """Maximum number of chunks in flight: enough to hide the latency, few enough to resend little after a failure."""
 _RESEND_S = 2.0
@@ -39,7 +39,7 @@ Kind = TypeVar("Kind", bound=Message)
 
 
 class WeightClient:
-    """Client of a run's weight service. Thread-safe. Stages use it like a `WeightStore` to write."""
+    """Client of a run's weight service. Thread-safe. Learner stages write to the client as to a `WeightStore`."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class WeightClient:
         """Connect to the service; `name` appears in logs and errors, `role` decides which requests are allowed.
 
         A request is resent after `resend_s` and fails after `timeout_s`, which leaves time to restart the service. Up
-        to `window` chunks of `chunk_bytes` (None: `CHUNK_BYTES`) are in flight.
+        to `window` chunks of `chunk_bytes` (default: `CHUNK_BYTES`) are in flight.
         """
         self.address = self.place = address
         self.name = name
@@ -74,7 +74,7 @@ class WeightClient:
         )
 
     def store(self) -> p.StoreFacts:
-        """Return the identity of the store; TransferFailed on a timeout, or if the run or release differs."""
+        """Return the identity of the store; raise TransferFailed on a timeout, or if the run or release differs."""
         return self._ask(p.StoreRequest(self.name), p.StoreFacts)[0]
 
     def newest(self) -> PolicyVersion | None:
@@ -87,7 +87,7 @@ class WeightClient:
         Raises:
             WeightsGone: the version does not exist or was removed.
             WeightsCorrupt: the manifest is of another version or was changed.
-            TransferFailed: timeout.
+            TransferFailed: the service did not reply in time.
         """
         document = bytes(self._document(p.ManifestRequest(version.key)))
         return read_manifest(document, version, f"the manifest from {self.address}"), document
@@ -102,9 +102,9 @@ class WeightClient:
         """Fetch a file of `total_bytes` from `start` to its end; call `write` with each verified chunk, in order.
 
         Raises:
-            WeightsGone: the version was removed meanwhile.
+            WeightsGone: the version was removed during the download.
             WeightsCorrupt: the service's file differs from the manifest, or a chunk was damaged repeatedly.
-            TransferFailed: timeout.
+            TransferFailed: the service did not reply in time.
         """
         asks = (
             Ask(p.ReadRequest(version.key, file, offset, min(self._chunk_bytes, total_bytes - offset)))
@@ -165,7 +165,7 @@ class WeightClient:
 
         Raises:
             OSError: the service's disk is full or not writable (see `errno`).
-            TransferFailed: timeout, or the service received a changed file; retry.
+            TransferFailed: no reply in time, or the service received a changed file; retry.
             PublishFailed: the version is older than the newest.
         """
         document = encode(part)

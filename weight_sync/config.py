@@ -11,7 +11,7 @@ from leeway.common.user_input import Knob
 
 
 class WeightSyncConfig(StalenessConfig):
-    """Staleness and the weight protocol."""
+    """Settings of staleness and of weight transfer."""
 
     lag_control: Literal["on", "off"] | None = Knob(
         None,
@@ -47,5 +47,5 @@ class WeightSyncConfig(StalenessConfig):
         return self
 
     def staleness(self) -> StalenessConfig:
-        """Return the staleness keys alone, which the buffer service receives."""
+        """Return only the staleness keys, which the buffer service receives."""
         return StalenessConfig.model_validate(self.model_dump(include=set(StalenessConfig.model_fields)))

@@ -5,7 +5,7 @@
     plane      kind, number of nonzero positions, stored size (9 bytes), then its content: new XOR old
 
 An optimizer step changes most weights by less than the resolution of bfloat16, and the rest in their last bits. So most
-planes are zero. In the others, the distances between changed positions take fewer bytes than compressed zeros.
+planes are zero. In the other planes, the distances between changed positions take fewer bytes than compressed zeros.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def decode_delta(encoding: Encoding, blob: memoryview, old: memoryview, item_byt
     """Return the bytes of a tensor from those of its parent and the result of `encode_delta`.
 
     Even an invalid blob takes no more memory than the parent and one block. The caller must verify the checksum of the
-    tensor: a wrong parent is not detected here.
+    tensor, because this function does not detect a wrong parent.
 
     Raises:
         WeightsCorrupt: the blob does not fit the tensor.
@@ -102,7 +102,7 @@ def rebuild_file(
     Verifies every tensor before `out` appears. Calls `next_tensor` before each tensor.
 
     Raises:
-        WeightsCorrupt: the delta file was truncated or changed, or the parent is wrong; names tensor and delta file.
+        WeightsCorrupt: the delta file was truncated or changed, or the parent is wrong; the error names both files.
         OSError: the disk is full or not writable.
     """
     ordered = sorted(entries, key=lambda entry: entry.name)

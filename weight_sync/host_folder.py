@@ -1,7 +1,7 @@
 """Resources shared by processes of one machine: a folder that its last user removes, and locks.
 
-Every user of a `HostFolder` holds a shared lock in it, and the last one to close removes the folder. Folders of killed
-processes have no lock holder; the next process to start removes them.
+Every user of a `HostFolder` holds a shared lock in it, and the last user to close removes the folder. Folders of killed
+processes have no lock holder; the next process to start removes these folders.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 _USERS_NAME = "users.lock"
 _SHM = Path("/dev/shm")
-"""World-writable, so a folder in it is created with mode 0700, and its owner and mode are checked."""
+"""World-writable folder. Folders in it are created with mode 0700, and their owner and mode are checked."""
 _OPEN_S = 10.0
 _POLL_S = 0.02
 _DEAD = ".dead"
@@ -76,17 +76,17 @@ class HostFolder:
 def folder_for(run_id: str, store_id: str, needed_bytes: int) -> Path:
     """Return the folder in which this machine stages versions of a store, at most `needed_bytes` at a time.
 
-    It is in /dev/shm, or in the temporary folder if /dev/shm is too small.
+    The folder is in /dev/shm, or in the temporary folder if /dev/shm is too small.
     """
     name = f"leeway-{os.geteuid()}-{re.sub('[^A-Za-z0-9.-]', '_', run_id)[:80]}-{store_id[:12]}"
-    # compare its size, not its free space: all processes of the machine must choose the same folder
+    # compare the size of /dev/shm, not its free space: all processes of the machine must choose the same folder
     if _SHM.is_dir() and os.access(_SHM, os.W_OK) and _size_of(_SHM) >= needed_bytes:
         return _SHM / name
     return Path(tempfile.gettempdir()) / name
 
 
 def _join(path: Path) -> BinaryIO | None:
-    """Acquire the shared users' lock; None if the folder is being removed."""
+    """Acquire a shared lock on the users' file; return None if the folder is being removed."""
     try:
         path.mkdir(mode=0o700)
     except FileExistsError:
@@ -149,7 +149,7 @@ def lock_within(
     holder works, stays the same for `timeout_s`.
 
     Raises:
-        TransferFailed: timeout; the message names the holder, and `what` the lock protects.
+        TransferFailed: timeout; the message names the holder and `what`, the protected resource.
     """
     last, changed_at = progress(), clock()
     while True:
@@ -180,7 +180,7 @@ def is_at(file: BinaryIO, path: Path) -> bool:
 
 
 def locked(path: Path, *, shared: bool = False) -> BinaryIO | None:
-    """Open a file, created if missing, and lock it until it is closed; None if another process holds the lock."""
+    """Open a file, created if missing, and lock it until it is closed; return None if the lock is taken."""
     file = path.open("ab", buffering=0)
     # the last holder may have removed the file between open and lock
     if try_lock(file, shared=shared) and is_at(file, path):

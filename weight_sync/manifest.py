@@ -3,8 +3,8 @@
 A manifest is JSON, sealed with a checksum of itself. Two further hashes link versions: the fingerprint covers the
 architecture (names, dtypes, shapes), and the chain covers the content of the version and the chain of its parent.
 
-A version holds the same tensors in every dtype that an engine serves: its variants. Its files are safetensors, written
-from the buffers that hold the tensors and read as views of a memory map. This module needs no torch.
+A version holds the same tensors in every dtype that an engine serves: its variants. Its files are safetensors files,
+written from the buffers that hold the tensors and read as views of a memory map. The module needs no torch.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from leeway.common.staleness import PolicyVersion
 
 FORMAT_VERSION = 2
 _PIECE_BYTES = 2**20
-"""Bytes copied at a time; still in the CPU cache when they are hashed."""
+"""Number of bytes copied at a time; the copied bytes are still in the CPU cache when they are hashed."""
 MANIFEST_NAME = "manifest.json"
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8, "int64": 8, "int32": 4}
 """Bytes of one value, for every dtype of weights."""
 CODES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "float64": "F64", "int64": "I64", "int32": "I32"}
 
 Encoding = Literal["same", "xor", "raw"]
-"""Encoding of a tensor in a delta: unchanged from the parent; compressed XOR with the parent; or whole."""
+"""Encoding of a tensor in a delta: unchanged ('same'), compressed XOR with the parent ('xor'), or whole ('raw')."""
 
 
 class WeightsError(LeewayError):
@@ -54,7 +54,7 @@ class TransferFailed(WeightsError):
 
 
 class PublishFailed(WeightsError):
-    """A version could not be published; the previous one remains the newest."""
+    """A version could not be published; the previous version remains the newest."""
 
 
 class DeltaEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -74,9 +74,9 @@ class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Name of the torch dtype without its prefix: 'float32', 'bfloat16'."""
     shape: tuple[int, ...]
     file: str
-    """The safetensors file that holds it under `name`."""
+    """The safetensors file that holds the tensor under `name`."""
     checksum: str
-    """xxh3-64 of its bytes (C order, little endian), as hex."""
+    """xxh3-64 of the bytes of the tensor (C order, little endian), as hex."""
     delta: DeltaEntry | None = None
     """Position in `delta_name(file)`. Either all tensors of a file have a delta or none has."""
 
@@ -97,12 +97,12 @@ class _AnyFormat(msgspec.Struct, frozen=True):
 
 
 class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Contribution of one pipeline stage to a version; stored beside its files until all stages have written theirs."""
+    """Contribution of one pipeline stage to a version; stored beside its files until all parts exist."""
 
     rank: int
     version: str
     parent: str | None
-    """Base version of its deltas."""
+    """Base version of the deltas of this part."""
     tensors: tuple[TensorEntry, ...]
     files: tuple[FileEntry, ...]
     format_version: int = FORMAT_VERSION
@@ -111,14 +111,14 @@ class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A committed version. Written last: a version without a manifest does not exist."""
+    """Description of a committed version, written last: a version without a manifest does not exist."""
 
     incarnation: int
     version: int
     parent: str | None
     """The previous newest version, as 'INCARNATION.VERSION'; base version of the deltas."""
     parent_chain: str
-    """Chain of the parent; empty without a parent."""
+    """The field `chain` of the parent; empty without a parent."""
     fingerprint: str
     """Hash of names, dtypes and shapes; the same in all versions of one architecture."""
     chain: str
@@ -140,7 +140,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return tuple(dict.fromkeys(entry.dtype for entry in self.tensors))
 
     def variant(self, dtype: str) -> tuple[TensorEntry, ...]:
-        """Return the tensors in one dtype; WeightsCorrupt if the version was not published in it."""
+        """Return the tensors in one dtype; raise WeightsCorrupt if the version lacks the dtype."""
         found = tuple(entry for entry in self.tensors if entry.dtype == dtype)
         if not found:
             raise WeightsCorrupt(
@@ -215,7 +215,7 @@ def copy_and_hash(data: memoryview, into: memoryview) -> str:
 def build_manifest(
     version: PolicyVersion, parts: Sequence[Part], parent: Manifest | None, created_s: float
 ) -> Manifest:
-    """Assemble the manifest of a version from all its parts; PublishFailed if two parts hold a tensor of one name.
+    """Assemble the manifest of a version from all its parts; raise PublishFailed if parts share a tensor name.
 
     Deltas whose base version is not the parent are dropped.
     """
@@ -258,9 +258,9 @@ def encode(document: Part | Manifest) -> bytes:
 
 
 def decode(data: bytes | memoryview, kind: type[Sealed], source: Path | str) -> Sealed:
-    """Parse the output of `encode`; WeightsCorrupt, naming `source`, if it has another format or was changed."""
+    """Parse the output of `encode`; raise WeightsCorrupt, naming `source`, if its format differs or it was changed."""
     try:
-        # check this first, so that another format is not reported as damage
+        # check the version first, so that another format is not reported as damage
         found = _ANY_FORMAT.decode(data).format_version
         if found != FORMAT_VERSION:
             raise WeightsCorrupt(
@@ -288,10 +288,10 @@ def header_of(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> bytes:
 
 
 class TensorFile:
-    """A memory-mapped safetensors file. The map is freed with its last view."""
+    """A memory-mapped safetensors file. Freeing the last view of the map frees the map."""
 
     def __init__(self, path: Path) -> None:
-        """Map a file and read its header; WeightsCorrupt if it is missing, cut, or not a safetensors file."""
+        """Map a file and read its header; raise WeightsCorrupt if it is missing, cut, or not a safetensors file."""
         self.path = path
         try:
             self._data = mapped(path)
@@ -304,7 +304,7 @@ class TensorFile:
             raise WeightsCorrupt(f"{path} is not a valid safetensors file: {error}") from error
 
     def view(self, name: str) -> memoryview:
-        """Return the bytes of a tensor, read-only; WeightsCorrupt if the file has no such tensor."""
+        """Return the bytes of a tensor, read-only; raise WeightsCorrupt if the file lacks the tensor."""
         facts = self.tensors.get(name)
         if facts is None:
             raise WeightsCorrupt(f"{self.path}: tensor '{name}' is missing, but the manifest lists it")
@@ -312,7 +312,7 @@ class TensorFile:
 
 
 def _check_entries(document: Part | Manifest, source: Path | str) -> None:
-    """Validate the content of a document; its seal only proves that it is unchanged."""
+    """Validate the content of a document; the seal of a document proves only that the content is unchanged."""
     sizes = {file.name: file.size_bytes for file in document.files}
     for name in sizes:
         if not FILE_NAME.fullmatch(name):

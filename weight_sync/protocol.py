@@ -1,7 +1,7 @@
 """Messages between `WeightClient` and `WeightService`; a body holds the bytes of a file or a document.
 
 Requests are idempotent and the service keeps no state per client, so it may be killed and restarted between any two
-messages. The role of a client alone decides which requests it may send.
+messages. Only the role of a client decides which requests the client may send.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class ManifestRequest(Message, frozen=True):
     """Request the manifest of a version, as written."""
 
     version: VersionText
-    """Empty: the newest version, for a publisher; that version is not protected from removal."""
+    """An empty text requests the newest version for a publisher, without protecting this version from removal."""
 
 
 class ReadRequest(Message, frozen=True):
@@ -66,7 +66,7 @@ class ReadRequest(Message, frozen=True):
 
 
 class WriteRequest(Message, frozen=True):
-    """Append the body to a file; an empty body requests the number of bytes stored so far."""
+    """Append the body to a file; an empty body requests the number of stored bytes."""
 
     version: VersionText
     file: FileName
@@ -75,7 +75,7 @@ class WriteRequest(Message, frozen=True):
 
 
 class PartDone(Message, frozen=True):
-    """Finish a part whose files, or deltas alone, are uploaded; the body is its document."""
+    """Finish a part whose files, or only their deltas, are uploaded; the body is the document of the part."""
 
 
 class PartRequest(Message, frozen=True):
@@ -122,7 +122,7 @@ class WriteStatus(Message, frozen=True):
     """Reply to `WriteRequest`."""
 
     num_bytes: Count
-    """Bytes stored so far, from the start of the file."""
+    """Number of stored bytes, from the start of the file."""
 
 
 Question = StoreRequest | NewestRequest | ManifestRequest | ReadRequest | WriteRequest | PartRequest
@@ -169,7 +169,7 @@ def error_of(refused: Refused, text: str) -> Exception:
 
 
 def version_of(text: str) -> PolicyVersion:
-    """Parse the version of a message; ValueError if the text is not the version's `key`, which names a folder."""
+    """Parse the version of a message; raise ValueError if it is not the version's `key`, which names a folder."""
     version = PolicyVersion.parse(text)
     if version.key != text:
         raise ValueError(f"'{text}' is not a policy version: write {version.key}, without leading zeros")
@@ -177,7 +177,7 @@ def version_of(text: str) -> PolicyVersion:
 
 
 def upload_name(file: str) -> str:
-    """Return the name if a stage may upload under it; ValueError for folders and documents."""
+    """Return the name if a stage may upload under it; raise ValueError for folders and documents."""
     if FILE_NAME.fullmatch(file) is None:
         raise ValueError(f"'{file}' is not the name of a part's file; expected for example part-0.bfloat16.safetensors")
     return file

@@ -5,8 +5,8 @@
     last stage   writes its own part, waits for all part-*.json, then commits
 
 `publish` blocks only for the copy to host memory; a background thread does the rest. One version is written while the
-next is copied; for a third, `publish` blocks until the first is written. If the disk is full or the weight service is
-unavailable, the thread retries for `timeout_s`.
+next is copied; for a third version, `publish` blocks until the first is written. If the disk is full or the weight
+service is unavailable, the thread retries for `timeout_s`.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ DELTA_BELOW = 0.8
 _TRY_AGAIN_EVERY = 10
 """Number of versions after which tensors without a smaller delta are encoded again, as updates may become smaller."""
 NUM_COPIES = 2
-"""Number of host copies of a stage's weights: one is written while the other is filled. Deltas need a third copy."""
+"""Number of host copies of a stage's weights: one is written while another is filled. Deltas need a third copy."""
 _RETRIED = FULL | {errno.EIO, errno.EROFS, errno.EACCES}
 FULL_EVERY = 50
-"""Every n-th version has no deltas, which bounds how long an error that no checksum detected persists. A full version
+"""Every n-th version has no deltas, which bounds how long an undetected error persists. A full version
 takes as many bytes as about fifty deltas."""
 _POLL_S = 0.005
 _LONGEST_POLL_S = 0.05
@@ -71,7 +71,7 @@ _WARN_EVERY_S = 60.0
 _log = logging.getLogger(__name__)
 
 Sink = WeightStore | WeightClient
-"""Destination of parts: the store's folder or the service. Every call is bounded."""
+"""Destination of parts: the store's folder or the service. Every call returns in bounded time."""
 OnCommitted = Callable[[PolicyVersion], None]
 Result = TypeVar("Result")
 
@@ -114,17 +114,17 @@ class Publisher:
         self._parts_timeout_s = parts_timeout_s
         self._clock = clock
         self._changed = threading.Condition()
-        # guarded by the condition
+        # fields guarded by the condition
         self._jobs: deque[tuple[PolicyVersion, HostCopy, OnCommitted | None]] = deque()
         self._free: list[HostCopy] = []
         self._unfinished = 0
         self._closed = False
         self._error: Exception | None = None
-        # written by the thread, read by other threads
+        # field written by the writer thread and read by other threads
         self._waiting: tuple[str, float] | None = None
-        # used by `publish` alone
+        # field used only by `publish`
         self._last: PolicyVersion | None = None
-        # used by the thread alone, except for the first copies
+        # fields used only by the writer thread, except for the first copies
         self._num_copies = NUM_COPIES
         self._maker = PartMaker(rank, full_every)
         self._thread = threading.Thread(target=self._run, name=f"publisher-{rank}", daemon=True)
@@ -149,10 +149,10 @@ class Publisher:
     def publish(
         self, version: PolicyVersion, tensors: Mapping[str, Tensor], on_committed: OnCommitted | None = None
     ) -> None:
-        """Copy the tensors to host memory and publish them in the background; they may change once this returns.
+        """Copy the tensors to host memory and publish them in the background; they may change once `publish` returns.
 
         Args:
-            version: newer than all published before.
+            version: a version newer than all versions published before.
             tensors: tensors of this stage by their names in a Hugging Face checkpoint; names and shapes never change.
             on_committed: called in the publisher's thread once the version is the newest. Last stage only.
 
@@ -186,7 +186,7 @@ class Publisher:
             self._changed.notify_all()
 
     def flush(self, timeout_s: float) -> None:
-        """Block until all versions are on disk (last stage: committed); PublishFailed on failure or timeout."""
+        """Block until all versions are on disk (last stage: committed); raise PublishFailed on failure or timeout."""
         with self._changed:
             self._wait(lambda: self._unfinished == 0, timeout_s, f"for stage {self._rank} to finish publishing")
 
@@ -298,7 +298,7 @@ class Publisher:
         try:
             return self._sink.part(version, rank)
         except WeightsCorrupt as error:
-            # it may be damaged only in transit: retry, as for a missing part
+            # the part may be damaged only in transit: retry, as for a missing part
             _log.warning("cannot read the part of stage %d for version %s: %s", rank, version, error)
             return None
 

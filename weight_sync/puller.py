@@ -22,7 +22,7 @@ _STAGED_AT_ONCE = 4
 """Maximum number of versions with files on a machine: two kept, one being read and one being fetched."""
 
 _STALL_SHARE = 0.25
-"""Fraction of the update timeout after which another actor replaces a stalled one that fetches for the machine."""
+"""Fraction of the update timeout after which another actor replaces a stalled actor that fetches for the machine."""
 
 
 class Puller:
@@ -36,7 +36,7 @@ class Puller:
 
     @classmethod
     def of_folder(cls, folder: Path, dtype: str, *, name: str = "this process") -> Puller:
-        """Open a store through its folder, which may be empty; TransferFailed names the process that cannot read it."""
+        """Open a store through its folder, which may be empty; raise TransferFailed, naming `name`, on failure."""
         try:
             store = WeightStore(folder)
             list(folder.iterdir())
@@ -48,10 +48,10 @@ class Puller:
         return cls(store, dtype)
 
     def newest(self) -> PolicyVersion | None:
-        """Return the newest committed version, or None before the first. Cheap enough to poll.
+        """Return the newest committed version, or None before the first. The call is cheap enough to poll.
 
         Raises:
-            WeightsCorrupt: it is older than the previous newest version.
+            WeightsCorrupt: the newest version is older than at an earlier call.
             TransferFailed: the store cannot be reached.
         """
         newest = self._source.newest()
@@ -68,8 +68,8 @@ class Puller:
 
         Raises:
             WeightsGone: the version does not exist or was removed; call `newest` again.
-            WeightsCorrupt: it differs from the published version, is older than the last one fetched, or has another
-                architecture; keep serving the current version.
+            WeightsCorrupt: the version differs from the published version, is older than the last fetched version, or
+            has another architecture; keep serving the current version.
             TransferFailed: timeout; a retry resumes the download.
         """
         last = self._fetched

@@ -85,7 +85,7 @@ class WeightService:
     ) -> None:
         """Open the store in a folder, which is created if missing.
 
-        `host` is the address to bind; None: a Unix socket. With `keys`, only holders of the run's client key can
+        `host` is the address to bind; None for a Unix socket. With `keys`, only holders of the run's client key can
         connect. A version is protected from removal until `read_expires_s` after its last request.
         """
         self._host = host
@@ -200,7 +200,7 @@ class WeightService:
             job.identity, job.request_id = request.identity, request.request_id
             return Working(), b""
         if len(self._jobs) >= _MAX_JOBS:
-            return Working(), b""  # the client resends it
+            return Working(), b""  # the client resends the request
         # copy the body, because the message is freed after this turn
         future = self._worker.submit(work, memoryview(bytes(request.body)))
         self._jobs[key] = _Job(request.identity, request.request_id, future)
@@ -272,7 +272,7 @@ class ServedVersions:
                 log.warning("%s: cannot record that versions are read remotely: %s", self._store.folder, error)
 
     def expire(self) -> None:
-        """Release versions that are no longer read, for removal by retention. Cheap enough to call at every message."""
+        """Release versions that are no longer read, to allow their removal. Cheap enough to call at every message."""
         now = self._clock()
         if now < self._expire_at:
             return
@@ -320,7 +320,7 @@ class ServedVersions:
 
 
 class UploadReceiver:
-    """Receives the parts of versions. All its state is in the folder."""
+    """Receives the parts of versions. All state of the receiver is in the folder."""
 
     def __init__(self, store: WeightStore) -> None:
         self._store = store
@@ -356,7 +356,7 @@ class UploadReceiver:
 
         Raises:
             WholeFilesNeeded: its deltas cannot be applied.
-            WeightsCorrupt: the document or a file differs from the stage's; upload the file again.
+            WeightsCorrupt: the document or a file differs from that of the stage; upload the file again.
             PublishFailed: the version is older than the newest.
             OSError: the disk is full or not writable.
         """
@@ -408,7 +408,7 @@ class UploadReceiver:
         if self._store.newest() != manifest.policy:
             return False
         existing = self._store.manifest(manifest.policy)
-        # a retry may name the version itself as its parent, so compare the tensors alone
+        # a retry may name the version itself as its parent, so compare only the tensors
         return chain_of("", existing.tensors) == chain_of("", manifest.tensors)
 
     def _name(self, version: PolicyVersion, name: str, size: int, entries: list[TensorEntry] | None = None) -> bool:

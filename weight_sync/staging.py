@@ -10,9 +10,9 @@
         manifest.json
 
 A file gets its final name once all its tensors have passed their checksums. The name of a partial file ends in the
-inode of the lock. A killed process leaves both, and the next holder of the lock resumes the file. If the holder shows
-no heartbeat for `stall_timeout_s`, its lock and partial files are removed, and a waiting process creates its own and
-fetches again. A stalled process that resumes does no harm: it writes to its own files and verifies them.
+inode of the lock. A killed process leaves its lock file and partial file, and the next holder of the lock resumes the
+file. If the holder shows no heartbeat for `stall_timeout_s`, its lock and partial files are removed; a waiting process
+creates its own files and fetches again. A stalled process that resumes writes only to its own files and verifies them.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class HostStaging(HostFolder):
 
         Raises:
             WeightsCorrupt: the version differs from the published one, or from a staged version of the same name.
-            WeightsGone: the service no longer has it.
+            WeightsGone: the service no longer has the version.
             TransferFailed: the service, or another fetching process, makes no progress; or the disk is full. A retry
                 resumes the download.
         """
@@ -139,19 +139,19 @@ class HostStaging(HostFolder):
             except TransferFailed as error:
                 if is_last:
                     raise
-                # one waiting process at a time: a second one would steal the lock of the new holder
+                # one waiting process at a time: a second process would steal the lock of the new holder
                 if (stealing := locked(self._locks / "oust")) is not None:
                     with stealing:
                         if awaited is not None and (now := _stat(path)) and now.st_ino == awaited.st_ino:
                             log.warning("%s. Stealing its lock", error)
-                            # their disk space is freed once the stalled process exits
+                            # the disk space of these files is freed once the stalled process exits
                             for partial_file in self.store.version_folder(version).glob(".*.partial"):
                                 partial_file.unlink(missing_ok=True)
                             path.unlink(missing_ok=True)
         raise AssertionError("unreachable")
 
     def _delta_chain(self, client: WeightClient, manifest: Manifest, dtype: str) -> list[tuple[Manifest, bytes]]:
-        """Return the versions between a staged one and this one; [] if deltas are not smaller than the whole files."""
+        """Return the versions between a staged version and this one; [] if deltas are not smaller than whole files."""
         if self._is_staged(manifest, dtype):
             return []
         chain: list[tuple[Manifest, bytes]] = []
@@ -185,7 +185,7 @@ class HostStaging(HostFolder):
         return self.store.version_folder(parent) if is_parent else None
 
     def _is_staged(self, manifest: Manifest, dtype: str) -> bool:
-        """Return whether a version is staged in a dtype; WeightsCorrupt if another version of the same name is."""
+        """Return whether a version is staged in a dtype; raise WeightsCorrupt if another version of its name is."""
         try:
             staged = self.store.manifest(manifest.policy)
         except (WeightsGone, WeightsCorrupt):
@@ -198,7 +198,7 @@ class HostStaging(HostFolder):
         return _marker(self.store, manifest.policy, dtype).exists()
 
     def _rebuild(self, client: WeightClient, manifest: Manifest, document: bytes, dtype: str, lock: BinaryIO) -> bool:
-        """Rebuild the files, unless staged, from the parent's; False if whole files are needed. `lock` must be held."""
+        """Rebuild unstaged files from the parent's files; False means whole files are needed. `lock` must be held."""
         if self._is_staged(manifest, dtype):
             return True
         folder = self.store.version_folder(manifest.policy)
@@ -218,7 +218,7 @@ class HostStaging(HostFolder):
     def _mark_staged(self, manifest: Manifest, document: bytes, dtype: str, lock: BinaryIO) -> None:
         """Mark a version as staged in a dtype, once all files of the dtype are complete and verified."""
         folder = self.store.version_folder(manifest.policy)
-        if is_at(lock, self._locks / manifest.policy.key):  # otherwise such files belong to its new holder
+        if is_at(lock, self._locks / manifest.policy.key):  # otherwise partial files belong to the new holder
             for leftover in folder.glob(".part-*"):
                 leftover.unlink(missing_ok=True)
         if not (folder / READERS_LOCK).exists():
@@ -282,7 +282,7 @@ def fetch(
 
     Raises:
         WeightsCorrupt: the second attempt failed, or the deltas do not yield the published bytes; the file is removed.
-        WeightsGone, TransferFailed: partial files stay, for a retry.
+        WeightsGone, TransferFailed: the fetch failed; partial files stay, for a retry.
         OSError: the disk is full.
     """
     heartbeat = partial(os.utime, lock.fileno())

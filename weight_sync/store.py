@@ -78,7 +78,7 @@ class StagedVersion(contextlib.AbstractContextManager["StagedVersion"]):
 
 
 class WeightStore:
-    """Reads and commits versions. It may have one committer, and any number of readers that mount the folder."""
+    """Store of versions, with one committer, and any number of readers that mount the folder."""
 
     def __init__(self, folder: Path) -> None:
         """Open the store in a folder, which is created if missing."""
@@ -101,7 +101,7 @@ class WeightStore:
         return self.folder / version.key
 
     def newest(self) -> PolicyVersion | None:
-        """Return the newest committed version, or None before the first. Reads one small file; cheap to poll."""
+        """Return the newest committed version, or None before the first. The call reads only one small file."""
         try:
             text = (self.folder / _NEWEST_NAME).read_text(encoding="ascii", errors="replace")
             return PolicyVersion.parse(text.strip())
@@ -119,7 +119,7 @@ class WeightStore:
         return sorted(version for version, folder in self._folders() if (folder / MANIFEST_NAME).exists())
 
     def manifest_bytes(self, version: PolicyVersion) -> bytes:
-        """Return the manifest of a version as written, unverified; WeightsGone if there is none."""
+        """Return the manifest of a version as written, unverified; raise WeightsGone if there is none."""
         path = self.version_folder(version) / MANIFEST_NAME
         try:
             return path.read_bytes()
@@ -127,11 +127,11 @@ class WeightStore:
             raise WeightsGone(f"version {version} is not in {self.folder}: {path.name} is missing") from error
 
     def manifest(self, version: PolicyVersion) -> Manifest:
-        """Return a manifest; WeightsGone if there is none, WeightsCorrupt if it is changed or of another version."""
+        """Return a manifest; raise WeightsGone if it is missing, WeightsCorrupt if changed or of another version."""
         return read_manifest(self.manifest_bytes(version), version, str(self.version_folder(version) / MANIFEST_NAME))
 
     def part(self, version: PolicyVersion, rank: int) -> Part | None:
-        """Return the part of a stage, or None if it is not written yet; WeightsCorrupt if its document was changed."""
+        """Return the part of a stage, or None if it is not written; raise WeightsCorrupt if the part was changed."""
         path = self.version_folder(version) / part_name(rank)
         try:
             return decode(path.read_bytes(), Part, path)
@@ -143,7 +143,7 @@ class WeightStore:
     ) -> Iterator[tuple[TensorEntry, memoryview]]:
         """Yield the bytes of every tensor of a variant, memory-mapped and `checked`.
 
-        If `into` is given, which must have room for all tensors, they are copied there back to back.
+        If `into` is given, all tensors are copied into `into` back to back; it must have room for all tensors.
         """
         folder = self.version_folder(manifest.policy)
         for name, entries in manifest.files_of(dtype).items():
@@ -169,7 +169,7 @@ class WeightStore:
         if not try_lock(lock, shared=True):
             lock.close()
             raise WeightsGone(f"version {version} is being removed from {self.folder} by retention")
-        # retention may have removed it between open and lock
+        # retention may have removed the version between open and lock
         if not (folder / MANIFEST_NAME).exists():
             lock.close()
             raise WeightsGone(f"version {version} is not in {self.folder}; retention has removed it")
@@ -206,7 +206,7 @@ class WeightStore:
         return folder
 
     def write_part(self, part: Part, files: Mapping[str, Buffers]) -> None:
-        """Write the files of a part, then its document; OSError if the disk is full or not writable."""
+        """Write the files of a part, then its document; raise OSError if the disk is full or not writable."""
         folder = self.begin(PolicyVersion.parse(part.version))
         for name, buffers in files.items():
             write_whole(folder / name, buffers, sum(memoryview(buffer).nbytes for buffer in buffers))
@@ -235,7 +235,7 @@ class WeightStore:
         self.retain(manifest.policy, keep_versions)
 
     def retain(self, newest: PolicyVersion, keep_versions: int) -> None:
-        """Remove versions, except the newest `keep_versions`, those being read, and those from `newest` on."""
+        """Remove versions, except the newest `keep_versions`, those being read, and all versions from `newest` on."""
         keep = set(self.committed()[-keep_versions:])
         for version, folder in self._folders():
             if version in keep or version >= newest:
@@ -263,7 +263,7 @@ class WeightStore:
 
 
 def store_id_of(folder: Path) -> str | None:
-    """Return the name of the store in a folder, None if there is none; OSError if it cannot be read."""
+    """Return the name of the store in a folder, or None if there is none; raise OSError if it cannot be read."""
     try:
         return (folder / _STORE_NAME).read_text(encoding="ascii", errors="replace")
     except (FileNotFoundError, NotADirectoryError):
@@ -278,7 +278,7 @@ def read_manifest(data: bytes | memoryview, version: PolicyVersion, source: str)
 
 
 def checked(file: TensorFile, entry: TensorEntry, into: memoryview | None = None) -> memoryview:
-    """Return the verified bytes of a tensor, copied `into` if given; WeightsCorrupt if they are not as published."""
+    """Return the verified bytes of a tensor, copied `into` if given; raise WeightsCorrupt if the bytes were changed."""
     view = file.view(entry.name)
     stored = file.tensors[entry.name]
     if (stored.code, stored.shape) != (CODES[entry.dtype], entry.shape):

@@ -38,7 +38,7 @@ def host_bytes(tensor: Tensor) -> memoryview:
 
 
 def tensor_of(entry: TensorEntry, data: memoryview) -> Tensor:
-    """Return the bytes as a tensor without copying. Do not write to it: the bytes may be a memory-mapped file."""
+    """Return the bytes as a tensor without copying. Do not write to the tensor: its bytes may be a mapped file."""
     dtype = getattr(torch, entry.dtype)
     if len(data) == 0:
         return torch.empty(entry.shape, dtype=dtype)
@@ -50,7 +50,7 @@ def read_tensors(
 ) -> dict[str, Tensor]:
     """Return all verified tensors of a variant: views of the store's files, or of the `pinned` buffer if they fit.
 
-    Views of the pinned buffer are valid until it is filled again.
+    Views of the pinned buffer are valid until the buffer is filled again.
     """
     size_bytes = sum(entry.size_bytes for entry in manifest.variant(dtype))
     with contextlib.nullcontext() if pinned is None else pinned.filled(manifest.policy, size_bytes) as into:
@@ -60,7 +60,7 @@ def read_tensors(
 def pinned_memory(size_bytes: int, gpu: torch.device) -> Tensor:
     """Return pinned host memory as bytes, for DMA by a GPU; it is freed with its last view.
 
-    CUDA pins it directly, because torch's allocator rounds sizes up to powers of two. Raise OSError if pinning fails.
+    CUDA pins the memory directly: torch's allocator rounds sizes up to powers of two. Raise OSError if pinning fails.
     """
     array = np.frombuffer(mmap.mmap(-1, max(size_bytes, 1)), np.uint8)
     # a new thread defaults to GPU 0, where a CUDA context would waste memory
@@ -90,7 +90,7 @@ def pin(memory: npt.NDArray[np.uint8]) -> int:
 class PinnedBuffer:
     """Pinned host memory for one version at a time, reused for all later versions.
 
-    Each engine rank has one. Its size is at most 32 GiB, and at most a quarter of the memory free at its first use.
+    Each engine rank has one buffer of at most 32 GiB, and at most a quarter of the memory free at its first use.
     """
 
     def __init__(self, gpu: torch.device) -> None:
@@ -99,7 +99,7 @@ class PinnedBuffer:
         self._has_failed = False
         self._filling = threading.Lock()
         self.expected: PolicyVersion | None = None
-        """The only version that may fill the buffer now; fences off a late thread of an abandoned verification."""
+        """The only version that may fill the buffer now; excludes a late thread of an abandoned verification."""
 
     @contextlib.contextmanager
     def filled(self, version: PolicyVersion, size_bytes: int) -> Iterator[memoryview | None]:
@@ -134,7 +134,7 @@ class PinnedBuffer:
 
 
 class TensorSlot(NamedTuple):
-    """Position of a tensor in the buffers of a `HostCopy`, in values."""
+    """Position of a tensor in the buffers of a `HostCopy`, counted in values."""
 
     name: str
     shape: tuple[int, ...]
@@ -164,7 +164,7 @@ class HostCopy:
 
     @classmethod
     def like(cls, tensors: Mapping[str, Tensor], dtypes: Sequence[str]) -> HostCopy:
-        """Allocate a copy with the layout of these tensors; ValueError if a tensor is not floating-point."""
+        """Allocate a copy with the layout of these tensors; raise ValueError if a tensor is not floating-point."""
         places: list[TensorSlot] = []
         start = 0
         for name in sorted(tensors):
@@ -179,7 +179,7 @@ class HostCopy:
         return HostCopy(self.places, self.dtypes, self._gpu, is_needed=False)
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy the tensors, rounded to every dtype; ValueError if their names or shapes differ from the layout."""
+        """Copy the tensors, rounded to every dtype; raise ValueError if names or shapes differ from the layout."""
         if {name: tuple(tensor.shape) for name, tensor in tensors.items()} != {p.name: p.shape for p in self.places}:
             raise ValueError("tensor names or shapes changed: a publisher publishes one architecture")
         gpus = {tensor.device for tensor in tensors.values() if tensor.is_cuda}

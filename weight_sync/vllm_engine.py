@@ -1,8 +1,8 @@
 """The plugin that every vLLM process loads (entry point group `vllm.general_plugins`), and its side of an update.
 
-`register` registers the weight transfer that `WeightTransferConfig(backend=BACKEND)` selects. It ties the process to
-its owner: an engine exits with the process that `OWNER_ENV` names, even if that process is killed. It re-enables the
-garbage collector and SIGTERM, which the actor's process disables. It also requests AMX from the kernel.
+`register` registers the weight transfer that `WeightTransferConfig(backend=BACKEND)` selects. An engine exits with its
+owner, the process that `OWNER_ENV` names, even if the owner is killed. `register` also re-enables the garbage collector
+and SIGTERM, which the actor's process disables, and requests AMX from the kernel.
 
 An update first verifies a version in the store, then loads all of it:
 
@@ -71,7 +71,7 @@ def _die_with(owner: int) -> None:
         return
 
     def watch() -> None:
-        # readable once the owner has exited
+        # the descriptor is readable once the owner has exited
         select.select([descriptor], [], [])
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -95,7 +95,7 @@ def transfer_class() -> type[StoreWeightTransfer]:
 class StoreWeightTransfer:
     """Loads versions of a `WeightStore` into a running model.
 
-    It uses vLLM's layerwise reload, because engines repack weights after the first load (always on CPU).
+    Loading uses vLLM's layerwise reload, because engines repack weights after the first load (on CPU, always).
     """
 
     init_info_cls = dict
@@ -135,7 +135,7 @@ class StoreWeightTransfer:
         """Do nothing: `receive_weights` changes the model only after the whole version is verified."""
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Load the verified version; RuntimeError, with the model unchanged, if there is none."""
+        """Load the verified version; raise RuntimeError, with the model unchanged, if no version is verified."""
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
         reason, verification, self._verification = self.refusal(), self._verification, None
@@ -177,8 +177,8 @@ def verified_tensors(
     """Return all tensors of a version, verified against their checksums and the shapes of the served model.
 
     Raises:
-        WeightsError: the version is not in the store, or not as published.
-        ValueError: it is of another model or in another dtype.
+        WeightsError: the version is not in the store, or differs from the published version.
+        ValueError: the version is of another model or in another dtype.
     """
     from leeway.weight_sync.tensors import read_tensors
 

@@ -2,10 +2,10 @@
 
 config     the `[task]` section
 task       Task, Problem, RewardFunction; PromptCodec: prompts to token ids, completions to text
-prompts    Template: an item's columns to the text of a prompt; held_out: splits questions by their hash;
+prompts    Template: renders an item's columns as a prompt; held_out: splits questions by their hash;
            teachers_of: the teacher of a prompt; the rows of a JSONL or Parquet file
 gym        any reasoning-gym dataset by name
-functions  reward functions from FILE.py:FUNCTION, in TRL's shape
+functions  reward functions from FILE.py:FUNCTION, with TRL's signature
 rules      rewards by name: math, exact, contains, regex, code
 reward_models  a judge: a language model behind an endpoint; a sequence classifier, whose output is the reward
 
@@ -51,12 +51,12 @@ def check_task(
     import_limit_s: float | None = None,
     teachers: Sequence[str] = (),
 ) -> TaskFacts:
-    """Check a `[task]` section as far as possible before a process starts; raise TaskError with the fix.
+    """Check a `[task]` section as far as possible before a process starts; raise TaskError, which names the fix.
 
     Reads the data, renders every prompt, and parses reward files. With `import_limit_s` it also imports reward files in
     a separate process, queries judges for their models, and checks that this machine supports rules and network
-    isolation. Without a model folder, prompt lengths and classifiers are not checked, and nothing heavy is imported.
-    With `teachers`, a list of names, each prompt must have one.
+    isolation. Without a model folder, prompt lengths and classifiers are not checked, and torch is not imported.
+    With `teachers`, a list of names, each prompt must name one of these teachers.
     """
     reads = None if teachers else _read_columns(config)
     task = load_task(config, None if reads is None else {*reads, PROMPTS})
@@ -85,7 +85,7 @@ def check_task(
 def _check_named(
     name: str, config: ReasoningGymTask | FileTask, columns: Sequence[str], task: Task, *, has_model: bool, here: bool
 ) -> None:
-    """Check the reward model or rule that `rewards` names; heavy imports are made on use."""
+    """Check the reward model or rule that `rewards` names; large libraries are imported only if needed."""
     section = config.named_rewards.get(name)
     if isinstance(section, Judge):
         from leeway.actors.tasks.reward_models import check_judge
@@ -103,7 +103,7 @@ def _check_named(
 def load_encoded(
     config: TaskConfig, model_path: Path, max_prompt_tokens: int, *, all_columns: bool = False
 ) -> tuple[Task, PromptCodec]:
-    """Return a task as actors use it, with encoded prompts and the columns that rewards read, and its codec."""
+    """Return a task for actors, with encoded prompts and the columns that rewards read, and the prompt codec."""
     codec = PromptCodec(model_path, config.chat, config.system_prompt)
     started_s = time.perf_counter()
     task = load_task(config, None if all_columns else _read_columns(config), codec)
@@ -115,9 +115,9 @@ def load_encoded(
 
 
 def load_task(config: TaskConfig, reads: Collection[str] | None = None, codec: PromptCodec | None = None) -> Task:
-    """Return the task with these columns (None: all), without loading rewards; raise TaskError as `check_task`."""
+    """Return the task with the columns `reads` (None for all), without loading rewards; raise TaskError if invalid."""
     if isinstance(config, ReasoningGymTask):
-        # imports a library that processes with prompts from files do not need
+        # import on use: processes with prompts from files do not need this library
         from leeway.actors.tasks.gym import COLUMNS, gym_problems
 
         split, columns = gym_problems(config, reads, codec), list(COLUMNS)
@@ -136,12 +136,12 @@ def load_task(config: TaskConfig, reads: Collection[str] | None = None, codec: P
 
 
 def _read_columns(config: ReasoningGymTask | FileTask) -> frozenset[str] | None:
-    """Return the names of the columns that rewards read, `PROMPTS` among them if they read prompts; None: all."""
+    """Return the columns that rewards read, and `PROMPTS` if they read prompts; None if they may read all columns."""
     found: set[str] = set()
     for name in config.rewards:
         named = config.named_rewards.get(name)
         if named is None:
-            arguments = arguments_of(name) if ":" in name else frozenset[str]()  # else it is rejected later
+            arguments = arguments_of(name) if ":" in name else frozenset[str]()  # else rejected later
             if arguments is None:
                 return None
             found |= arguments
@@ -159,7 +159,7 @@ def _read_columns(config: ReasoningGymTask | FileTask) -> frozenset[str] | None:
 
 
 def load_reward(function: RewardFunction) -> Call:
-    """Load a reward into this process: run the user's file, or load the model; raise TaskError if that fails."""
+    """Load a reward into this process: run the user's file, or load the model; raise TaskError if the load fails."""
     named = function.named
     if function.reference:
         return load_function(function.reference, function.columns)

@@ -31,7 +31,7 @@ _GRACE_S = 5.0
 _PROBE_S = 20.0
 _FENCE = "```"
 _OPENS = re.compile(r"(`{3,}+)[\s{.]*+([\w+#-]*+)[^`]*+")
-"""A fence with its optional language."""
+"""Pattern of a code fence with an optional language."""
 _PYTHON = frozenset({"python", "python3", "py"})
 _PROGRAM = "import sys; sys.path.append(sys.argv[1]); from leeway.actors.sandbox import serve; serve(sys.argv[2])"
 
@@ -44,18 +44,18 @@ class _Isolation(NamedTuple):
 
 
 def check_code(name: str, rule: CodeRule) -> str:
-    """Return the kernel's refusal to isolate programs on this machine; '' if they are isolated.
+    """Return why the kernel does not isolate programs on this machine; '' if programs are isolated.
 
-    Raises TaskError if programs cannot run, or lack a required isolation.
+    Raises TaskError if programs cannot run, or if the kernel refuses a required isolation.
     """
     return _best_isolation(name, rule)[1]
 
 
 def load_code(name: str, rule: CodeRule, look_up: Callable[[Problem], Any]) -> Call:
-    """Return the rule as a reward function; raise TaskError as `check_code`. Log a refusal of the kernel once."""
+    """Return the rule as a reward function; log a warning if the kernel does not isolate programs."""
     isolation, refusal = _best_isolation(name, rule)
     if refusal:
-        _log.warning("reward %s: %s. To isolate them, %s", name, refusal, sandbox.HINT)
+        _log.warning("reward %s: %s. To isolate programs, %s", name, refusal, sandbox.HINT)
     slots = asyncio.Semaphore(MAX_CONCURRENT)
 
     async def reward(problem: Problem, completion: str) -> float | NoScore | None:
@@ -75,15 +75,15 @@ def load_code(name: str, rule: CodeRule, look_up: Callable[[Problem], Any]) -> C
 
 
 def source_of(completion: str) -> str:
-    """Return the last fenced Python block, else the last block without a language; without any fence, the text."""
+    """Return the last fenced Python block, else the last block without a language; without a fence, the whole text."""
     found, block = dict[str, str](), list[str]()
     language, depth, width = None, 0, 0  # state of the open block
     for line in completion.split("\n"):
         fence, indent = line.strip(), len(line) - len(line.lstrip())
         ticks, named = opening.groups() if (opening := _OPENS.fullmatch(fence)) else ("", "")
         named = "python" if named.lower() in _PYTHON else named.lower()
-        is_level = indent <= depth and len(ticks) >= width  # else it is text of the block, as in a docstring
-        begins = named == "python" and (is_level or language != "python")  # the last was never closed
+        is_level = indent <= depth and len(ticks) >= width  # else the fence is text of the block, as in a docstring
+        begins = named == "python" and (is_level or language != "python")  # the open block was never closed
         if ticks and (language is None or begins):
             language, block, depth, width = named, [], indent, len(ticks)
         elif language is not None and is_level and fence == ticks:
@@ -109,7 +109,7 @@ async def _reward(rule: CodeRule, isolation: _Isolation, source: str, tests: lis
     unjudged = next((one for one in results if isinstance(one, NoScore)), None)
     if unjudged and (rule.partial or False not in results):
         return unjudged
-    share = results.count(True) / len(tests)  # tests that were not run count as not passed
+    share = results.count(True) / len(tests)  # tests that were not run count as failed
     return rule.weight * (share if rule.partial else float(share == 1.0))
 
 
@@ -122,15 +122,15 @@ _TEXTS = ("assert_case", "assertion", "test_list", "test_code", "test", "tests",
 _OUTPUTS = ("output", "expected_output", "expected")
 _DEFINED = re.compile(r"\bdef\s+(?!__)(\w+)")
 _RUNS = re.compile(r"\b(unittest|pytest)\.main\(|^(sys\.)?exit\(0?\)$")
-"""Call at the end of a test text; the tests that it would run are run anyway."""
+"""Pattern of a call that starts tests or exits. The call is removed, because the sandbox runs all tests anyway."""
 _ASSERTS = re.compile(r"(^|\.)(assert\w*|raises|warns|fail)$")
 _MAY_FAIL = re.compile(r"\braise\b|leeway_ran")
 _PARSE_ERRORS = (ValueError, SyntaxError, TypeError, MemoryError, RecursionError)
-"""Raised if a text is not Python."""
+"""Errors of `ast.parse` and of JSON for an invalid text."""
 
 
 def check_tests(name: str, problems: Sequence[Problem], look_up: Callable[[Problem], Any]) -> None:
-    """Raise TaskError if the rule can score none of these problems, with the reason for the first."""
+    """Raise TaskError if the rule can score none of these problems; the error has the reason for the first problem."""
     tests = (_tests(look_up(problem), problem.columns) for problem in problems)
     first = next(tests, None)
     if isinstance(first, NoScore) and all(isinstance(one, NoScore) for one in tests):
@@ -139,14 +139,14 @@ def check_tests(name: str, problems: Sequence[Problem], look_up: Callable[[Probl
 
 
 def _tests(value: Any, columns: Mapping[str, Any]) -> list[_Test] | NoScore:  # noqa: ANN401 -- any JSON
-    """Return the sandbox's tasks without the source, one per test."""
+    """Return one task for the sandbox per test, without the source of a program."""
     tests = [_test(one, columns) for one in _listed(value)]
     wrong = next((one for one in tests if isinstance(one, NoScore)), None if tests else NoScore(_UNKNOWN, "no test"))
     return wrong or [one for one in tests if isinstance(one, dict)]
 
 
 def _parsed(value: Any) -> Any:  # noqa: ANN401 -- any JSON
-    """Parse a text as JSON or as a Python literal; otherwise return it unchanged."""
+    """Parse a text as JSON or as a Python literal; return any other value unchanged."""
     for parse in (json.loads, ast.literal_eval) if isinstance(value, str) else ():
         with contextlib.suppress(*_PARSE_ERRORS):
             return parse(value)
@@ -154,7 +154,7 @@ def _parsed(value: Any) -> Any:  # noqa: ANN401 -- any JSON
 
 
 def _listed(value: Any) -> list[Any]:  # noqa: ANN401 -- any JSON
-    """Return single tests from a list, or from an object of lists; either may be serialized as text."""
+    """Return single tests from a list, or from an object of lists; the value may also be JSON or Python text."""
     value = _parsed(value)
     if isinstance(value, list):
         singles = [_listed(one) if isinstance(one, dict) and "input" not in one else [one] for one in value]
@@ -166,7 +166,7 @@ def _listed(value: Any) -> list[Any]:  # noqa: ANN401 -- any JSON
     given, expected = (_parsed(value.get(f"{key}s", value.get(key))) for key in ("input", "output"))
     if not isinstance(given, list) or not isinstance(expected, list) or len(given) != len(expected):
         return [value]
-    is_wrapped = all(isinstance(one, list) and len(one) == 1 for one in expected)  # the format of APPS
+    is_wrapped = all(isinstance(one, list) and len(one) == 1 for one in expected)  # APPS uses this format
     pairs = zip(given, expected, strict=True)
     return [{**value, "input": one, "output": two, "is_wrapped": is_wrapped} for one, two in pairs]
 
@@ -176,7 +176,7 @@ def _test(one: Any, columns: Mapping[str, Any]) -> _Test | NoScore:  # noqa: ANN
     own: dict[str, Any] = parsed if isinstance(parsed, dict) else {}
     name, key = _function(own, columns), next((key for key in _OUTPUTS if key in own), None)
     if isinstance(one, str) and not own:
-        imports, setup = columns.get("test_imports") or [], columns.get("test_setup_code") or ""  # MBPP
+        imports, setup = columns.get("test_imports") or [], columns.get("test_setup_code") or ""  # of MBPP
         test = _recorded("\n".join([*(imports if isinstance(imports, list) else [imports]), setup, one]))
         return test if isinstance(test, NoScore) else {**test, "name": name}
     given, kind = own.get("input"), str(own.get("testtype") or own.get("type"))
@@ -249,7 +249,7 @@ class _Recorder(ast.NodeTransformer):
             case ast.Import() | ast.ImportFrom():
                 modules = {each.name for each in node.names} if isinstance(node, ast.Import) else {node.module or ""}
                 self.imports |= modules - {"solution"}
-                return ast.Pass() if modules == {"solution"} and node.names[0].name == "*" else node  # in scope
+                return ast.Pass() if modules == {"solution"} and node.names[0].name == "*" else node  # in scope already
             case ast.Expr(ast.Call()) if _RUNS.search(ast.unparse(node)):
                 return ast.Pass()
             case ast.Name():
@@ -311,7 +311,7 @@ async def _run(rule: CodeRule, isolation: _Isolation, programs: list[_Test]) -> 
         return NoScore("the sandbox did not reply", f"within {rule.timeout_s + _GRACE_S:g} s")
     finally:
         if process.returncode is None:
-            process.kill()  # its programs are killed with it
+            process.kill()  # the sandbox's programs are killed too
             await process.wait()
     if process.returncode:
         return NoScore("the sandbox failed", f"status {process.returncode}: {error.decode(errors='replace')[-500:]}")
@@ -319,9 +319,9 @@ async def _run(rule: CodeRule, isolation: _Isolation, programs: list[_Test]) -> 
 
 
 def _best_isolation(name: str, rule: CodeRule) -> tuple[_Isolation, str]:
-    """Return the best isolation that the kernel allows, and its refusal if programs are not isolated.
+    """Return the best isolation that the kernel allows, and the reason if programs are not isolated.
 
-    Raises TaskError if programs cannot run at all, or only without a required isolation.
+    Raises TaskError if programs cannot run at all, or if the kernel refuses a required isolation.
     """
     users = (True, False) if os.geteuid() == 0 else (False,)
     refusal = ""

@@ -11,20 +11,20 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, f
 from leeway.common.user_input import Knob
 
 MAX_HELDOUT = 1024
-"""Maximum held-out problems of a file if num_heldout is unset: evaluating an eighth of a large file would take longer
-than the training."""
+"""Maximum number of held-out problems of a file if num_heldout is unset. Without this bound, an evaluation on an eighth
+of a large file would take longer than the training."""
 
 
 class _NamedReward(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    weight: float = Knob(1.0, "Factor of its reward in the sum.")
+    weight: float = Knob(1.0, "Factor of the reward in the sum.")
 
 
 class Judge(_NamedReward):
     """A language model behind an endpoint with OpenAI's chat completions API, such as `vllm serve`.
 
-    Its rating is the last number of its answer. The reward is 0 at `worst` and 1 at `best`.
+    The rating is the last number of the model's answer. The reward is 0 for rating `worst` and 1 for rating `best`.
     """
 
     type: Literal["judge"]
@@ -33,10 +33,10 @@ class Judge(_NamedReward):
     prompt: str = Knob(..., "User turn, with {prompt}, {completion} and the task's columns.")
     system_prompt: str | None = Knob(None, "System turn.")
     worst: float = Knob(0.0, "Rating of the worst answer.")
-    best: float = Knob(10.0, "Rating of the best answer; a number out of range is no rating.")
-    max_tokens: PositiveInt = Knob(512, "Maximum tokens of an answer; a truncated answer is no rating.")
+    best: float = Knob(10.0, "Rating of the best answer; a number out of range is invalid.")
+    max_tokens: PositiveInt = Knob(512, "Maximum tokens of an answer; a truncated answer is invalid.")
     timeout_s: PositiveFloat = Knob(120.0, "Timeout of a rating, with retries if the endpoint is busy (429) or down.")
-    api_key_env: str | None = Knob(None, "Environment variable with the API key, on every host of actors.")
+    api_key_env: str | None = Knob(None, "Environment variable with the API key, set on every actor host.")
     request: dict[str, Any] = Knob({}, "Further request fields, such as reasoning_effort; temperature is 0.")
 
     @model_validator(mode="after")
@@ -47,13 +47,13 @@ class Judge(_NamedReward):
 
 
 class Classifier(_NamedReward):
-    """A Transformers sequence classifier with one output, the reward. Each actor runs it in one extra process."""
+    """A Transformers sequence classifier with one output, the reward. Each actor runs the model in an extra process."""
 
     type: Literal["classifier"]
     path: str = Knob(..., "Folder of model and tokenizer.")
-    chat: bool = Knob(False, "Use its chat template; else join prompt and completion.")
+    chat: bool = Knob(False, "Use the model's chat template; else join prompt and completion.")
     device: str = Knob("cpu", "cpu, or cuda for a GPU of the actor.")
-    dtype: Literal["float32", "bfloat16", "float16"] = Knob("float32", "Precision.")
+    dtype: Literal["float32", "bfloat16", "float16"] = Knob("float32", "Model precision.")
 
 
 RewardModel = Annotated[Judge | Classifier, Field(discriminator="type")]
@@ -75,7 +75,7 @@ class MathRule(_AnswerRule):
 
 
 class ExactRule(_AnswerRule):
-    """Reward 1 if the completion equals the row's answer, ignoring white space around both; else 0."""
+    """Reward 1 if the completion equals the row's answer, ignoring surrounding white space; else 0."""
 
     type: Literal["exact"] = "exact"
     answer_tag: str | None = Knob(None, "Read only the text inside <TAG>; unset: the whole completion.")
@@ -133,7 +133,7 @@ class CodeRule(_NamedReward):
 
 RewardRule = Annotated[MathRule | CodeRule | ExactRule | ContainsRule | RegexRule, Field(discriminator="type")]
 RULES: Mapping[str, RewardRule] = {rule.type: rule for rule in (MathRule(), CodeRule(), ExactRule(), ContainsRule())}
-"""Rules that need no table, by their name in `rewards`."""
+"""Rules that need no table of options, by their name in `rewards`."""
 
 
 class _TaskConfig(BaseModel):
@@ -180,14 +180,14 @@ class _TaskConfig(BaseModel):
             if odd := [name for name in tables if not name.isidentifier()]:
                 raise ValueError(f"{key}.{odd[0]!r} is not a valid metric name; use letters, digits and _")
             if idle := sorted(tables.keys() - set(self.rewards)):
-                raise ValueError(f"{key}.{idle[0]} is not in rewards, so it would be ignored; add its name there")
+                raise ValueError(f"{key}.{idle[0]} is not in rewards, so it would be ignored; add it to rewards")
         if twice := sorted(self.reward_models.keys() & self.reward_rules.keys()):
             raise ValueError(f"{twice[0]} is in both reward_models and reward_rules; rename one")
         return self
 
     @property
     def named_rewards(self) -> dict[str, RewardModel | RewardRule]:
-        """Return the rewards that `rewards` may name: tables, and rules that need none."""
+        """Return the rewards that `rewards` may name: tables, and rules that need no table."""
         return {**RULES, **self.reward_rules, **self.reward_models}
 
 

@@ -1,11 +1,11 @@
-"""Reward functions from files: `FILE.py:FUNCTION` in TRL's shape, f(prompts, completions, **columns).
+"""Reward functions from files: `FILE.py:FUNCTION` with TRL's signature, f(prompts, completions, **columns).
 
 A function declares only the arguments that it needs: `prompts`, `completions`, any column of the
-task, or `**kwargs` for all of them. Each is a list with one entry per sample. It returns one number
-per sample, or None if it does not apply.
+task, or `**kwargs` for all arguments. Each argument is a list with one entry per sample. The function
+returns one number per sample, or None for a sample to which it does not apply.
 
-A file may import modules from its own folder, which is appended to `sys.path`, so that none of them
-shadows a library.
+A file may import modules from its own folder. The folder is appended to `sys.path`, so that these
+modules do not shadow libraries.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _ALWAYS = ("prompts", "completions")
 
 
 def parse_reference(reference: str) -> tuple[Path, str]:
-    """Split `FILE.py:FUNCTION`; raise TaskError if it has another form or the file does not exist."""
+    """Split `FILE.py:FUNCTION`; raise TaskError if the text has another form or the file does not exist."""
     file, _, function = reference.rpartition(":")
     if not file or not function.isidentifier():
         raise TaskError(f"task.rewards: '{reference}' is not of the form FILE.py:FUNCTION")
@@ -41,7 +41,7 @@ def parse_reference(reference: str) -> tuple[Path, str]:
 
 
 def check_functions(references: Sequence[str], columns: Collection[str], named: Collection[str]) -> None:
-    """Check reward functions, each as FILE.py:FUNCTION or `named`, without running their files.
+    """Check reward functions without running their files; each is a FILE.py:FUNCTION or a name in `named`.
 
     Raises TaskError if a file or function is missing, or a function needs an argument that no column provides.
     """
@@ -73,10 +73,10 @@ def _parsed(reference: str) -> ast.Module:
 
 
 def arguments_of(reference: str) -> frozenset[str] | None:
-    """Return the argument names of a function, without running its file; None if it may need every column."""
+    """Return the argument names of a function, without running its file; None if the function may need all columns."""
     name, tree = reference.rpartition(":")[2], ast.walk(_parsed(reference))
     named = [node for node in tree if name in (getattr(node, each, None) for each in ("name", "asname", "id"))]
-    node = named[0] if len(named) == 1 else None  # else it is assigned, imported, defined twice, or used in the file
+    node = named[0] if len(named) == 1 else None  # else the name is assigned, imported, defined twice, or used
     if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or node.args.kwarg or node.decorator_list:
         return None
     return frozenset(one.arg for one in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs))
@@ -85,7 +85,7 @@ def arguments_of(reference: str) -> frozenset[str] | None:
 def _check_definition(tree: ast.Module, reference: str, function: str, columns: Collection[str]) -> None:
     own: set[str] = set()
     others: set[str] = set()
-    """Other names that may be functions: assigned or imported."""
+    """Names that are assigned or imported, and thus may be functions."""
     for node in tree.body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             own.add(node.name)
@@ -95,7 +95,7 @@ def _check_definition(tree: ast.Module, reference: str, function: str, columns: 
                 keyword = zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)
                 required += [argument for argument, default in keyword if default is None]
                 _check_arguments(reference, [argument.arg for argument in required], columns)
-        for each in ast.walk(node):  # also below an `if` or a `try`; the import later shows if it exists
+        for each in ast.walk(node):  # also below an `if` or a `try`; the import checks these names later
             if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store):
                 others.add(each.id)
             elif isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -138,14 +138,14 @@ def try_imports(
 ) -> None:
     """Load the functions as an actor does, but in a separate process.
 
-    Raises TaskError as `load_function`, if the import ends the process or times out, or if this machine cannot cut
-    rewards off from the network as configured.
+    Raises TaskError if `load_function` does, if the import ends the process or times out, or if this machine cannot
+    block the network access of rewards as configured.
     """
     why = "" if has_network else cut_network_error()
     if why:
         raise TaskError(
-            f"task.reward_network = false, but the kernel cannot cut a process off from the network here ({why}): "
-            f"{HINT}; or leave the key out"
+            f"task.reward_network = false, but this kernel cannot block a process's network access ({why}): "
+            f"{HINT}; or remove the key"
         )
     if not references:
         return
@@ -158,7 +158,7 @@ def try_imports(
         )
     except subprocess.TimeoutExpired:
         raise TaskError(
-            f"task.rewards: importing {files} timed out after {limit_s:g} s; do the slow part at the first call"
+            f"task.rewards: importing {files} timed out after {limit_s:g} s; run the slow part in the first call"
         ) from None
     if not done.returncode:
         return
@@ -170,9 +170,9 @@ def try_imports(
 
 
 def load_function(reference: str, columns: Collection[str]) -> Call:
-    """Import the file of a function, which runs it, and wrap the function.
+    """Run the file of a function, and wrap the function.
 
-    Raises TaskError as `check_functions`, or if the import fails.
+    Raises TaskError if the file or the function is missing, an argument has no column, or the import fails.
     """
     path, name = parse_reference(reference)
     try:
@@ -195,7 +195,7 @@ def _in_trl_shape(function: Callable[..., Any], reference: str, columns: Collect
     needed = [name for name in columns if takes_all or name in named]
 
     def call(problems: Sequence[Problem], completions: Sequence[str]) -> Any:  # noqa: ANN401 -- the user's
-        # samples of a group share their problem, and a function may modify its arguments
+        # copy the values: samples of a group share a problem, and a function may modify its arguments
         values: dict[str, Any] = {name: [copy.deepcopy(one.columns.get(name)) for one in problems] for name in needed}
         if takes_all or "prompts" in named:
             values["prompts"] = [one.text for one in problems]

@@ -1,4 +1,4 @@
-"""Tasks from reasoning-gym: any of its datasets by name, streamed until enough questions are distinct."""
+"""Tasks from reasoning-gym: any dataset by name, streamed until there are enough distinct questions."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from leeway.actors.tasks.task import Problem, PromptCodec, TaskError, among_know
 
 COLUMNS = ("question", "answer", "metadata")
 
-# A finite dataset repeats itself more and more before its last questions appear. It counts as
-# exhausted after this number of known items in a row, plus one per distinct question found.
+# A finite dataset repeats items more often the longer it is read. The dataset counts as exhausted
+# after this number of repeated items in a row, plus one per distinct question found.
 _PATIENCE_ITEMS = 1000
 _ACCEPTED_SIZE = 20_000
 """Maximum size that word_ladder accepts."""
 _CACHED_ITEMS = 1024
-"""Items that a scorer caches, since the samples of a group arrive one after the other."""
+"""Number of items that a scorer caches, because the samples of a group, which share an item, arrive successively."""
 
 
 def gym_problems(
     config: ReasoningGymTask, reads: Collection[str] | None = None, codec: PromptCodec | None = None
 ) -> Split:
-    """Stream the dataset until both halves are full.
+    """Stream the dataset until there are enough training and held-out problems.
 
-    Raises TaskError if the dataset or a parameter does not exist, the template does not fit, or there are too few
-    distinct questions.
+    Raises TaskError if the dataset or a parameter does not exist, the template does not fit the items, or there are
+    too few distinct questions.
     """
     dataset = _dataset(config)
     split = Split(config, ("question",), reads, codec)
@@ -71,7 +71,7 @@ def _most_items(config: ReasoningGymTask) -> int:
 def gym_scorer(config: ReasoningGymTask) -> Callable[[Sequence[Problem], Sequence[str]], list[float]]:
     """Return the dataset's own `score_answer`, applied to the completion or to the text between the answer tags.
 
-    Items are regenerated from their index: not all values can be stored. Some datasets evaluate the answer as code.
+    Items are regenerated from their index, because some values cannot be stored. Some datasets run the answer as code.
     """
     dataset = _dataset(config)
 
@@ -82,7 +82,7 @@ def gym_scorer(config: ReasoningGymTask) -> Callable[[Sequence[Problem], Sequenc
     def score(problems: Sequence[Problem], completions: Sequence[str]) -> list[float]:
         values = []
         for problem, completion in zip(problems, completions, strict=True):
-            item = copy.deepcopy(item_at(problem.index))  # a dataset may modify it
+            item = copy.deepcopy(item_at(problem.index))  # a dataset may modify the item
             if item["question"] != problem.question:
                 raise TaskError(
                     f"dataset {config.name} generates a different item {problem.index} in each process: start the "
@@ -96,7 +96,7 @@ def gym_scorer(config: ReasoningGymTask) -> Callable[[Sequence[Problem], Sequenc
 
 
 def _score(dataset: ProceduralDataset, answer: str | None, item: dict[str, Any]) -> float:
-    """Return the dataset's score; 0 for an answer that it cannot parse, provided that it can parse its own answer."""
+    """Return the dataset's score; 0 if the dataset can parse its own answer, but not the answer of the sample."""
     if "nan" in str(answer).replace(" ", "").lower() and item["metadata"].get("source_dataset") == "complex_arithmetic":
         return 0.0  # the dataset returns min(1.0, nan), which is 1.0
     try:
@@ -124,21 +124,21 @@ def _dataset(config: ReasoningGymTask) -> ProceduralDataset:
     try:
         if config.name == "composite":
             params["datasets"] = [DatasetSpec(**each) for each in params.get("datasets", ())]
-        # Items are requested by index, below the size. The size is minimal: some datasets draw all items at once.
+        # The index of an item must be below the size. Keep the size small: some datasets generate all items at once.
         size = 1 + _most_items(config)
         try:
             return reasoning_gym.create_dataset(config.name, size=size, **params)
         except ValueError:  # the dataset possibly rejects this size
             size = min(size, _ACCEPTED_SIZE)
             return reasoning_gym.create_dataset(config.name, size=size, **params)
-    except Exception as error:  # any type, as in `_item`
+    except Exception as error:  # datasets raise errors of any type
         why = str(error) or type(error).__name__
         raise TaskError(f"task.params: {config.name} rejects {dict(config.params)}: {why}") from error
 
 
 def _item(dataset: ProceduralDataset, index: int, name: str) -> dict[str, Any]:
     state = random.getstate()
-    random.seed(index)  # some datasets use the global generator too, and each process regenerates items
+    random.seed(index)  # for datasets that use the global generator: each process must generate equal items
     try:
         item: dict[str, Any] = dataset[index]
     except Exception as error:  # any type: over a hundred datasets have their own generators

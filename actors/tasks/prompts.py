@@ -1,12 +1,12 @@
 """From items to prompts: the template that renders a prompt, and the split into training and held-out prompts.
 
-Items are those of a dataset, or rows of a JSONL or Parquet file, which this module reads. Templates are Python's format
-language over an item's columns, without attribute access.
+An item is an entry of a dataset, or a row of a JSONL or Parquet file, which this module reads. Templates use Python's
+format language with an item's columns, without attribute access.
 
 The split is decided by a hash of the columns that the template reads (the question), never by a seed. Generated
-datasets derive an item from seed + index, so two seeds share almost all their items. The hash gives the same split for
-every seed, order of rows and fixed text of a template, and for any other user of `held_out` (a supervised warm-up,
-for example), so no held-out question is ever trained on.
+datasets derive an item from seed + index, so two seeds share almost all their items. The hash gives an equal split for
+every seed, row order and fixed text of a template. Other users of `held_out`, such as a supervised warm-up, get an
+equal split too, so no held-out question is ever trained on.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _FIELD = re.compile(r"(?P<column>[^.\[\]]+)(?P<keys>(?:\[[^\]]+\])*)")
 _KEY = re.compile(r"\[([^\]]+)\]")
 _BATCH_ROWS = 1024
 _SHALLOW = 100
-"""Number of opening brackets up to which a row cannot be nested too deeply."""
+"""Maximum opening brackets of a row whose nesting depth is not checked."""
 
 
 class _Columns(Formatter):
@@ -67,7 +67,7 @@ class _Columns(Formatter):
     def format_field(self, value: object, format_spec: str) -> str:
         if format_spec == "compact":
             return "".join(str(value).split())
-        return format(value, format_spec) if value != "" else ""  # a null, which no number format accepts
+        return format(value, format_spec) if value != "" else ""  # '' is a null, which no number format accepts
 
 
 def _has_null(value: object) -> bool:
@@ -89,7 +89,7 @@ def _entry(container: object, key: str, field: str) -> object:
 
 @lru_cache(1024)
 def split_field(field: str) -> tuple[str, list[str]]:
-    """Return the column and the keys of `column[key][key]`; raise TaskError if it has another form."""
+    """Return the column and the keys of `column[key][key]`; raise TaskError if the field has another form."""
     match = _FIELD.fullmatch(field)
     if match is None:
         raise TaskError(
@@ -99,7 +99,7 @@ def split_field(field: str) -> tuple[str, list[str]]:
 
 
 def value_at(columns: Mapping[str, Any], field: str) -> Any:  # noqa: ANN401 -- any JSON
-    """Return a row's value at `column[key][key]`, None if there is none; raise TaskError as `split_field`."""
+    """Return a row's value at `column[key][key]`; None if there is none. Raise TaskError if the field is malformed."""
     split_field(field)
     try:
         return _Columns().get_field(field, (), columns)[0]
@@ -108,9 +108,9 @@ def value_at(columns: Mapping[str, Any], field: str) -> Any:  # noqa: ANN401 -- 
 
 
 def teachers_of(problems: Sequence[Problem], field: str, teachers: Sequence[str]) -> bytes:
-    """Return for each problem, in order of ids, the number (a byte) of the teacher that its column names.
+    """Return the number (a byte) of each problem's teacher, in order of ids; column `field` names the teacher.
 
-    Raises TaskError if a problem names no known teacher, or a teacher is named by no problem.
+    Raises TaskError if a problem names no known teacher, or if no problem names one of the teachers.
     """
     column, _ = split_field(field)
     numbers = {name: number for number, name in enumerate(teachers)}
@@ -166,7 +166,7 @@ class Template:
         """
         try:
             return self._formatter.vformat(self.text, (), item)
-        except (ValueError, TypeError, LookupError, ArithmeticError, MemoryError) as error:  # widths raise the last two
+        except (ValueError, TypeError, LookupError, ArithmeticError, MemoryError) as error:  # widths raise the last 2
             why = error if isinstance(error, ValueError | TypeError) else f"{type(error).__name__}: {error}"
             raise TaskError(f"{self._key} {self.text!r} at {where}: {why}") from error
 
@@ -178,7 +178,7 @@ HELDOUT_SHARE = 0.125
 def held_out(text: str) -> bool:
     """Return whether a row is held out for evaluation, by a hash of its text as `hashed_text` returns it.
 
-    White space and case matter; equivalent Unicode spellings (by NFC) do not.
+    White space and case change the hash; equivalent Unicode spellings (by NFC) do not change it.
     """
     return digest_of(text) / 2**64 < HELDOUT_SHARE
 
@@ -190,7 +190,7 @@ class Split:
         self, config: FileTask | ReasoningGymTask, names: Sequence[str], reads: Collection[str] | None,
         codec: PromptCodec | None,
     ) -> None:  # fmt: skip
-        """`names` are the columns to hash; if empty, those that the template reads."""
+        """`names` are the columns to hash; if empty, the columns that the template reads are hashed."""
         self.template = Template(config.template or f"{{{QUESTION}}}")
         self._names = names or self.template.columns
         self._max_sizes = config.num_train or 2**63, config.num_heldout or MAX_HELDOUT
@@ -220,10 +220,10 @@ class Split:
         return len(self._halves[held]) - (0 if held else self._num_moved) < self._max_sizes[held]
 
     def offer(self, row: Mapping[str, Any], number: int, where: str, held: bool | None = None) -> None:
-        """Add a row to the half `held`; None: to the half given by its hash.
+        """Add a row to the held-out half if `held`, else to the training half; None selects the half by a hash.
 
-        Of rows with equal prompts (by NFC) only the first is kept; if any of them is held out, none is trained on.
-        Raises TaskError if the prompt is empty, or the template does not fit.
+        Only the first of rows with equal prompts (by NFC) is kept. If one of these rows is held out, none is trained
+        on. Raises TaskError if the prompt is empty, or the template does not fit the row.
         """
         text = self.template.render(row, where)
         if not text.strip():
@@ -285,7 +285,7 @@ def _check_question(row: Mapping[str, Any], where: str) -> None:
 def _rows(
     path: Path, key: str, needed: Sequence[str], reads: Collection[str] | None, columns: dict[str, None]
 ) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """Yield each row with its number and add its columns to `columns`; of Parquet, read only `needed` and `reads`."""
+    """Yield each row and its number, and add its columns to `columns`. Read only `needed` and `reads` of Parquet."""
     try:
         is_file = path.is_file()
     except OSError as error:  # a folder without access, or a name that is too long
@@ -313,20 +313,20 @@ def _rows(
 def _parquet_rows(
     path: Path, key: str, needed: Sequence[str], reads: Collection[str] | None, columns: dict[str, None]
 ) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    import pyarrow as pa  # only if needed: loading a configuration stays fast
+    import pyarrow as pa  # import on use, so that loading a configuration stays fast
     import pyarrow.parquet as pq
 
     try:
         with pq.ParquetFile(path) as file:
             names = file.schema_arrow.names
             columns.update(dict.fromkeys(names))
-            if reads is not None and set(needed) <= set(names):  # else the error lists the existing columns
+            if reads is not None and set(needed) <= set(names):  # else an error lists all existing columns
                 names = [name for name in names if name in reads or name in needed]
             numbers = count(1)
             for batch in file.iter_batches(_BATCH_ROWS, columns=names):
                 for row in zip(*map(_values, batch.columns), strict=True):
                     yield next(numbers), dict(zip(batch.schema.names, row, strict=True))
-    except (pa.ArrowException, OSError, ValueError, OverflowError, LookupError) as error:  # a time zone raises the last
+    except (pa.ArrowException, OSError, ValueError, OverflowError, LookupError) as error:  # time zones raise the last
         raise TaskError(f"{key}: {path} is not a readable Parquet file: {error}") from error
 
 
@@ -337,7 +337,7 @@ def _values(column: pa.Array) -> list[Any]:
 
 
 def _readable(kind: pa.DataType) -> pa.DataType:
-    """Return a type with microseconds, as Python's times have, in place of nanoseconds."""
+    """Return the type with microseconds in place of nanoseconds, because Python's times have microseconds."""
     import pyarrow as pa
 
     if isinstance(kind, pa.StructType):
@@ -359,7 +359,7 @@ def _json_row(line: bytes, where: str) -> Mapping[str, Any]:
         text = line.decode()
         row = json.loads(text)
         if "\\ud" in text.lower() or text.count("[") + text.count("{") > _SHALLOW:
-            # half of a surrogate pair and deep nesting can be read, but not written again
+            # fail now: half of a surrogate pair or deep nesting can be read, but not written
             json.dumps(row, ensure_ascii=False).encode()
     except UnicodeDecodeError as error:
         raise TaskError(

@@ -26,20 +26,20 @@ from leeway.common.rpc.auth import is_loopback
 _PROBE_S = 10.0
 """Timeout in seconds for the endpoint's list of models."""
 _MAX_RETRIES = 1_000_000
-"""Retries of a request: effectively unlimited, since its timeout bounds them."""
+"""Maximum number of retries of a request. The timeout of the request ends the retries long before this number."""
 _MAX_PAUSE_S = 120.0
-"""Maximum seconds before a retry; longer pauses are shortened, because the library would not retry after them."""
+"""Maximum pause before a retry in seconds. Longer pauses are shortened, because the library ignores longer requests."""
 _NUMBER = re.compile(r"(-?(?:\d+(?:\.\d+)?|(?<![^\W_])(?<!\.)\.\d+))")
 _BREAK = re.compile(r"[:=\n]|[.!?;]\s")
-"""Separates a number from the statement before it."""
+"""Pattern that separates a number from the statement before the number."""
 _LISTED = re.compile(r"(?m)^[\s>*-]*\d+[.)]\s")
 _IS_RATING = re.compile(r"(?i)rating|score|grade|overall|final|total|verdict|mark")
 _MARKUP = re.compile(r"[\s*_`$\\(){}\[\]]+")
 _EXPLANATION = re.compile(r"(?:[^\w.!?;\n]|_)*(?:[=:]|[^\W_])")
-"""Text after a number that shows that it is not the rating: `10 = best`, `10 is the best`."""
+"""Text after a number that shows that the number is not the rating, such as `10 = best` or `10 is the best`."""
 _OF_A_SCALE = frozenset({"/", "of", "out of"})
 _OF_A_RANGE = frozenset({",", "\u2013", "to", "or"})
-"""Text between two numbers of a scale or a range: `8/10`, `7 or 8`."""
+"""Texts between the two numbers of a scale or a range, as in `8/10` and `7 or 8`."""
 
 
 # --- a judge ------------------------------------------------------------------------------------------
@@ -58,11 +58,11 @@ def check_judge(name: str, config: Judge, columns: Collection[str], *, ask: bool
 
 
 def load_judge(name: str, config: Judge, columns: Collection[str]) -> Call:
-    """Return the judge as a reward function that rates concurrently; raise TaskError as `check_judge` without `ask`.
+    """Return the judge as a reward function that rates concurrently; raise TaskError for an invalid prompt or key.
 
-    If the endpoint is busy (429), fails (5xx) or is down, the request is retried until `timeout_s`, after the pause
-    that the endpoint requests (up to 2 minutes) or with growing pauses. A sample has no score if this times out, if the
-    endpoint rejects the request or returns no rating, or if the row lacks a column of the prompt.
+    If the endpoint is busy (429), fails (5xx) or is down, the request is retried until `timeout_s`. The pauses grow, or
+    last as long as the endpoint requests (up to 2 minutes). A sample has no score if the retries time out, the endpoint
+    rejects the request or returns no rating, or the row lacks a column of the prompt.
     """
     template = _template(name, config, columns)
     client = _Client(config, _api_key(name, config))
@@ -70,7 +70,7 @@ def load_judge(name: str, config: Judge, columns: Collection[str]) -> Call:
     async def rate(problem: Problem, completion: str) -> float | NoScore:
         try:
             text = template.render({**problem.columns, "prompt": problem.text, "completion": completion}, "a sample")
-        except TaskError as error:  # this row lacks a column that others have
+        except TaskError as error:  # this row lacks a column that other rows have
             return NoScore("the judge's prompt cannot be rendered", str(error))
         answer = await client.answer(text)
         return answer if isinstance(answer, NoScore) else _reward(answer, config)
@@ -88,10 +88,10 @@ class _Client:
         self._config = config
         self._errors = openai
         self._last_status: int | None = None
-        """Last HTTP status of the endpoint; None if it has not answered."""
+        """Last HTTP status of the endpoint; None before the first answer."""
         self._head = [{"role": "system", "content": config.system_prompt}] if config.system_prompt is not None else []
         self._request = {"temperature": 0.0, "max_tokens": config.max_tokens, **config.request}
-        if "max_completion_tokens" in config.request:  # its newer name, for endpoints that reject the old one
+        if "max_completion_tokens" in config.request:  # the newer name, for endpoints that reject the old name
             del self._request["max_tokens"]
         http = _http(openai.DefaultAsyncHttpxClient, config.endpoint, event_hooks={"response": [self._note]})
         self._chat = openai.AsyncOpenAI(
@@ -125,7 +125,7 @@ class _Client:
 
 
 def _pause(header: str) -> float:
-    """Return the pause that a header requests, in its own unit for a number and in seconds for a date."""
+    """Return the pause that a header requests: a number in the unit of the header, or seconds until a date."""
     with contextlib.suppress(ValueError):
         return float(header)
     with contextlib.suppress(ValueError, OverflowError):
@@ -142,7 +142,7 @@ def _reward(answer: str, config: Judge) -> float | NoScore:
 
 
 def _rating(answer: str, low: float, high: float) -> float | None:
-    """Return the last number (of "8/10" the 8); None if another number could equally be the rating."""
+    """Return the last number as the rating (8 for "8/10"); None if another number could be the rating too."""
     numbers, pieces, between = _numbers_in(answer)
     if _rated(numbers, between, high):
         numbers, pieces, between = _numbers_in(_LISTED.sub("", answer))
@@ -152,11 +152,11 @@ def _rating(answer: str, low: float, high: float) -> float | None:
     if between[-1] in _OF_A_SCALE:
         return numbers[-2] if last == high else None
     if last in (low, high) and any(low <= one <= high and one != last for one in numbers):
-        # the rating may be followed by an explanation of the scale
+        # the last number may explain the scale after the rating, as in "8, where 10 is best"
         *before, lead = _BREAK.split(pieces[-3])
         if not before or _MARKUP.sub("", lead) or _EXPLANATION.match(pieces[-1]):
             return None
-    if rated - {last}:  # after a rating with its scale, a number is a rating only if labelled so
+    if rated - {last}:  # after a rating such as 8/10, a number is a rating only with a label
         *_, label, lead = ["", *_BREAK.split(pieces[-3])]
         if _MARKUP.sub("", lead) or not _IS_RATING.search(label):
             return None
@@ -165,7 +165,7 @@ def _rating(answer: str, low: float, high: float) -> float | None:
 
 
 def _numbers_in(answer: str) -> tuple[list[float], list[str], list[str]]:
-    """Return the numbers; numbers alternating with the text after each; and the text between two, without markup."""
+    """Return the numbers, a list that alternates numbers and texts, and the texts between numbers without markup."""
     _, *pieces = _NUMBER.split(answer)
     between = [_MARKUP.sub(" ", text).strip().lower() for text in pieces[1:-1:2]]
     return [float(number) for number in pieces[::2]], pieces, between
@@ -256,13 +256,13 @@ def _proxy_hint(endpoint: str) -> str:
 def check_classifier(name: str, config: Classifier) -> None:
     """Check the model's config and tokenizer, without its weights.
 
-    Raises TaskError if there is no model, it has more than one output, or its tokenizer is of another model.
+    Raises TaskError if there is no model, the model has several outputs, or the tokenizer is of another model.
     """
     _tokenizer_for(name, config, _config_of(name, config))
 
 
 def load_classifier(name: str, config: Classifier) -> Call:
-    """Return the classifier as a reward function, with its model loaded here; raise TaskError as `check_classifier`."""
+    """Load the classifier's model and return it as a reward function; raise TaskError if the model is invalid."""
     import torch
     from transformers import AutoModelForSequenceClassification
 
@@ -273,7 +273,7 @@ def load_classifier(name: str, config: Classifier) -> Call:
             config.path, dtype=getattr(torch, config.dtype), local_files_only=True, output_loading_info=True
         )
         model = model.to(config.device).eval()
-    except (OSError, ValueError, RuntimeError, AssertionError) as error:  # last type: torch without CUDA
+    except (OSError, ValueError, RuntimeError, AssertionError) as error:  # torch without CUDA raises the last type
         raise TaskError(f"{where}: {config.path} cannot be loaded: {first_line(error)}") from error
     if missing := sorted(loaded["missing_keys"]):
         raise TaskError(
@@ -294,7 +294,7 @@ def load_classifier(name: str, config: Classifier) -> Call:
             with torch.inference_mode():
                 logits = model(**{key: value.to(config.device) for key, value in batch.items()}).logits
             values: list[float] = logits[:, 0].float().tolist()
-        except torch.AcceleratorError:  # after this, every GPU call of this process fails
+        except torch.AcceleratorError:  # after this error, every GPU call of this process fails
             traceback.print_exc()
             os._exit(1)
         return values
@@ -321,11 +321,11 @@ def load_classifier(name: str, config: Classifier) -> Call:
 
 
 def _max_tokens(model: Any) -> int | None:  # noqa: ANN401 -- Transformers
-    """Return the maximum tokens of a text for a model; None if it has no limit."""
+    """Return the maximum number of tokens of a text for a model; None if the model has no limit."""
     if (limit := getattr(model.config.get_text_config(), "max_position_embeddings", None)) is None:
         return None
     tables = (module for name, module in model.named_modules() if name.endswith("position_embeddings"))
-    padding = (getattr(table, "padding_idx", None) for table in tables)  # models like RoBERTa number positions after it
+    padding = (getattr(table, "padding_idx", None) for table in tables)  # RoBERTa numbers positions after this index
     return int(limit) - sum(index + 1 for index in padding if index is not None)
 
 
@@ -363,7 +363,7 @@ def _tokenizer_for(name: str, config: Classifier, model_config: Any) -> Any:  # 
     where = f"task.reward_models.{name}.path = '{config.path}'"
     try:
         tokenizer = AutoTokenizer.from_pretrained(config.path, local_files_only=True)
-    except Exception as error:  # libraries raise many types here
+    except Exception as error:  # libraries raise errors of many types
         raise TaskError(f"{where} has no loadable tokenizer: {first_line(error)}") from error
     vocab_size = model_config.get_text_config().vocab_size
     if len(tokenizer) > vocab_size:

@@ -1,8 +1,8 @@
 """Rules: built-in rewards by name, which compare a completion with a column of its row.
 
-They run in reward processes like any reward function, so a rule that does not return is killed with its process: a
-regular expression that backtracks forever, or an equation that sympy never simplifies, fails only its own sample. The
-rule `code` is in `leeway.actors.tasks.code`.
+Rules run in reward processes like any reward function. A rule that does not return is killed with its process: a
+regular expression that backtracks forever, or an equation that sympy never simplifies, fails only one sample. The rule
+`code` is in `leeway.actors.tasks.code`.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from leeway.actors.tasks.task import Call, NoScore, Problem, TaskError, among_kn
 
 ANSWERS = ("answer", "solution", "ground_truth")
 TESTS = ("tests", "test_list")
-"""Columns that a rule tries in this order if its table names no column."""
+"""Columns that a rule tries, in this order, if the config names no column for the rule."""
 _Matches = Callable[[str, str], bool | NoScore]  # (answer, completion) -> whether the completion is correct
 
 
 def check_rule(
     name: str, rule: RewardRule, columns: Collection[str], problems: Sequence[Problem], *, here: bool
 ) -> None:
-    """Check a rule before a process starts; with `here`, also check that this machine supports it.
+    """Check a rule before a process starts; with `here`, also check that this machine supports the rule.
 
-    Raises TaskError if no row has its column, no problem has a value in that column, a library is missing, or the
-    kernel refuses a required isolation.
+    Raises TaskError if no row has the rule's column, no problem has a value in that column, a library is missing, or
+    the kernel refuses a required isolation.
     """
     path = _path(name, rule, columns)
     if path is not None and all(value_at(each.columns, path) is None for each in problems):
         column, _ = split_field(path)
         one = next((each for each in problems if each.columns.get(column) is not None), problems[0])
         why = f"task.rewards: no training row has the value that '{name}' reads,"
-        Template(f"{{{path}}}", why).render(one.columns, f"row {one.index}")  # its error lists the existing keys
+        Template(f"{{{path}}}", why).render(one.columns, f"row {one.index}")  # the error lists the existing keys
         raise TaskError(f"{why} '{{{path}}}': it is null")
     if here and isinstance(rule, MathRule):
         _check_math()
@@ -54,7 +54,7 @@ def check_rule(
 
 
 def load_rule(name: str, rule: RewardRule, columns: Collection[str]) -> Call:
-    """Return the rule as a reward function; raise TaskError as `check_rule`."""
+    """Return the rule as a reward function; raise TaskError if no row has the rule's column or a library is missing."""
     path = _path(name, rule, columns)
 
     def look_up(problem: Problem) -> Any:  # noqa: ANN401 -- any JSON
@@ -80,7 +80,7 @@ def load_rule(name: str, rule: RewardRule, columns: Collection[str]) -> Call:
 
 
 def _texts(answer: object, rule: RewardRule) -> list[str]:
-    """Return all spellings of a number (5e-05 and 0.00005, 5.0 and 5), except for `contains`: 15 contains a 5."""
+    """Return the spellings of an answer, such as 5.0 and 5; `contains` uses only one spelling, since 15 contains 5."""
     texts = [str(answer)]
     if isinstance(answer, float) and math.isfinite(answer) and not isinstance(rule, ContainsRule | MathRule):
         texts.append(np.format_float_positional(answer, trim="-"))
@@ -88,7 +88,7 @@ def _texts(answer: object, rule: RewardRule) -> list[str]:
 
 
 def _path(name: str, rule: RewardRule, columns: Collection[str]) -> str | None:
-    """Return the field that the rule reads from a row, None if it needs none; raise TaskError if no row has it."""
+    """Return the field of a row that the rule reads; None if it reads none. Raise TaskError if no row has the field."""
     if isinstance(rule, RegexRule) and rule.column is None:
         return None
     defaults = TESTS if isinstance(rule, CodeRule) else ANSWERS
@@ -132,7 +132,7 @@ def _matches_of(rule: MathRule | ExactRule | ContainsRule | RegexRule) -> _Match
 
 
 def _between(completion: str, tag: str | None) -> str:
-    """Return the text between the last pair of tags; empty without such a pair."""
+    """Return the text between the last pair of tags; empty if there is no pair."""
     if tag is None:
         return completion.strip()
     head, closed, _ = completion.rpartition(f"</{tag}>")
@@ -215,7 +215,7 @@ def _last_number(text: str) -> _Number | None:
 
 
 def _answer(text: str) -> tuple[_Number | None, str]:
-    """Return the answer as a number, if it is one, and as a formula; the last box takes precedence."""
+    """Return the answer as a number, if possible, and as a formula; the last LaTeX box takes precedence."""
     text = text.replace("\\$", "£").replace("$$", "$")
     box = _BOX.match(text, max(text.rfind("\\boxed"), 0))
     start, formula = (box.start(), box[1] or box[2] or "") if box else (0, "")
@@ -245,12 +245,12 @@ def _check_math() -> None:
 
 
 def _load_math(tag: str | None) -> _Matches:
-    """Load the rule without math-verify's own timeouts, which are alarms: a slow call is killed with this process."""
+    """Load the rule without math-verify's own timeouts, which use alarms; a slow call is killed with this process."""
     _check_math()
     from math_verify import parse, verify
     from sympy import Basic, Float, Rational  # type: ignore[import-untyped]
 
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its timeouts are off
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # math-verify warns that its timeouts are off
 
     def parsed(text: str) -> list[Any]:
         text = re.sub(r"(?<![\w.])(\d+(?:\.\d+)?)[eE]([+-]?\d{1,3})(?!\w|\.\d)", r"{\1*10^{\2}}", text[-20_000:])
@@ -258,7 +258,7 @@ def _load_math(tag: str | None) -> _Matches:
         found = [] if is_endless else parse(text, parsing_timeout=None)
         return [x.xreplace({y: Rational(str(y)) for y in x.atoms(Float)}) if isinstance(x, Basic) else x for x in found]
 
-    @lru_cache(1024)  # the samples of a group share their answer
+    @lru_cache(1024)  # the samples of a group share an answer
     def expected(answer: str) -> tuple[_Number | None, list[Any]]:
         text = answer.rpartition("####")[2].strip()  # GSM8K answers include the derivation
         number = None if "=" in text else _answer(f"\\boxed{{{text}}}")[0]

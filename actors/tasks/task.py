@@ -27,9 +27,9 @@ from leeway.common.errors import LeewayError
 from leeway.common.user_input import did_you_mean
 
 MAX_CHECKED_PROMPTS = 50_000
-"""Maximum prompts that are tokenised before a run starts; its actors tokenise all prompts."""
+"""Maximum number of prompts that are tokenised before a run starts; the run's actors tokenise all prompts."""
 MAX_CHECKED_BYTES = 8_000_000
-"""Maximum UTF-8 bytes of those prompts together; the longest prompt is checked even if it is larger."""
+"""Maximum UTF-8 bytes of all prompts that are tokenised before a run starts. The longest prompt is always checked."""
 PROMPTS = "prompts"
 """Name of the prompt's text among the columns that a process reads."""
 _AT_ONCE_CHARACTERS = 2**18
@@ -37,7 +37,7 @@ _AT_ONCE_CHARACTERS = 2**18
 
 
 class TaskError(LeewayError, ValueError):
-    """The `[task]` section is invalid; the text names the key and the file."""
+    """The `[task]` section is invalid; the error message names the key and the file."""
 
 
 def among_known(name: str, known: Iterable[str]) -> str:
@@ -48,21 +48,21 @@ def among_known(name: str, known: Iterable[str]) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of a library's error; its type if it has no text."""
+    """Return the first line of a library's error, or the error's type if there is no text."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 @dataclass(frozen=True, slots=True)
 class NoScore:
-    """Placeholder for the score of a sample without one; other samples of the call are not affected."""
+    """Placeholder for the missing score of one sample; other samples of the call are not affected."""
 
     why: str
-    """Failures are counted by this text, so it must not contain anything specific to a sample."""
+    """Reason of the failure. Failures are counted by reason, so the text must not contain details of a sample."""
     detail: str = ""
 
 
 TOOK_TOO_LONG = "took too long"
-"""The `why` of a sample that exceeded its own timeout; it is not retried."""
+"""The reason for no score if a sample exceeded its own timeout; the sample is not retried."""
 Scores = Sequence[float | NoScore | None]
 
 
@@ -71,12 +71,12 @@ class Problem:
     """One prompt and its data."""
 
     question: str
-    """The text that the split hashed, if the process keeps it; else the prompt."""
+    """Text whose hash decides whether the problem is held out; the prompt if this process does not keep that text."""
     text: str
-    """The prompt after the template and before any chat template, for reward functions. Decoded from the tokens in an
-    actor if no reward reads it."""
+    """The prompt for reward functions, rendered by the task's template but not by the chat template. If no reward reads
+    prompts, an actor decodes the prompt from its tokens."""
     columns: Mapping[str, Any]
-    """JSON-safe values for reward functions, stored with every trajectory; actors keep only those that rewards read."""
+    """JSON-safe values for reward functions, stored with every trajectory. Actors keep only columns of rewards."""
     index: int = 0
     """Index of the item in its dataset, or number of the row in its file."""
     token_ids: list[int] = field(default_factory=list)
@@ -114,11 +114,11 @@ class TaskFacts:
     rows: str = ""
     """Counts of rows: read, used, duplicate, skipped."""
     teacher_of_prompt: bytes = b""
-    """Number of each training prompt's teacher; empty without teachers."""
+    """Number of the teacher of each training prompt, one byte per prompt; empty without teachers."""
     end_of_turn: tuple[int, str, str] | None = None
     """The token that ends an answer, its text, and its source: 'chat template' or 'tokenizer'."""
     answer_start: str = ""
-    """Start of the answer that every prompt contains, before the completion."""
+    """Text at the end of every prompt that is the start of the answer, such as '<think>'; empty if there is none."""
     column_digests: Mapping[str, str] = field(default_factory=dict)
     """Hash of each column: equal if reward functions read the same values. Empty in the processes of a run."""
 
@@ -129,7 +129,7 @@ class PromptStore:
     def __init__(
         self, render: Render, names: Sequence[str], reads: Collection[str] | None, codec: PromptCodec | None
     ) -> None:
-        """Store the columns `reads` (None: all) and, with a codec, tokens; the split hashes the columns `names`."""
+        """Store the columns `reads` (None for all) and, with a codec, tokens; the split hashes the columns `names`."""
         self._has_text = reads is None or PROMPTS in reads
         self._reads = None if reads is None else {*reads, *(names if self._has_text else ())}
         self._render, self._names, self._codec = render, names, codec
@@ -199,14 +199,14 @@ class StoredPrompts(Sequence[Problem]):
 
 @dataclass(frozen=True)
 class Task:
-    """A loaded task. Prompt ids are 0..num_train-1 and are the same in every process."""
+    """A loaded task. Prompt ids are 0..num_train-1, and an id refers to the same prompt in every process."""
 
     train: Sequence[Problem]
     heldout: Sequence[Problem]
     rewards: tuple[RewardFunction, ...]
     rows: str = ""
     store: PromptStore | None = None
-    """None: the problems were created by hand."""
+    """Storage of the prompts; None if the task was not loaded from a config."""
 
     def prompt(self, prompt_id: int) -> Problem:
         """Return the training problem with this id; raise TaskError if buffer and actor have different tasks."""
@@ -238,15 +238,15 @@ class Task:
         return np.concatenate([half.places for half in halves])
 
     def check_lengths(self, max_prompt_tokens: int) -> None:
-        """Raise TaskError if prompts are empty or too long, with their number and the length of the longest."""
+        """Raise TaskError if prompts are empty or too long; the error has their number and the longest length."""
         assert self.store is not None, "the task was loaded from a config"
         lengths = np.diff(self.store.id_ends)[self._places()]
         self._check_lengths(np.arange(len(lengths)), lengths, max_prompt_tokens)
 
     def check_prompts(self, codec: PromptCodec, max_prompt_tokens: int, vocab_size: int) -> None:
-        """Check the prompts with the most UTF-8 bytes, as many as a few seconds allow.
+        """Check the lengths of the prompts with the most UTF-8 bytes, as many prompts as a few seconds allow.
 
-        Raises TaskError as `check_lengths`, or if the tokenizer has more tokens than the model.
+        Raises TaskError if prompts are empty or too long, or if the tokenizer has more tokens than the model.
         """
         assert self.store is not None, "the task was loaded from a config"
         places = self._places()
@@ -299,7 +299,7 @@ def hashed_text(row: Mapping[str, Any], names: Iterable[str]) -> str:
 
 
 def json_safe(value: Any) -> Any:  # noqa: ANN401 -- any JSON
-    """Return a copy of JSON types only: tuples become lists, numbers plain numbers, other values their text."""
+    """Return a copy with JSON types only: tuples become lists, other numbers Python numbers, other values text."""
     return json.loads(_to_json(value))
 
 
@@ -308,7 +308,7 @@ def _plain(value: object) -> object:
         return sorted(value, key=str)
     if hasattr(value, "tolist"):  # numpy scalars and arrays
         return value.tolist()
-    if isinstance(value, Decimal):  # a number, unless a float would change its value
+    if isinstance(value, Decimal):  # keep as text if a float would change the value
         number = int(value) if value.as_tuple().exponent == 0 else float(value)
         return number if Decimal(repr(number)) == value else str(value)
     return value.decode(errors="backslashreplace") if isinstance(value, bytes) else str(value)
@@ -318,31 +318,31 @@ _to_json = json.JSONEncoder(default=_plain, skipkeys=True, ensure_ascii=False, s
 _ANSWER = {"role": "assistant", "content": "the-answer"}
 """An example turn for rendering a chat template."""
 OPEN_TAG = re.compile(r"(<(?:think|thinking|thought|reasoning|answer)>)\s*$", re.IGNORECASE)
-"""End of a prompt that contains the start of the answer."""
+"""Pattern for a prompt whose end is the start of the answer."""
 _TOKENIZER_FILES = ("tokenizer.json", "*.model", "vocab.*", "merges.txt")
-"""A folder with a tokenizer has at least one of these."""
+"""File name patterns; a folder with a tokenizer has at least one matching file."""
 
 
 class PromptCodec:
     """Encodes prompts, unchanged or as a user turn of a chat, and decodes completions."""
 
     def __init__(self, folder: Path, chat: bool, system_prompt: str | None) -> None:
-        """Load the tokenizer of a local folder; if `chat` is set, wrap each prompt in its chat template.
+        """Load the tokenizer of a local folder; if `chat` is set, wrap each prompt in the tokenizer's chat template.
 
-        Raises TaskError if the folder has no tokenizer, or if `chat` is set and it has no chat template.
+        Raises TaskError if the folder has no tokenizer, or if `chat` is set and the tokenizer has no chat template.
         """
-        from transformers import AutoTokenizer  # imports torch; loading a configuration must not
+        from transformers import AutoTokenizer  # import on use, because this imports torch
 
         if not folder.is_dir():
             raise TaskError(f"model folder {folder} does not exist, so there is no tokenizer to encode prompts with")
-        if not any(next(folder.glob(name), None) for name in _TOKENIZER_FILES):  # Transformers' own error misleads
+        if not any(next(folder.glob(name), None) for name in _TOKENIZER_FILES):  # Transformers' error is unclear
             raise TaskError(
                 f"model folder {folder} has no tokenizer ({_TOKENIZER_FILES[0]}), but prompts need one: copy it from "
                 "the model's source, or save it with AutoTokenizer.from_pretrained(...).save_pretrained(...)"
             )
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        except Exception as error:  # many types, including a bare Exception for a damaged file
+        except Exception as error:  # errors have many types, such as a bare Exception for a damaged file
             raise TaskError(
                 f"model folder {folder} has no loadable tokenizer: {first_line(error)}; download its files again"
             ) from error
@@ -359,20 +359,20 @@ class PromptCodec:
         """
         if not self._chat:
             return self._ids(texts, special=True)
-        from jinja2 import TemplateError  # only with a chat template, as in Transformers
+        from jinja2 import TemplateError  # import on use: only a chat template needs jinja2
 
-        # The chat template writes its special tokens as text, so none may be added when encoding.
+        # The chat template writes special tokens as text, so the encoding must not add special tokens.
         try:
             rendered = self._rendered(map(self._turns, texts), add_generation_prompt=True)
         except TemplateError as error:
             raise TaskError(
-                f"task.chat = true, but the tokenizer's chat template rejects the prompts: {error}. If it supports no "
-                "system turn, put the text of task.system_prompt into task.template instead"
+                f"task.chat = true, but the tokenizer's chat template rejects the prompts: {error}. If the template "
+                "supports no system turn, put the text of task.system_prompt into task.template instead"
             ) from error
         return self._ids(rendered, special=False)
 
     def end_of_turn(self) -> tuple[int, str, str] | None:
-        """Return the token after an answer, its text and its source, as in `TaskFacts`; None without such a token."""
+        """Return the token after an answer, its text and its source, for `TaskFacts`; None if there is no token."""
         tokens = self._tokenizer.added_tokens_decoder
         _, found, suffix = self._example(_ANSWER).rpartition(_ANSWER["content"])
         ends = [each for each in self._ids([suffix], special=False)[0] if each in tokens] if found else []
@@ -381,10 +381,10 @@ class PromptCodec:
         return None if end is None else (end, str(self._tokenizer.convert_ids_to_tokens(end)), source)
 
     def answer_start(self, text: str) -> str:
-        """Return the start of the answer that prompts like this one contain, such as '<think>'; empty if none.
+        """Return the start of the answer at the end of a prompt, such as '<think>'; empty if there is none.
 
-        With a chat template, compare a prompt with conversations whose last or earlier turn is the answer, and return
-        the rest of the prompt after the text before the answer. An open tag at the end of a prompt also counts.
+        With a chat template, compare a prompt with conversations that contain an answer: what a prompt adds to the text
+        before the answer is the start of the answer. Without an addition, return an open tag at the prompt's end.
         """
         prompt = self._example(add_generation_prompt=True) if self._chat else text
         answered = (self._example(_ANSWER), self._example(_ANSWER, *self._turns("")[-1:]))
@@ -393,10 +393,10 @@ class PromptCodec:
         return max(starts, key=len, default="") or "".join(OPEN_TAG.findall(prompt))
 
     def _example(self, *answered: dict[str, str], **options: bool) -> str:
-        """Render a question and these turns; return '' without a chat template, or if it rejects them."""
+        """Render a question and these turns; return '' without a chat template, or if the template rejects them."""
         try:
             return self._rendered([[*self._turns("the-question"), *answered]], **options)[0] if self._chat else ""
-        except Exception:  # every type is harmless, because a run never renders an answer
+        except Exception:  # errors of any type are harmless, because a run never renders an answer
             return ""
 
     def _turns(self, text: str) -> list[dict[str, str]]:
@@ -416,7 +416,7 @@ class PromptCodec:
         return [each[: len(each) - self._num_ends] for each in ids] if special and self._num_ends else ids
 
     def _num_trailing_ends(self) -> int:
-        """Return the number of end-of-sequence tokens that the tokenizer appends: an answer must not follow them."""
+        """Return the number of end-of-sequence tokens that the tokenizer appends; prompts must not end with them."""
         (ids,), (bare,) = (self._tokenizer(["1"], add_special_tokens=added)["input_ids"] for added in (True, False))
         length = len(ids)
         while bare and length and ids[length - 1] == self._tokenizer.eos_token_id:

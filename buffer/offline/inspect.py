@@ -77,9 +77,9 @@ class GroupView:
 
     row: Group
     oldest_version: int | None
-    """Effective version of its oldest committed token."""
+    """Effective version of the group's oldest committed token."""
     tries: Tries | None = None
-    """Success counts of its prompt."""
+    """Success counts of the group's prompt."""
     samples: Sequence[Sample] = ()
 
     @property
@@ -134,7 +134,7 @@ class Inspection:
     # --- parts ------------------------------------------------------------------------------------
 
     def _some(self, tx: Transaction, first: int, with_samples: bool) -> tuple[list[GroupView], int | None]:
-        """Return the groups read by one transaction, and the id at which the next transaction resumes; None: end."""
+        """Return the groups read by one transaction, and the id at which the next one resumes (None at the end)."""
         deadline = time.monotonic() + READ_S
         found: list[GroupView] = []
         size = 0
@@ -241,7 +241,7 @@ def export(inspection: Inspection, path: Path) -> ParquetExport:
             raise
         raise StoreError(f"{path} cannot be written ({error}). Check the folder, permissions and free space") from error
     finally:
-        with suppress(OSError):  # it does not exist, or cannot be deleted; the first error is the one to report
+        with suppress(OSError):  # the file may be missing or undeletable; the first error is the one to report
             partial.unlink()
     return ParquetExport(num_groups, num_rows, path.stat().st_size, list(dict.fromkeys(inspection.damaged)))
 
@@ -299,7 +299,7 @@ def _state_columns(rows: Sequence[tuple[GroupView, Sample]], spans: pa.Array, st
 
     @cache
     def started(last: float) -> dict[int, int]:
-        """Return the start versions of incarnations up to `last`; those after a sample's use do not affect its lag."""
+        """Return the start versions of incarnations up to `last`; later starts do not affect a sample's lag."""
         return {number: version for number, version in state.resumed_at.items() if number <= last}
 
     starts = [started(inf if use is None else use.incarnation) for use in uses]
@@ -325,7 +325,7 @@ def verify(tx: Transaction) -> dict[str, Any]:
     """Check the contents of the store and report every fault.
 
     Returns:
-        'ledger' (counters), 'recount' (the same from the tables), 'num_records', and 'faults', with one message each.
+        'ledger' (counters), 'recount' (counts from the tables), 'num_records', and 'faults', with one message each.
     """
     faults = list(tx.damaged())
     ledger = tx.state.ledger

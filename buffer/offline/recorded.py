@@ -84,7 +84,7 @@ class Recorded:
     def open(cls, path: Path) -> Iterator[Recorded]:
         """Open the buffer of a run folder or buffer folder, a .jsonl file, or an export.
 
-        Raise StoreError if `path` is none of these, cannot be read, or is being written.
+        Raise StoreError if `path` is something else, cannot be read, or is being written.
         """
         if path.is_dir():
             with Inspection.open(path) as inspection:
@@ -103,7 +103,7 @@ class Recorded:
         yield cls(path, path.suffix == ".parquet", read_samples(path))
 
     def parts(self) -> Iterator[RecordedGroups]:
-        """Yield all samples in parts of whole groups; for a store in the order of group ids."""
+        """Yield all samples in parts of whole groups; the groups of a store are in the order of their ids."""
         if self._file is not None:
             firsts, _ = _groups(self._file.batch)
             start, num_rows = 0, self._file.batch.num_rows
@@ -200,7 +200,7 @@ def load_samples(
     """Store all samples in a new store; return their number. `newest` is from `survey`. Raise StoreError on failure."""
     core = BufferCore(config, facts, clock=lambda: 0.0)
     num_samples = 0
-    store = Store(folder, facts, durability="os")  # close() syncs the store, and no process uses it before
+    store = Store(folder, facts, durability="os")  # close() syncs the store; no process uses the store earlier
     try:
         store.write(lambda tx: _begin(tx, newest))
         for part in recorded.parts():
@@ -254,7 +254,7 @@ class FileRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     group: int | str | None = None
     """Rows with equal values form a group; rows without a value are grouped by prompt."""
     finished: bool = True
-    """The completion ended with an end-of-sequence token instead of at the token limit."""
+    """True if the completion ended with an end-of-sequence token instead of at the token limit."""
     columns: dict[str, Any] = {}
     """Further values to store with the sample."""
 
@@ -440,7 +440,7 @@ def _groups(batch: pa.RecordBatch) -> tuple[npt.NDArray[np.int64], npt.NDArray[n
 
 
 def _group_faults(batch: pa.RecordBatch) -> dict[int, str]:
-    """Return rows with another prompt than the first of their group, or with a duplicate sample index."""
+    """Return rows with another prompt than the first row of their group, or with a duplicate sample index."""
     first, group_of = _groups(batch)
     prompts, indices = (batch.column(name).to_numpy() for name in ("prompt_id", "sample_index"))
     found = dict.fromkeys(np.flatnonzero(prompts != prompts[first][group_of]).tolist(), "its group has another prompt")

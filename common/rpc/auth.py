@@ -1,4 +1,4 @@
-"""CURVE keys for the sockets of a run, and the authenticator of a service, which admits only their holders.
+"""CURVE keys for the sockets of a run, and the authenticator of a service, which admits only clients with a key.
 
 A run has one key pair for its services and one for its clients. Holders of the client keys can connect to all services
 of the run; any other connection is refused in the handshake, before a byte of a message is read.
@@ -27,13 +27,13 @@ WARN_EVERY_S = 60.0
 BURST_S = 1.0
 """Seconds from the first refused key of a burst to the warning that counts the burst."""
 HANDSHAKE_S = 2.0
-"""Handshake timeout; limits idle unauthenticated connections."""
+"""Handshake timeout in seconds; limits idle unauthenticated connections."""
 LOOPBACK = "127.0.0.1"
 _DESCRIPTORS = 2**16
 _NUM_KEY_CHARACTERS = 40
 _ZAP_DOMAIN = b"leeway"
 _NUM_ZAP_FRAMES = 7
-"""Version, request, domain, address, identity, mechanism, and the client's public key if the mechanism is CURVE."""
+"""Number of frames: version, request, domain, address, identity, mechanism, and the client's public CURVE key."""
 
 
 class Key:
@@ -42,7 +42,7 @@ class Key:
     __slots__ = ("_characters",)
 
     def __init__(self, characters: bytes) -> None:
-        """Wrap a key of 40 Z85 characters, as zmq uses it; a wrong length raises ValueError without showing them."""
+        """Wrap a key of 40 Z85 characters, the format of zmq; raise ValueError without the key for a wrong length."""
         if len(characters) != _NUM_KEY_CHARACTERS:
             raise ValueError(f"a CURVE key has {_NUM_KEY_CHARACTERS} characters, got {len(characters)}")
         self._characters = characters
@@ -57,7 +57,7 @@ class Key:
         return "Key(hidden)"
 
     def __reduce__(self) -> tuple[type[Key], tuple[bytes]]:
-        return Key, (self._characters,)  # Ray sends it to the processes of the run
+        return Key, (self._characters,)  # Ray sends keys to the processes of the run
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class ClientKeys:
     secret: Key
 
     def lock(self, client: zmq.Socket[bytes]) -> None:
-        """Restrict a socket to the services of the run; call before it connects."""
+        """Restrict a socket to the services of the run; call this before the socket connects."""
         client.curve_serverkey = self.server.reveal()
         client.curve_publickey = self.public.reveal()
         client.curve_secretkey = self.secret.reveal()
@@ -93,7 +93,7 @@ class RunKeys:
 
     @classmethod
     def make(cls) -> RunKeys:
-        """Generate new keys; RuntimeError if the installed libzmq lacks CURVE."""
+        """Generate new keys; raise RuntimeError if the installed libzmq lacks CURVE."""
         if not zmq.has("curve"):
             raise RuntimeError("the installed pyzmq was built without CURVE; install its wheel from the package index")
         (server, server_secret), (client, client_secret) = zmq.curve_keypair(), zmq.curve_keypair()
@@ -111,12 +111,12 @@ def is_loopback(host: str) -> bool:
 class CurveAuthenticator(ThreadAuthenticator):
     """Admits holders of the run's client key; counts and logs all other keys.
 
-    libzmq queries it for each key (ZAP, https://rfc.zeromq.org/spec/27/). Connections without a key fail in the
-    handshake.
+    libzmq queries the authenticator for each key (ZAP, https://rfc.zeromq.org/spec/27/). Connections without a key
+    fail in the handshake.
     """
 
     def __init__(self, service: zmq.Socket[bytes], keys: ServiceKeys, name: str) -> None:
-        """Start the handler; `name` is the service in log lines. Create one per context, before the socket binds.
+        """Start the only authenticator of a context, before the socket binds; `name` is the service in log lines.
 
         Call `stop` once the service's socket is closed.
         """
@@ -139,7 +139,7 @@ class CurveAuthenticator(ThreadAuthenticator):
         """Reply whether the holder of a key may connect."""
         is_ours = len(msg) == _NUM_ZAP_FRAMES and msg[5] == b"CURVE" and self._keys.client.is_same(msg[6])
         status = (b"200", b"OK") if is_ours else (b"400", b"not of this run")
-        # reply before anything that can fail: libzmq sends no further query until this one is answered
+        # reply before any step that can fail: libzmq sends no further query until this query is answered
         self.zap_socket.send_multipart([msg[0], msg[1], *status, b"", b""])
         if not is_ours:
             self._count_refusal(msg[3].decode(errors="replace") if len(msg) > 3 else "")
@@ -165,14 +165,14 @@ class CurveAuthenticator(ThreadAuthenticator):
         self._warn_at = time.monotonic() + WARN_EVERY_S
 
     def stop(self) -> None:
-        """Stop the thread, and log the rest of a burst."""
+        """Stop the thread, and log the refused keys that are not yet logged."""
         super().stop()
         if self._num_unlogged:
             self._log_burst()
 
 
 def _raise_descriptor_limit() -> None:
-    """Raise the limit of 1,024: each unauthenticated connection holds a descriptor until its handshake times out."""
+    """Raise the limit of open files: each unauthenticated connection uses a descriptor until its handshake ends."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     desired = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(_DESCRIPTORS, hard)
     if soft != resource.RLIM_INFINITY and soft < desired:

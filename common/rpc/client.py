@@ -1,6 +1,6 @@
 """RpcClient: one thread that owns a socket, sends requests, matches replies, and resends lost requests.
 
-A request is resent under the same number on a timeout, after a reconnect, and if it or its reply arrived damaged.
+A request is resent with its number on a timeout, after a reconnect, and if the request or its reply arrives damaged.
 Requests are idempotent, so the service may be killed and restarted at any time.
 """
 
@@ -58,9 +58,9 @@ class RpcErrors(NamedTuple):
     """Exceptions that the futures of a client raise."""
 
     refused: Callable[[Refused, str], Exception]
-    """Called with a refusal and its message."""
+    """Creates the exception for a refusal, from the refusal and a message."""
     unavailable: Callable[[str], Exception]
-    """Called with a message on a timeout, or if the client is closed."""
+    """Creates the exception for a timeout or a closed client, from a message."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +86,7 @@ class _Call:
     submitted_at: float
     deadline: float
     sent_at: float | None = None
-    """None while the request is queued."""
+    """Time of the last send; None while the request is queued."""
     not_before: float = 0.0
     num_refused: int = 0
     """Number of RETRY replies."""
@@ -116,7 +116,7 @@ class RpcClient:
         """Start the IO thread of a client; `address` is the return value of `RpcServer.bind`.
 
         The thread calls `pump` in every iteration. `pump` may submit requests, and returns the seconds until its next
-        call (None: on `wake`). The thread calls `ended` when it exits.
+        call (None if only `wake` calls it again). The thread calls `ended` when it exits.
         """
         self.address = address
         self._protocol = protocol
@@ -132,7 +132,7 @@ class RpcClient:
         """New calls, guarded by the lock; the IO thread moves them to `_calls`."""
         self._closing_at: float | None = None
         self._calls: dict[int, _Call] = {}
-        # random start, so that a reply to an earlier process cannot match a request of this one
+        # start at a random number, so that a reply to an earlier process cannot match a request of this process
         self._numbers = itertools.count(secrets.randbits(48))
         self._wake = _Wake()
         self._context = zmq.Context()
@@ -140,7 +140,7 @@ class RpcClient:
         self._resend_factor = 1
         self._service = f"the {protocol.service} at {address}"
         self.retry_reason = ""
-        """Reason of the last RETRY reply; '' if a request has completed since."""
+        """Reason of the last RETRY reply; '' if a request has completed after that reply."""
         self.has_ended = False
         try:
             self._open()
@@ -164,12 +164,12 @@ class RpcClient:
         num_before: int = 0,
         closing: bool = False,
     ) -> Future[Answer]:
-        """Send a request. Its future raises the exceptions of `errors`; a cancelled request is not resent.
+        """Send a request, and return its future, which raises exceptions of `errors`. Cancelling it stops resends.
 
         Args:
             message: the request.
             body: bytes of the body; must not change until the reply has arrived.
-            wait_s: added to the timeout.
+            wait_s: seconds that are added to the timeout.
             num_before: number of requests in flight that are answered first; each adds `request_s` to the timeout.
             closing: accept the request even while the client closes; used for requests of `pump`.
         """
@@ -211,7 +211,7 @@ class RpcClient:
         self._wake.set()
 
     def close(self, timeout_s: float) -> None:
-        """Wait up to `timeout_s` for requests in flight, fail the rest, and stop the thread. Idempotent."""
+        """Wait up to `timeout_s` for requests in flight, fail all others, and stop the thread. Idempotent."""
         with self._lock:
             if self.has_ended:
                 return
@@ -251,7 +251,7 @@ class RpcClient:
             (zmq.IMMEDIATE, 1),
             (zmq.IPV6, "[" in self.address),
             (zmq.SNDHWM, 4),
-            (zmq.SNDBUF, 256 * 2**10),  # a heartbeat queues behind this buffer
+            (zmq.SNDBUF, 256 * 2**10),  # small, because heartbeats queue behind this buffer
             (zmq.RECONNECT_IVL, 50),
             (zmq.RECONNECT_IVL_MAX, 400),
             (zmq.CONNECT_TIMEOUT, 500),
@@ -272,7 +272,7 @@ class RpcClient:
             self._submitted.clear()
 
     def _extend_after_stall(self, now: float) -> None:
-        """Extend timeouts by the time in which this process was stopped or starved of CPU, and received nothing."""
+        """Extend timeouts by the time in which this process was stopped or had no CPU, and thus received nothing."""
         stalled_s, self._checked_at = now - self._checked_at - _TICK_S, now
         if stalled_s < _STALL_S:
             return
@@ -309,7 +309,7 @@ class RpcClient:
         return self._timeouts.resend_s * max(self._resend_factor, _BUSY_FACTOR if is_alive else 1) + call.wait_s
 
     def _send_due(self, now: float) -> bool:
-        """Send queued requests, bulk last; return whether the socket could not take all of them.
+        """Send queued requests, bulk messages last; return whether the socket's queue was full before all were sent.
 
         The socket queues only a few messages, so that a short request does not wait for all bulk messages.
         """
@@ -360,12 +360,12 @@ class RpcClient:
         except msgspec.DecodeError as error:
             log.warning("unreadable reply from %s: %s", self._service, error)
             sent = [call for call in self._calls.values() if call.sent_at is not None]
-            if sent:  # it most likely belongs to the oldest request, and resending is harmless
+            if sent:  # the reply most likely belongs to the oldest request, and resending is harmless
                 self._resend(min(sent, key=lambda call: call.sent_at or 0.0), f"the header of its reply: {error}")
             return
         call = self._calls.get(envelope.request_id)
         if call is None:
-            return  # its request was answered after a resend, has failed, or was cancelled
+            return  # the request was answered after a resend, has failed, or was cancelled
         reply = envelope.message
         if not isinstance(reply, self._protocol.replies) or envelope.body_checksum != checksum(body):
             self._resend(call, f"its reply of {len(body)} bytes does not match its checksum")
@@ -411,7 +411,7 @@ class RpcClient:
 
     def _fail(self, call: _Call, why: str) -> None:
         self._calls.pop(call.request_id, None)
-        text = f"{self._service} {why}. Check that its process is running; its log is in the run folder"
+        text = f"{self._service} {why}. Check that this service is running; its log is in the run folder"
         resolve(call.future, self._errors.unavailable(text))
 
     def _end(self) -> None:
@@ -436,7 +436,7 @@ class _Wake:
         self._is_closed = False
 
     def set(self) -> None:
-        with self._lock:  # after `close`, the write would go to another file with the same descriptor
+        with self._lock:  # after `close`, another file may have this descriptor
             if not self._is_closed:
                 os.eventfd_write(self.fd, 1)
 

@@ -1,10 +1,10 @@
 """Types shared by the requests and replies of all services.
 
 A message is [header, body]: an `Envelope` as msgpack, and optional bytes. No message is unpickled. Header and body are
-verified before use, each with an xxh3 checksum; the header's precedes the header, the body's is in the header.
+verified by xxh3 checksums before use. The header's checksum precedes the header; the body's checksum is in the header.
 
-A request names its client (`ClientIdentity`), and its `Protocol` defines which roles may send it. It gets one reply. If
-a request is resent while the service works on it, a `Working` reply comes first. Requests are idempotent.
+A request names its client (`ClientIdentity`), and a `Protocol` defines which roles may send it. A request gets one
+reply. If it is resent while the service works on it, a `Working` reply comes first. Requests are idempotent.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class ClientIdentity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: Annotated[str, msgspec.Meta(max_length=256)]
     role: Role
     session: Annotated[str, msgspec.Meta(max_length=64)]
-    """Random per client process: a secret that identifies a client after its Hello."""
+    """Random secret of the client process, which identifies the client after its Hello message."""
 
 
 class Envelope(msgspec.Struct, Generic[M], frozen=True, forbid_unknown_fields=True):
@@ -68,7 +68,7 @@ class Envelope(msgspec.Struct, Generic[M], frozen=True, forbid_unknown_fields=Tr
     body_checksum: int = 0
     """xxh3-64 of the body; 0 without a body."""
     run_id: str = ""
-    """Run of the sender; messages of other runs are refused."""
+    """Run id of the sender; a service refuses messages of other runs."""
     protocol: Count = 0
     asker: ClientIdentity | None = None
     """The sender; None in replies."""
@@ -82,7 +82,7 @@ class Protocol:
         service: str,
         version: int,
         requests: Any,  # noqa: ANN401 -- a union of structs
-        replies: Any,  # noqa: ANN401 -- likewise
+        replies: Any,  # noqa: ANN401 -- a union of structs
         *,
         allowed_roles: Mapping[type[Message], Collection[Role]],
         max_header_bytes: int,
@@ -95,7 +95,7 @@ class Protocol:
             requests: union of the requests.
             replies: union of the replies, without those shared by all services.
             allowed_roles: roles that may send each request.
-            max_header_bytes: longer request headers are refused.
+            max_header_bytes: maximum size of a request header; longer headers are refused.
         """
         self.service = service
         self.version = version
@@ -120,7 +120,7 @@ class Protocol:
         return sealed(self._encoder.encode(envelope))
 
     def refusal(self, message: Message, client: ClientIdentity | None) -> str:
-        """Return why the client may not send the request; '' if it may."""
+        """Return why the client may not send the request; '' if the client may send it."""
         what, roles = type(message).__name__, self.allowed_roles[type(message)]
         if client is None:
             return f"{what} has no sender: a request must name its client, with role and session"
@@ -129,7 +129,7 @@ class Protocol:
         return f"{what} requires role {' or '.join(sorted(roles))}, but '{client.name}' has role '{client.role}'"
 
     def decode(self, header: bytes | memoryview, *, max_bytes: int | None = None) -> Envelope[Any]:
-        """Decode a header frame; DecodeError if it is damaged, unknown, or longer than `max_bytes`."""
+        """Decode a header frame; raise DecodeError if the header is damaged, unknown, or longer than `max_bytes`."""
         if max_bytes is not None and len(header) > max_bytes:
             raise msgspec.DecodeError(f"a header of {len(header)} bytes exceeds the limit of {max_bytes}")
         payload = memoryview(header)[_SEAL.size :]
@@ -138,7 +138,7 @@ class Protocol:
         try:
             envelope: Envelope[Any] = self._decoder.decode(payload)
         except (RecursionError, UnicodeDecodeError) as error:
-            # msgspec does not convert these: nested too deeply, or invalid UTF-8
+            # msgspec does not convert these errors, which deep nesting and invalid UTF-8 cause
             kind = type(error).__name__
             raise msgspec.DecodeError(f"cannot decode a header of {len(header)} bytes ({kind})") from None
         return envelope

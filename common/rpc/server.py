@@ -1,7 +1,7 @@
 """RpcServer: the socket of a service, its messages, and its address, which a restarted service keeps.
 
-If all clients are on this machine, it is a Unix socket that only its owner can open. libzmq replaces any existing file
-of that name when it binds, and leaves the socket file behind at exit; this module handles both.
+If all clients are on this machine, a Unix socket is used, which only its owner can open. On bind, libzmq replaces any
+existing file at the path. At exit, libzmq leaves the socket file behind. The module prevents both problems.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Rejected(NamedTuple):
     """None if there is no request to reply to."""
     peer: str
     unreadable: str = ""
-    """Reason why the message is not a readable request; '' if it is."""
+    """Reason why the message is not a readable request; '' for a readable request."""
 
 
 class RpcServer:
@@ -85,11 +85,11 @@ class RpcServer:
 
         Args:
             protocol: protocol of the service.
-            run_id: clients of another run are refused.
-            keys: only holders of the run's client key can connect; None: no authentication.
+            run_id: id of the run; clients of another run are refused.
+            keys: keys of the service, which then admits only clients with the run's client key; None: no check.
             max_message_bytes: a client that sends a longer frame is disconnected.
-            incoming: messages queued per client until the service receives them.
-            outgoing: messages queued per client until the client receives them.
+            incoming: maximum messages queued per client until the service receives them.
+            outgoing: maximum messages queued per client until the client receives them.
             refuse_body: returns a reason to refuse a large body before its checksum is computed; '' to accept it.
         """
         self._protocol = protocol
@@ -114,11 +114,11 @@ class RpcServer:
             self._socket.setsockopt(option, value)
 
     def bind(self, host: str | None, port_file: Path) -> str:
-        """Bind, waiting for an address that was just released; return the address for clients.
+        """Bind the socket, and wait if the address is in use for a short time; return the address for clients.
 
         Args:
-            host: interface, "0.0.0.0" or "*" for all; None: a Unix socket.
-            port_file: holds the port of the folder's last service, which is reused if it is free; 0 for a Unix socket.
+            host: interface; "0.0.0.0" or "*" for all interfaces; None for a Unix socket.
+            port_file: file with the port of the folder's last service, which is reused if free; 0 for a Unix socket.
                 The socket is created beside it, or at a short path if the path is too long for the system or the folder
                 does not support sockets.
 
@@ -134,7 +134,7 @@ class RpcServer:
                 write_durably(port_file, str(bound).encode())
             except OSError as error:
                 raise CannotBind(f"cannot write {port_file} ({error}). Free space or fix its permissions") from error
-        if host in ("0.0.0.0", "*", "::"):  # all interfaces: return one that other machines can reach
+        if host in ("0.0.0.0", "*", "::"):  # all interfaces: return an address that other machines can reach
             return f"tcp://{_outward_address()}:{bound}"
         return address
 
@@ -192,7 +192,7 @@ class RpcServer:
         return bool(self._socket.poll(max(0, int(timeout_s * 1000))))
 
     def receive(self) -> list[zmq.Frame] | None:
-        """Return the frames of the next message: identity, header, body; None if there is none.
+        """Return the frames of the next message: identity, header, body; None if there is no message.
 
         A fourth frame marks an invalid message.
         """
@@ -241,7 +241,7 @@ class RpcServer:
     def close(self) -> None:
         if not self._socket.closed:
             if self._unix is not None:
-                self._unix.unlink(missing_ok=True)  # before closing, or it could remove the next service's socket
+                self._unix.unlink(missing_ok=True)  # before closing: later, the next service may own the file
             self._socket.close()
             if self._authenticator is not None:
                 self._authenticator.stop()
@@ -259,7 +259,7 @@ class RpcServer:
 
 
 def forget_port(port_file: Path) -> None:
-    """Make the next service use any free port. Another program may hold the last one, which no client uses any more."""
+    """Make the next service use any free port, since another program may use the last port, and no client does."""
     if _port_in(port_file):
         with contextlib.suppress(OSError):  # the service reports an unwritable disk when it binds
             write_durably(port_file, b"0")
@@ -279,7 +279,7 @@ def _short_path(path: Path) -> Path:
 
 
 def _make_private(folder: Path) -> None:
-    """Create a folder with mode 0700; OSError if another user owns it or can access it."""
+    """Create a folder with mode 0700; raise OSError if another user owns it or can access it."""
     folder.mkdir(mode=0o700, exist_ok=True)
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
@@ -287,7 +287,7 @@ def _make_private(folder: Path) -> None:
 
 
 def _wait_until_free(path: Path) -> None:
-    """Block until no service listens on the path; OSError on timeout, or if the path is not a socket."""
+    """Block until no service listens on the path; raise OSError on timeout, or if the path is not a socket."""
     deadline = time.monotonic() + BIND_RETRY_S
     while path.exists():
         if not path.is_socket():
@@ -314,7 +314,7 @@ def _peer_of(frame: zmq.Frame) -> str:
 
 
 def _outward_address() -> str:
-    """Return the address of the interface with the default route; loopback if there is none."""
+    """Return the address of the interface with the default route; loopback without a default route."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))  # reserved for documentation; a UDP connect sends nothing

@@ -2,10 +2,10 @@
 
 The questions are reasoning-gym's `chain_sum` with two terms of two digits, written as `42-25=`.
 The first demonstrations are right. Later, three of four answers omit the carry, the borrow and the
-minus sign. The model imitates both: its greedy answers are the careless ones, right only if there is
-nothing to omit (44 % of the questions), and it samples the right rule with lower probability.
-Reinforcement learning must find out from the verifier which rule is rewarded. It need not learn
-arithmetic, so it takes only minutes on two cores.
+minus sign. The model imitates both rules: its greedy answers are careless, and right only if there is
+nothing to omit (44 % of the questions). The model samples the right rule with lower probability.
+In reinforcement learning, the verifier's rewards select the right rule. The model need not learn
+arithmetic, so a run takes only minutes on two cores.
 
 Training excludes the held-out eighth, as split by `leeway.actors.tasks.prompts.held_out`.
 To create the folder again (three minutes):
@@ -57,7 +57,7 @@ def answer(left: int, operator: str, right: int, careless: bool) -> int:
 
 
 def make_tokenizer(vocabulary: tuple[str, ...] = VOCABULARY, max_tokens: int = 64) -> PreTrainedTokenizerFast:
-    """Return a tokenizer of single characters whose `decode` joins them without separators."""
+    """Return a tokenizer of single characters whose `decode` joins characters without separators."""
     ids = {token: index for index, token in enumerate(vocabulary)}
     tokenizer = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")

@@ -1,4 +1,4 @@
-"""`python -m leeway`: the command."""
+"""Run the `leeway` command as `python -m leeway`."""
 
 import sys
 

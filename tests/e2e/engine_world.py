@@ -88,7 +88,7 @@ class Policy:
 
 
 def gap(found: list[Generation], truth: Logprobs) -> float:
-    """Return the mean absolute difference over all tokens."""
+    """Return the mean absolute difference of the log-probabilities over all tokens."""
     return float(np.concatenate([np.abs(c.logprobs - t) for c, t in zip(found, truth, strict=True)]).mean())
 
 
@@ -101,7 +101,7 @@ def assert_spans_cover(completion: Generation) -> None:
 
 
 class World:
-    """An engine, the store that feeds it, and the weights of each version."""
+    """An engine, the weight store that the engine reads, and the weights of each version."""
 
     def __init__(self, engine: Engine, folder: Path, first: Policy) -> None:
         self.engine = engine
@@ -131,7 +131,7 @@ class World:
             before = self.policies[newest].model.state_dict()
             model.load_state_dict({name: t if only in name else before[name] for name, t in model.state_dict().items()})
         policy = Policy(self.folder.parent / f"hf-{version}", model)
-        # a learner never changes its shapes, so publish other shapes as another learner
+        # a learner never changes the shapes of its tensors, so a second learner publishes other shapes
         publishers = self.learner if hidden_size == HIDDEN_SIZE else self._publishers()
         for publisher, stage in zip(publishers, policy.stages, strict=True):
             publisher.publish(version, stage.published_tensors())
@@ -149,10 +149,10 @@ class World:
         self.puller.close()
 
     def gaps(self, prompts: list[list[int]], completions: list[Generation]) -> tuple[float, float]:
-        """Return mean absolute differences from the learner, under the version of each span.
+        """Return the mean absolute difference of log-probabilities from the learner at the version of each span.
 
         Returns:
-            The difference of all first spans, and that of all later ones.
+            The mean over all first spans, and the mean over all later spans.
         """
         versions = {span.version for completion in completions for span in completion.spans}
         truths = {version: self.policies[version].logprobs(prompts, completions) for version in versions}

@@ -46,7 +46,7 @@ pytestmark = [
 ]
 
 BOUND = 1e-4
-"""Mean absolute difference of log-probabilities in float32 between engine and learner."""
+"""Limit for the mean absolute difference of float32 log-probabilities between engine and learner."""
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -94,9 +94,10 @@ async def test_temperature_zero_takes_the_likeliest_token(world: World):
 
 async def test_preempted_samples_resume_with_the_logprobs_of_the_learner(world: World):
     chance, policy = random.Random(0), world.policies[world.engine.version]
-    prompts = [[chance.randrange(3, 64) for _ in range(120)] for _ in range(48)]  # about one cache block each
+    prompts = [[chance.randrange(3, 64) for _ in range(120)] for _ in range(48)]  # a prompt fills about one cache block
     before = world.engine.stats.report().num_preempted
-    for first in range(0, 480, 48):  # on a slow machine early samples end before the last start, and all fit the cache
+    # On a slow machine, the first samples end before the last samples start, so that all fit the cache: retry then.
+    for first in range(0, 480, 48):
         completions = list(
             await asyncio.gather(*[world.engine.generate(prompt, seed=first + i) for i, prompt in enumerate(prompts)])
         )
@@ -112,7 +113,7 @@ async def test_preempted_samples_resume_with_the_logprobs_of_the_learner(world: 
 async def update_amid(
     world: World, prompts: list[list[int]], kv_cache
 ) -> tuple[PolicyVersion, PolicyVersion, list[Generation]]:
-    """Update the engine while requests run; retry if the update came before or after all of them."""
+    """Update the engine while requests run; retry if the update came before or after all requests."""
     pause_s = 0.02
     for _ in range(10):
         old, version = world.engine.version, world.publish()
@@ -143,11 +144,11 @@ async def test_logprobs_match_the_learner_after_an_update_with_32_running_reques
     if kv_cache == "recompute":
         assert later < BOUND
     else:
-        # later spans attend to keys of the old version, so they match no version exactly
+        # later spans attend to keys of the old version, so their log-probabilities match no version exactly
         record_property("kept_keys_gap", later)
         print(f"kv_cache = keep: later spans differ by {later:.3f} from their version on average")
         assert later > 10 * BOUND
-    # log-probabilities of new completions match the new version and no longer the old one
+    # log-probabilities of new completions match the new version and no longer the old version
     fresh = await answers(world, prompts)
     assert {span.version for completion in fresh for span in completion.spans} == {version} == {world.engine.version}
     assert gap(fresh, world.policies[version].logprobs(prompts, fresh)) < BOUND
@@ -155,7 +156,7 @@ async def test_logprobs_match_the_learner_after_an_update_with_32_running_reques
 
 
 async def gap_with_stale_prefix(world: World, kv_cache, seed: int) -> float:
-    """Generate from one long prompt before and after an update; return the second gap to the new version."""
+    """Generate from a long prompt before and after an update; return the gap of the second completion."""
     prompt = long_prompt(seed)
     await world.engine.generate(prompt)
     version = world.publish()
@@ -256,7 +257,7 @@ async def test_weights_that_change_after_staging_are_refused_and_the_old_ones_st
 
 async def test_weights_of_another_architecture_are_refused_and_the_old_ones_stay(world: World):
     serving, version = world.engine.version, world.publish(hidden_size=32)
-    # a puller that fetched the old architecture would not stage it; a new one does
+    # a puller that fetched the old architecture would not stage this version, but a new puller does
     with contextlib.closing(Puller.of_folder(world.folder, "float32")) as puller, puller.fetch(version) as staged:
         with pytest.raises(UpdateRefused, match=r"tensor '.*' has shape \[.*32.*the served model .*64"):
             await world.engine.prepare(staged)
@@ -299,7 +300,7 @@ async def test_the_same_seed_gives_the_same_completion(world: World):
 
 
 async def interrupted(world: World, prompts: list[list[int]], prefixes: list[Prefix | None], num_tokens: int):
-    """Generate from these prefixes until each sample gains `num_tokens` or ends; return the tokens of each so far."""
+    """Generate from these prefixes until each sample gains `num_tokens` or ends; return the tokens of each sample."""
     engine, tasks, least = world.engine, {}, {}
     for index, (prompt, prefix) in enumerate(zip(prompts, prefixes, strict=True)):
         least[1, index] = num_tokens + (0 if prefix is None else len(prefix.token_ids))
@@ -357,7 +358,7 @@ async def test_a_sample_requeued_twice_has_three_versions_with_matching_logprobs
 async def test_a_killed_engine_stays_dead_and_keeps_the_tokens_received_so_far(world: World):
     engines = [child for child in psutil.Process().children(recursive=True) if "Engine" in child.name()]
     assert engines
-    for _ in range(10):  # on a busy machine, the engine may complete all requests before it is suspended
+    for _ in range(10):  # on a busy machine, the engine may complete all requests before its suspension
         requests = [world.engine.generate(prompt, key=(2, i)) for i, prompt in enumerate(make_prompts(32))]
         before = asyncio.gather(*requests, return_exceptions=True)
         async with asyncio.timeout(60):
@@ -365,7 +366,7 @@ async def test_a_killed_engine_stays_dead_and_keeps_the_tokens_received_so_far(w
                 await asyncio.sleep(0.001)
         for engine in engines:
             engine.suspend()
-        await asyncio.sleep(0.1)  # let its replies arrive
+        await asyncio.sleep(0.1)  # lets earlier replies of the engine arrive
         if any(world.engine.runs((2, i)) for i in range(32)):
             break
         for engine in engines:

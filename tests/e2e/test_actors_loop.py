@@ -99,14 +99,14 @@ async def test_an_actor_feeds_the_learner_follows_its_weights_and_the_ledger_bal
     async with asyncio.timeout(120):
         while actor.report().version != (0, 1):
             await asyncio.sleep(0.01)
-    # samples leased from now on, for step 3, are generated with the new weights
+    # samples that are leased after this line, for step 3, are generated with the new weights
     await reply(learner.step_finished(1, 1))
     await reply(learner.published(0, 1))
     await drawn(learner, 2, 1)
     await reply(learner.step_finished(2, 2))
     late = await drawn(learner, 3, 2)
     assert {one.spans[0].version for one in late} == {PolicyVersion(0, 1)}
-    # a model of zeros is uniform over its vocabulary, and only the new weights are
+    # the new weights are all zeros, so the model samples uniformly from its vocabulary
     uniform = -np.log(check_model_folder(MODEL).vocab_size)
     assert np.concatenate([one.logprobs for one in late]) == pytest.approx(uniform, abs=1e-3)
 
@@ -115,7 +115,7 @@ async def test_an_actor_feeds_the_learner_follows_its_weights_and_the_ledger_bal
     assert before.greedy.num_scored == after.greedy.num_scored == 32
     assert before.greedy.num_correct > after.greedy.num_correct == 0
 
-    # the actor stops amid its samples, and the next lease has their tokens
+    # the actor stops while it generates samples, and the next lease has the tokens of these samples
     await reply(learner.step_finished(3, 2, skipped=True))  # makes room for more groups
     engine = actor._parts.engine
     async with asyncio.timeout(120):

@@ -1,4 +1,4 @@
-"""The notebook of the first run."""
+"""Run the code of the notebook examples/first_run.ipynb."""
 
 import json
 import os

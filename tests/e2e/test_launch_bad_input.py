@@ -76,7 +76,7 @@ def test_an_unreachable_cluster_is_refused_in_time(tmp_path):
 
 @pytest.fixture
 def other_ray(monkeypatch):
-    """Start another Ray cluster on this machine and set RAY_ADDRESS to it; yield its process and address."""
+    """Start another Ray cluster on this machine and set RAY_ADDRESS to its address; yield its process and address."""
     folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # a socket's path has to be short
     port = free_port()
     address = f"127.0.0.1:{port}"
@@ -91,7 +91,7 @@ def other_ray(monkeypatch):
         yield other, address
     finally:
         family = descendants_of(other)
-        for each in (*family, psutil.Process(other.pid)):  # on SIGTERM it would drain for 30 s
+        for each in (*family, psutil.Process(other.pid)):  # on SIGTERM, Ray would drain for 30 s
             with contextlib.suppress(psutil.NoSuchProcess):
                 each.kill()
         other.wait(timeout=30)
@@ -105,7 +105,7 @@ def test_a_run_beside_another_ray_neither_joins_nor_disturbs_it(tmp_path, other_
     other, address = other_ray
     deadline = time.monotonic() + LIMIT_S
     while len(before := servers(other)) < 2:
-        assert time.monotonic() < deadline, "the other Ray did not start"
+        assert time.monotonic() < deadline, "the other Ray cluster did not start"
         time.sleep(0.5)
     process = start(tmp_path, "--learner.num_steps", "4", "--actors.eval_every", "0")
     wait_for_steps(process, tmp_path, 1, timeout_s=LIMIT_S)
@@ -131,7 +131,7 @@ def wait_for_ray(address: str) -> None:
     while subprocess.run(
         [RAY, "status", "--address", address], capture_output=True, timeout=60, check=False
     ).returncode:
-        assert time.monotonic() < deadline, "the other Ray did not respond"
+        assert time.monotonic() < deadline, "the other Ray cluster did not respond"
         time.sleep(0.5)
 
 

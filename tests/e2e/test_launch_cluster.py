@@ -88,7 +88,7 @@ transport = "network"
 
 @pytest.mark.full
 def test_a_user_loss_trains_on_another_host_and_a_host_without_it_is_named(tmp_path):
-    """The last stage, which evaluates the loss, is on the second host; the file is in the /tmp of each host."""
+    """The last stage, which evaluates the loss, is on the second host; each host has the loss file in its /tmp."""
     if reason := machines.missing():
         pytest.skip(reason)
     shared = tmp_path / "shared"
@@ -142,7 +142,7 @@ def checkout(tmp_path):
 
 
 def calls_of(checkout: Path, command: list[str], **environment: str) -> list[str]:
-    """Run a script and return its calls of launch/cluster.sh; assert that it leaves no file behind."""
+    """Run a script and return its calls of launch/cluster.sh; assert that the script leaves no file behind."""
     (checkout / "calls").unlink(missing_ok=True)
     path = f"{checkout / 'bin'}:{os.environ['PATH']}"
     subprocess.run(command, cwd=checkout, env={"PATH": path, **environment}, check=True, timeout=60)

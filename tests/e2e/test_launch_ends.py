@@ -1,4 +1,4 @@
-"""Real runs that end early: interrupted during the start, or without a restart left."""
+"""Real runs that end early: by a signal, by the death of a stage, or because all samples fail."""
 
 import json
 import os
@@ -50,7 +50,7 @@ def test_a_killed_stage_ends_a_run_without_restarts_with_its_name_and_log(tmp_pa
     assert wait_for_end(family) == []
 
 
-@pytest.mark.full  # test_life_of_a_run.py tests an interrupt, which the launcher handles alike
+@pytest.mark.full  # test_life_of_a_run.py tests an interrupt, which the launcher handles like SIGTERM
 def test_sigterm_ends_with_a_checkpoint_and_without_processes(tmp_path):
     process = start(tmp_path, "--learner.num_steps", "100000", "--learner.checkpoint_every", "100000")
     wait_for_steps(process, tmp_path, 2, timeout_s=LIMIT_S)

@@ -45,7 +45,7 @@ def test_every_step_is_recorded_and_the_ledger_closes(finished):
 def test_the_actor_and_the_chunks_compute_the_same_logprobs(finished):
     run, _ = finished
     seen = [row["mismatch/lag0_abs"] for row in rows(run) if row["mismatch/lag0_tokens"]]
-    assert seen, "step 1 trains on version 0 alone"
+    assert seen, "step 1 trains only on version 0"
     assert max(seen) < 1e-3
 
 

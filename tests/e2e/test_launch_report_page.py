@@ -96,7 +96,7 @@ addEventListener("message", (event) => {
 });
 </script>
 """
-"""Frames, because a window is never narrower than 500 px."""
+"""Page with two frames that contain the report; a browser window cannot be narrower than 500 px."""
 
 
 @pytest.fixture(scope="module", params=["whole", "one step", "long", "broken"])
@@ -146,7 +146,7 @@ def test_a_browser_shows_the_page_correctly(page, tmp_path, scheme):
         for label, num_pixels, num_of_axes in found["charts"]:
             assert label
             assert num_of_axes > 0, f"an axis lacks the colour of the page: {label}"
-            if kind == "whole" and not label.startswith("Failed samples"):  # one of its curves hides another
+            if kind == "whole" and not label.startswith("Failed samples"):  # one curve hides another
                 assert min(num_pixels) > 0, f"a curve is not drawn: {label}"
             assert sum(num_pixels) > 0, f"nothing is drawn: {label}"
         assert found["values"] == len(found["charts"]), "the arrow keys show values"

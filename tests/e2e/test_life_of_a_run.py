@@ -1,7 +1,7 @@
 """One real run from its first step to its report: observed, scaled, interrupted, killed and resumed.
 
-Ray, vLLM, LMDB and ZeroMQ are real; the sockets require keys, and weights are sent over the network. The tests run in
-this order on the same run, and each reads the files of the run. After a failed test, the later ones are skipped.
+Ray, vLLM, LMDB and ZeroMQ are real; the sockets require keys, and weights are sent over the network. All tests use one
+run, in the order of this file, and read its files. After a failed test, all later tests are skipped.
 """
 
 import contextlib
@@ -52,7 +52,7 @@ ENDLESS = (
     *("--actors.eval_every", "10"),
 )
 LAST_STEPS = 20
-"""Steps of the run after it is resumed for the last time."""
+"""Number of steps of the run after its last resume."""
 REWARD = """
 import time
 from pathlib import Path
@@ -64,7 +64,7 @@ def exact(prompts, completions, answer, **columns):
         time.sleep(2)
     return [float(given.strip() == right) for given, right in zip(completions, answer)]
 """
-"""The reward of the task, which slows down the run if the file `slow` exists beside it."""
+"""Code of the task's reward, which slows down the run while its folder contains a file `slow`."""
 LOSS = """
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class Oldest:
 
 MINE, oldest = Algorithm(Mine, mine), Oldest()
 """
-"""The loss of the demo and the default sampler, from a user's file."""
+"""A user's file that defines the loss of the demo and the default sampler."""
 BESIDE = """
 from dataclasses import dataclass
 
@@ -121,7 +121,7 @@ class Life(LiveRun):
         rewarded = ("--task.rewards", json.dumps([f"{reward}:exact"]), "--actors.reward_processes", "1")
         super().__init__(folder, *ENDLESS, *rewarded, *own, "--tracking.prometheus_port", str(self.prometheus_port))
         self.failed = ""
-        """Name of the test that failed; '' if none has."""
+        """Name of the test that failed; '' if no test failed."""
         self.family: list[psutil.Process] = []
         self.engine_sockets: list[Path] = []
         self.acknowledged: dict[tuple, dict] = {}
@@ -144,7 +144,7 @@ class Life(LiveRun):
         return self.steps()[-1]["step"]
 
     def wait_for_restart(self, text: str) -> None:
-        """Wait until the restart of a role is reported and the run has trained since."""
+        """Wait until the run reports the restart of a role and then trains three more steps."""
         self.wait_for(f"the restart: {text}", lambda: any(text in each["text"] for each in self.events("restart")))
         self.wait_for_steps(3)
 
@@ -154,7 +154,7 @@ class Life(LiveRun):
 
     @contextlib.contextmanager
     def slowed_down(self) -> Iterator[None]:
-        """Slow down rewards within the block; otherwise the run leaves a starting engine too little CPU."""
+        """Slow down rewards within the block, so that the run leaves enough CPU time for an engine that starts."""
         self._slow.touch()
         yield
         self._slow.unlink()
@@ -172,7 +172,7 @@ def run(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def needs_earlier_tests(run: Life, request):
-    """Skip the test if an earlier one failed."""
+    """Skip the test if an earlier test failed."""
     if run.failed:
         pytest.skip(f"{run.failed} failed")
     failed_before = request.session.testsfailed
@@ -182,7 +182,7 @@ def needs_earlier_tests(run: Life, request):
 
 
 def acknowledged(run: Life, capsys: pytest.CaptureFixture[str]) -> dict[tuple, dict]:
-    """Return every stored trajectory by the key of its acknowledgement."""
+    """Return every stored trajectory by actor, epoch and sequence number, which identify its acknowledgement."""
     out = run.folder.parent / "acknowledged.parquet"
     status, *output = leeway_here(capsys, "buffer", "export", run.folder, out)
     assert status == 0, output
@@ -194,13 +194,14 @@ def acknowledged(run: Life, capsys: pytest.CaptureFixture[str]) -> dict[tuple, d
 
 def test_a_run_trains_on_concurrent_samples_within_the_bound(run: Life):
     run.wait_for_steps(12)
-    # rare if steps are short: waiting actors get leases at a publication, so most samples use one version
+    # A sample across an update is rare if steps are short: actors get leases at a publication, and most samples end
+    # before the next one.
     run.wait_for("a sample across an update", lambda: any(row["lag/in_flight"] > 0 for row in run.steps()))
     rows = run.steps()
     assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
     assert {row["buffer/ledger_gap"] for row in rows} == {0}
     assert 0 < max(row["lag/token_max"] for row in rows) <= 4
-    assert rows[0]["mismatch/lag0_tokens"] > 0, "step 1 trains on version 0 alone"
+    assert rows[0]["mismatch/lag0_tokens"] > 0, "step 1 trains only on version 0"
     assert {(row["mine/share"], row["mine/samples"]) for row in rows} == {(0.25, 64)}
     for row in rows:
         assert (row["mismatch/lag0_abs"] is None) == (row["mismatch/lag0_tokens"] == 0)
@@ -212,7 +213,7 @@ def test_files_and_ports_of_a_run_are_private(run: Life):
     listening = {address for each in family for address in listening_on(each)}
     assert listening, "no process listens: the test proves nothing"
     assert not [ip for ip, _ in listening if ip.removeprefix("::ffff:") not in ("127.0.0.1", "::1")]
-    # unlike rglob, os.walk tolerates a version of weights that is deleted meanwhile
+    # unlike rglob, os.walk tolerates a version of weights that is deleted during the walk
     everything = [Path(at, name) for at, folders, files in os.walk(run.folder) for name in (*folders, *files)]
     ports = {port for ip, port in listening if ip == "127.0.0.1"}
     services = {int((run.folder / name).read_text()) for name in ("buffer/port", "weights/PORT")}
@@ -258,9 +259,9 @@ def test_status_metrics_top_and_export_work_during_a_run(run: Life, tmp_path, re
 
 
 def suspended_at_work(run: Life, engine: psutil.Process) -> bool:
-    """Suspend the engine of actor 1; if it has no running samples, resume it and return False.
+    """Suspend the engine of actor 1; if the engine has no running samples, resume the engine and return False.
 
-    An engine that is suspended for longer than `UPDATE_TIMEOUT_S` counts as dead, and so does its actor.
+    An engine that is suspended for longer than `UPDATE_TIMEOUT_S` counts as dead, and its actor counts as dead too.
     """
 
     def polled_at() -> int:
@@ -276,7 +277,7 @@ def suspended_at_work(run: Life, engine: psutil.Process) -> bool:
 
 
 def is_back(actor: dict, old: psutil.Process) -> bool:
-    """Return whether the actor works in a new process; its status may still be of the old one."""
+    """Return whether the actor works in a new process; the status may still describe the old process."""
     return actor["state"] == "working" and actor["pid"] != old.pid
 
 
@@ -289,7 +290,7 @@ def test_actors_can_be_added_terminated_and_removed(run: Life, capsys):
     (engine,) = [each for each in below if "EngineCore" in command_of(each)]
     run.wait_for("samples in its engine", lambda: suspended_at_work(run, engine))
     before = run.steps()[-1]
-    old.terminate()  # it restarts after its exit
+    old.terminate()  # the actor restarts after its exit
     engine.resume()
     (left,) = run.wait_for("an actor to leave", lambda: run.events("left"))
     # on a busy machine, the grace period can end before the buffer responds
@@ -344,7 +345,7 @@ def test_stages_restart_together_and_without_other_roles(run: Life):
     hung.suspend()
     run.wait_for("their second restart", lambda: run.steps()[-1]["restarts"] == 2)
     assert all(other.is_running() for other in others), "another role was restarted"
-    assert wait_for_end([killed, hung]) == [], "a replaced process is left"
+    assert wait_for_end([killed, hung]) == [], "a replaced process is still alive"
     restarts = [each["text"] for each in run.events("restart") if each["text"].startswith("stage")]
     died = "died" if FULL else "(died|did not respond to the other ranks)"  # a busy Ray reports a death late
     assert re.match(rf"stage\.[01] {died} .* all stages restart from the checkpoint of step", restarts[0])
@@ -356,7 +357,7 @@ def test_stages_restart_together_and_without_other_roles(run: Life):
 
 def test_an_interrupt_ends_a_run_with_a_checkpoint_and_without_a_process(run: Life):
     family = descendants(run.process)
-    os.killpg(run.process.pid, signal.SIGINT)  # like a terminal: every process gets the signal
+    os.killpg(run.process.pid, signal.SIGINT)  # every process gets the signal, as from a terminal
     output, _ = run.process.communicate(timeout=LIMIT_S)
     assert run.process.returncode == 130, output
     assert wait_for_end(family) == []
@@ -381,13 +382,13 @@ def test_status_of_a_killed_run_names_the_command_to_resume_it(run: Life, reques
     status, output, _ = leeway_here(capsys, "status", run.folder)
     assert status == 1
     assert f"without a final status: run `leeway resume {run.folder}`" in output
-    # a checkpoint may be of a later step than the last reported one
+    # a checkpoint may be of a later step than the last reported step
     run.acknowledged, run.step_when_killed = (
         acknowledged(run, capsys),
         max(run.last_step, *steps_in(run.folder / "checkpoints")),
     )
     with (run.folder / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 30, "l')  # as after a power failure
+        file.write('{"step": 30, "l')  # a partial row, as after a power failure
 
 
 def test_a_run_resumed_on_another_layout_trains_to_its_end(run: Life):
@@ -399,7 +400,7 @@ def test_a_run_resumed_on_another_layout_trains_to_its_end(run: Life):
     assert "changed: learner.num_stages = 1 (was 2)" in run.output
     assert len(json.loads((run.folder / "run.json").read_text())["started_s"]) == 3
     kept = tomllib.loads((run.folder / "config.toml").read_text())
-    assert kept["learner"]["checkpoint_every"] == 4, "it was set at the first resume"
+    assert kept["learner"]["checkpoint_every"] == 4, "the first resume set this key"
 
 
 # --- results --------------------------------------------------------------------------------------------
@@ -474,7 +475,7 @@ def test_a_profile_of_a_run_predicts_its_throughput(run: Life):
     rows = run.steps()[-LAST_STEPS + 3 :]
     seconds = rows[-1]["finished_s"] - rows[0]["finished_s"]
     measured = sum(row["batch/trajectories"] for row in rows[1:]) / seconds
-    most = 2.5 if FULL else 10  # the cores may be busy during some of its steps
+    most = 2.5 if FULL else 10  # the cores may be busy during some steps
     assert 1 / most < predicted.samples_per_s / measured < most, (predicted.samples_per_s, measured)
 
 
@@ -581,7 +582,7 @@ def is_open_to_others(path: Path) -> bool:
 
 
 def socket_folders(processes: list[psutil.Process]) -> list[Path]:
-    """Return the folders of vLLM's sockets in these processes."""
+    """Return the folders in which the processes have sockets of vLLM."""
     numbers = {str(process.pid) for process in processes}
     places = {Path(tempfile.gettempdir()), Path("/tmp")}
     found = (path for place in places for path in place.glob("leeway-*-vllm-*"))
@@ -602,7 +603,7 @@ def ports_without_keys(ports: set[int]) -> list[int]:
         for port, socket in sockets.items():
             socket.linger = 0
             socket.connect(f"tcp://127.0.0.1:{port}")
-            with contextlib.suppress(zmq.Again):  # already refused and disconnected
+            with contextlib.suppress(zmq.Again):  # the service may have refused the socket already
                 socket.send(p.encode(1, p.StatusRequest()), zmq.NOBLOCK)
         time.sleep(2.0)
         answers = {port: socket.recv_multipart() for port, socket in sockets.items() if socket.poll(0)}

@@ -1,10 +1,14 @@
-"""An actor in its own process, for tests that kill it, stop it, or change its clock.
+"""An actor in its own process, for tests that kill or stop the actor or change its clock.
 
 `python -m tests.faults.actor_process OPTIONS` leases and pushes until it is terminated, and appends one line per event
-to a file: `epoch E`, `lease GROUP INDEX...`, `push GROUP INDEX`, `OUTCOME GROUP INDEX` and `refused REASON`. After a
-refusal it acts as a zombie might: it renews its leases (`lost N of M`), reports their samples as failed, and exits.
-With `requeue_share` it adds `prefix GROUP INDEX TOKENS SECOND` for each partial sample that it was leased and `requeued
-GROUP INDEX TOKENS SECOND` for each acknowledged one; SECOND is monotonic time of the lease request or the reply.
+to a file: `epoch E`, `lease GROUP INDEX...`, `push GROUP INDEX`, `OUTCOME GROUP INDEX` and `refused REASON`.
+
+After a refusal, the actor is a zombie: a replaced process that still runs. The zombie renews its leases (`lost N of
+M`), reports the samples of these leases as failed, and exits.
+
+With `requeue_share`, the actor adds two kinds of events: `prefix GROUP INDEX TOKENS SECOND` for each partial sample in
+a lease, and `requeued GROUP INDEX TOKENS SECOND` for each requeued sample that was acknowledged. SECOND is the
+monotonic time of the lease request or of the reply.
 """
 
 import os
@@ -46,7 +50,7 @@ class Options(msgspec.Struct, frozen=True):
     run_id: str
     name: str
     request_timeout_s: float
-    """Request timeout of its client, in seconds."""
+    """Request timeout of the actor's client, in seconds."""
     events: str
     """File to which events are appended."""
     groups: int = 4
@@ -57,7 +61,7 @@ class Options(msgspec.Struct, frozen=True):
     bounded: bool = True
     """False removes the bound on the client's memory."""
     requeue_share: float = 0.0
-    """Share of the leases whose samples are extended and requeued (or only saved) instead of pushed."""
+    """Share of the leases whose samples are not pushed, but extended and requeued, or only saved."""
 
 
 class ActorProcess:
@@ -91,7 +95,7 @@ class ActorProcess:
         return [words for words in lines if not kinds or words[0] in kinds]
 
     def keys(self, *kinds: str) -> set[Key]:
-        """Return the samples that events of these kinds name."""
+        """Return the samples that appear in events of these kinds."""
         return {(int(words[1]), int(words[2])) for words in self.events(*kinds)}
 
     @property
@@ -101,7 +105,7 @@ class ActorProcess:
 
     @property
     def leased(self) -> set[Key]:
-        """Return the samples that the actor was leased."""
+        """Return the samples in the leases of the actor."""
         return {(int(group), int(index)) for _, group, *indices in self.events("lease") for index in indices}
 
     def wait_for(self, kind: str, count: int = 1, timeout_s: float = LIMIT_S) -> float:
@@ -117,7 +121,7 @@ class ActorProcess:
         self.process.send_signal(number)
 
     def kill(self) -> None:
-        """Kill the process in any state, stopped included."""
+        """Kill the process, also if it is stopped."""
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait(60)
@@ -136,7 +140,7 @@ class _BoundlessOutbox(Outbox):
 
 
 def main(options: Options) -> int:
-    """Lease and push until terminated; return ZOMBIE_EXIT once a newer process of this name has replaced this one."""
+    """Lease and push until terminated; return ZOMBIE_EXIT after a newer process of this name has replaced this one."""
     events = os.open(options.events, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
     def log_event(*words: object) -> None:
@@ -184,7 +188,7 @@ _MOST_TOKENS = 8000
 
 
 def _requeue(client: BufferClient, lease: p.Lease, num_tokens: dict[int, int], log_event: Callable[..., None]) -> None:
-    """Save some samples, then requeue all of them, each with some tokens more than before."""
+    """Save some samples of a lease, then requeue all its samples, each with more tokens than before."""
     for goes_on in (True, False):
         indices = [index for index in lease.sample_indices if not goes_on or random.random() < 0.5]
         num_tokens |= {index: min(_MOST_TOKENS, num_tokens.get(index, 0) + random.randint(1, 400)) for index in indices}

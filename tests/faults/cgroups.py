@@ -21,14 +21,14 @@ while True:
 
 
 def missing() -> str:
-    """Return why there can be no limit on this machine, or ''."""
+    """Return why memory cannot be limited on this machine, or ''."""
     if not (_ROOT / "memory.limit_in_bytes").exists():
         return "needs the memory controller of cgroup version 1"
     return "" if os.access(_ROOT, os.W_OK) else "needs root"
 
 
 class MemoryLimit:
-    """A memory limit shared by processes, page cache included; the kernel kills a process if the group exceeds it."""
+    """A memory limit for a group of processes and their page cache; the kernel kills a process of a larger group."""
 
     def __init__(self) -> None:
         """Create the group, without a limit and without processes."""
@@ -40,7 +40,7 @@ class MemoryLimit:
         self.prefix = ["sh", "-c", f'{enter}; exec "$0" "$@"']
         """Command prefix that runs a command under the limit, as the first process of the group to be killed.
 
-        Protecting the other processes from the kill instead would need a privilege.
+        To protect the other processes from the kill would need a privilege.
         """
 
     def allow(self, room_bytes: int | None) -> None:
@@ -62,17 +62,17 @@ class MemoryLimit:
     def exhaust(self) -> Iterator[None]:
         """Let another process of the group use up the memory; the kernel then kills the process started with `prefix`.
 
-        Otherwise a process at its limit may run for long, while the kernel repeatedly reclaims its page cache.
+        Without the other process, a process at its limit may run for long, while the kernel reclaims page cache.
         """
         neighbour = subprocess.Popen([sys.executable, "-c", _NEIGHBOUR, str(self.processes)])
         try:
             yield
         finally:
-            neighbour.kill()  # unless the kernel has killed it, as the last process of the group
+            neighbour.kill()  # the kernel may have killed the neighbour, as the last process of the group
             assert neighbour.wait() == -signal.SIGKILL, "the neighbour exited by itself: memory was not exhausted"
 
     def add(self, pid: int) -> None:
-        """Count the process from now on; memory that it already has stays charged elsewhere."""
+        """Add a process to the group; memory that the process already uses does not count."""
         self._write("cgroup.procs", pid)
 
     @property
@@ -82,7 +82,7 @@ class MemoryLimit:
         return next(int(line.split()[1]) for line in lines if line.startswith("total_rss "))
 
     def close(self) -> None:
-        """Remove the group; processes in it continue without a limit."""
+        """Remove the group; the processes of the group continue without a limit."""
         for pid in self.processes.read_text().split():
             with contextlib.suppress(OSError):
                 (_ROOT / "cgroup.procs").write_text(pid)

@@ -1,4 +1,4 @@
-"""`launch/cluster.sh` on simulated hosts, called as by a user on a machine that reaches them by ssh."""
+"""`launch/cluster.sh` on simulated hosts, called by a user on a machine that reaches the hosts by ssh."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LIMIT_S = 240.0
 
 
 class Cluster:
-    """Run `launch/cluster.sh`, as in `call("up")`. The host file assigns pools to each host."""
+    """Runs `launch/cluster.sh`, for example with `call("up")`. The host file assigns pools to each host."""
 
     def __init__(self, hosts: Hosts, folder: Path, pools: tuple[str, ...] = POOLS) -> None:
         """Write the host file; start nothing.

@@ -39,7 +39,7 @@ class Outcome:
         return float(self.summary["accuracy_after"])
 
     def mismatch(self) -> dict[str, float]:
-        """Return each pool's mean |difference| of log-probabilities at lag 0, over the steps that have such tokens.
+        """Return each pool's mean |difference| of log-probabilities at lag 0, over the steps with tokens at lag 0.
 
         A single step is not meaningful: a pool may have only a few tokens at lag 0.
         """
@@ -63,7 +63,7 @@ class Page:
         Args:
             setting: short description of the run.
             outcome: result of the run.
-            against: the run on one host; None for that run itself.
+            against: outcome of the run on one host; None if `outcome` is the outcome of that run.
             note: further remarks.
         """
         summary = outcome.summary

@@ -1,4 +1,4 @@
-"""Small disks for tests: tmpfs, and ext4 on a loop device. They need root and are unmounted after the test."""
+"""Small disks for tests: tmpfs, and ext4 on a loop device. A disk needs root and is unmounted after its test."""
 
 import os
 import shutil
@@ -34,7 +34,7 @@ class Mounts:
         return self.image(name, image), image
 
     def image(self, name: str, image: Path) -> Path:
-        """Mount the ext4 in this image; its journal is replayed, as after a power cut. Return the folder."""
+        """Mount the ext4 file system of an image, which replays its journal as after a power cut. Return the folder."""
         return self._mount(name, "-o", "loop", image)
 
     def unmount(self, folder: Path) -> None:
@@ -55,7 +55,7 @@ class Mounts:
 
 
 def fill(folder: Path, *, leave_bytes: int) -> Path:
-    """Write a file that leaves `leave_bytes` of free space; delete it to free the space."""
+    """Write a file that leaves `leave_bytes` of free space; return the file, so that the caller can delete it."""
     ballast = folder / "ballast"
     free = shutil.disk_usage(folder).free
     with ballast.open("wb") as file:
@@ -64,7 +64,7 @@ def fill(folder: Path, *, leave_bytes: int) -> Path:
 
 
 def copy_snapshot(image: Path, copy: Path) -> None:
-    """Copy the image of a disk that only the kernel's write-back writes to; retry until it did not change meanwhile."""
+    """Copy the image of a disk while only the kernel may write to the image; retry until the copy equals the image."""
     for _ in range(50):
         run("cp", "--sparse=always", image, copy)
         if subprocess.run(["cmp", "-s", str(image), str(copy)], timeout=60, check=False).returncode == 0:

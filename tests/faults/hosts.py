@@ -1,8 +1,8 @@
 """Simulated hosts on this machine, for tests of a cluster.
 
 A host has its own network with an address on a common bridge, and its own process table, host name, /tmp, /dev/shm
-and home. It sees the checkout and optionally one shared folder, for the runs. `Hosts.ssh` replaces ssh. A host stops
-when its first process exits, which happens when the test process exits or crashes.
+and home. A host sees the checkout and optionally one shared folder, for the runs. `Hosts.ssh` replaces ssh. A host
+stops when its first process exits, which happens when the test process exits or crashes.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ while True:
     except ChildProcessError:
         time.sleep(0.1)'
 """
-"""Script of the first process of a host: NAME PYTHON FOLDER...; the folders stay visible. It reaps orphans forever."""
+"""Script of the first process of a host, with the arguments NAME PYTHON FOLDER...; the host sees these folders. The
+process reaps orphans until it is killed."""
 
 _SSH = """#!/usr/bin/env bash
 # SSH HOST COMMAND
@@ -68,7 +69,7 @@ def missing() -> str:
 
 
 class Host:
-    """A simulated host; it is powered on at creation."""
+    """A simulated host, which is powered on at creation."""
 
     def __init__(self, number: int, net: str, bridge: str, folder: Path, shared: Path, *, sees_shared: bool) -> None:
         self.name = f"host-{number}"
@@ -129,7 +130,7 @@ class Host:
         return [*self.prefix(), "setpriv", "--pdeathsig", "KILL"]
 
     def processes(self) -> list[str]:
-        """Return the command lines of the host's processes, except the first one and this `ps`."""
+        """Return the command lines of the host's processes, except the first process and this `ps`."""
         lines = self.inside("ps", "-eo", "pid=,stat=,args=").splitlines()
         rows = [line.split(maxsplit=2) for line in lines]
         return [
@@ -159,12 +160,12 @@ class Host:
         self.inside("iptables", "-I", "OUTPUT", "-o", "eth0", "-j", "DROP")
 
     def lose(self, share: float) -> None:
-        """Drop this share of the incoming packets at random."""
+        """Drop a share of the incoming packets, chosen at random."""
         chance = ("-m", "statistic", "--mode", "random", "--probability", str(share))
         self.inside("iptables", "-A", "INPUT", "-i", "eth0", *chance, "-j", "DROP")
 
     def slow_down(self, megabits_per_s: float) -> None:
-        """Limit both directions to this rate; packets beyond a queue of 0.4 s are dropped."""
+        """Limit both directions to a rate; packets beyond a queue of 0.4 s are dropped."""
         limit = ("root", "tbf", "rate", f"{megabits_per_s}mbit", "burst", "32kbit", "latency", "400ms")
         run("tc", "qdisc", "replace", "dev", self._device, *limit)
         self.inside("tc", "qdisc", "replace", "dev", "eth0", *limit)
@@ -262,7 +263,7 @@ def wait_until(name: str, condition, limit_s: float, every_s: float = 0.5) -> fl
     """Wait until `condition()` is true; return the seconds that this took.
 
     Raises:
-        TimeoutError: it was not true within `limit_s`.
+        TimeoutError: the condition was not true within `limit_s`.
     """
     started = time.monotonic()
     while not condition():

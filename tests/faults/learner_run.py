@@ -188,7 +188,7 @@ class Rank:
 
 
 class LearnerRun:
-    """A run folder, its buffer service and the ranks started in it."""
+    """A run folder, its buffer service, and the ranks that are started in the folder."""
 
     def __init__(self, folder: Path, *, recorded: Path | None = None, updates_per_step: int = 1, **model) -> None:
         """Create the folder and start the service.
@@ -213,7 +213,7 @@ class LearnerRun:
         self._thread.start()
         self.ranks: list[Rank] = []
         self.weight_sync: dict[str, object] = {"max_lag": facts.staleness.max_lag}
-        """[weight_sync] section of the learner; the buffer service has its own."""
+        """[weight_sync] section of the learner; the buffer service has a separate section."""
         self.constants: dict[str, object] = {}
         """Constants to set in the ranks, by dotted name."""
 

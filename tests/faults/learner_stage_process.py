@@ -31,7 +31,7 @@ def run_rank(spec_path: Path, rank: int, log: Path) -> None:
     with log.open("w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    assert "tests.world.learner" not in sys.modules, "it changes the learner: forks and scripts would differ"
+    assert "tests.world.learner" not in sys.modules, "tests.world.learner would change only forks"
     warnings.filterwarnings("error", category=UserWarning, module="learner")
     main(spec_path, rank)
 
@@ -95,7 +95,7 @@ def keep_reports(path: Path) -> None:
 
 
 def without_moments(_rank: int, _value: object) -> None:
-    """Restore the weights and zero the optimizer's moments."""
+    """Restore the weights, but set the optimizer's moments to zero."""
     put = TrainingState.put
 
     def put_weights(self, networks, read):
@@ -217,7 +217,7 @@ def clock_from_first_checkpoint(_rank: int, checkpoints: str) -> None:
 
 
 def publish_regardless(_rank: int, _value: object) -> None:
-    """Publish every version, even while earlier ones are unwritten."""
+    """Publish every version, even while earlier versions are unwritten."""
     Stage._may_publish = lambda _: True
 
 

@@ -1,7 +1,8 @@
-"""A service that requires client keys, in its own process. It reads its keys from a file; in a run Ray delivers them.
+"""A service that requires client keys, in its own process. The keys are in a file; in a run, Ray delivers the keys.
 
 `python -m tests.faults.locked_service KEYS buffer ...`, followed by the arguments of `tests.world.buffer_process`, or
-`python -m tests.faults.locked_service KEYS weights FOLDER`. `unlisted-buffer` and `unlisted-weights` accept every key.
+`python -m tests.faults.locked_service KEYS weights FOLDER`. The names `unlisted-buffer` and `unlisted-weights` start
+services that accept every key.
 """
 
 import contextlib

@@ -1,8 +1,8 @@
 """Malformed messages generated from a seed, and a process that sends them at a steady rate.
 
-Every message is broken in a known way, so the correct reaction is known: `SET_ASIDE` are always quarantined.
-`RESEALED` have valid checksums over changed content, so some are valid messages with another meaning; the
-service must not store their trajectories.
+Every message is broken in a known way, so the correct reaction is known. Messages of the kinds `SET_ASIDE` are always
+quarantined. Messages of the kinds `RESEALED` have valid checksums over changed content, so some are valid messages
+with another meaning; the service must not store the trajectories of these messages.
 """
 
 import random
@@ -23,7 +23,7 @@ NAME = "fuzzer"
 """Client name in all malformed messages."""
 
 CLIENT = ClientIdentity(NAME, "actor", "fuzz")
-"""Identity of that client after `greet`."""
+"""Identity of the client `NAME` after `greet`."""
 
 UNKNOWN_LEASE = p.Lease(2**40, 1, 2**40, 0, [0], 0, 60.0)
 """A lease that was never granted."""
@@ -50,7 +50,7 @@ class Source:
         run_id: run ID.
         epoch: epoch of the client `NAME`.
         seed: seed of the sequence.
-        client: identity of that client at the service.
+        client: identity of the client at the service.
         lease: lease that the trajectories name.
         """
         self._chance = random.Random(seed)
@@ -116,7 +116,7 @@ class Source:
         return [self._header(body), body]
 
     def _unverified_schema(self) -> list[bytes]:
-        # The type is unknown, so Arrow verifies nothing after it.
+        # The type is unknown, so Arrow verifies nothing after the type.
         changed = bytearray(self._flipped(self._body[: self._schema_ends]) + self._body[self._schema_ends :])
         changed[:_PREFIX_BYTES] = self._body[:_PREFIX_BYTES]
         changed[self._type_at] = self._chance.randrange(6, 256)

@@ -60,7 +60,7 @@ class Link:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # Deleting one end deletes the pair at once; deleting the namespace would do so later.
+        # Deleting one end deletes the pair of interfaces at once; deleting the namespace would delete the pair later.
         subprocess.run(["ip", "link", "delete", self._near_device], capture_output=True, check=False)
         _run("ip", "netns", "delete", self._name)
 
@@ -70,7 +70,7 @@ class Link:
         self._rule("OUTPUT")
 
     def cut_one_way(self, direction: str, near_port: int) -> None:
-        """Drop the packets of one connection in one direction: it is half open, while new connections still work.
+        """Drop the packets of one connection in one direction: this connection is half open, new connections work.
 
         Args:
             direction: 'to_near' or 'to_far'.
@@ -82,12 +82,12 @@ class Link:
             self._rule("OUTPUT", "-p", "tcp", "--dport", str(near_port))
 
     def lose(self, share: float) -> None:
-        """Drop this share of the packets at random, in both directions."""
+        """Drop a share of the packets in both directions, chosen at random."""
         for chain in ("INPUT", "OUTPUT"):
             self._rule(chain, "-m", "statistic", "--mode", "random", "--probability", str(share))
 
     def slow_down(self, megabits_per_s: float) -> None:
-        """Limit both directions to this rate; packets beyond a queue of 0.4 s are dropped."""
+        """Limit both directions to a rate; packets beyond a queue of 0.4 s are dropped."""
         limit = ("root", "tbf", "rate", f"{megabits_per_s}mbit", "burst", "32kbit", "latency", "400ms")
         _run("tc", "qdisc", "replace", "dev", self._near_device, *limit)
         _run(*self.prefix, "tc", "qdisc", "replace", "dev", self._far_device, *limit)

@@ -1,4 +1,7 @@
-"""A process that keeps a read transaction open: `python pinned_reader.py FOLDER`. Prints a line once it is open."""
+"""A process that keeps a read transaction open: `python pinned_reader.py FOLDER`.
+
+It prints a line once the transaction is open.
+"""
 
 import sys
 import time

@@ -1,6 +1,7 @@
-"""Read every value of a store with LMDB alone, without checks: `python read_by_lmdb_alone.py FOLDER`.
+"""Read every value of a store with LMDB only, without checks: `python read_by_lmdb_alone.py FOLDER`.
 
-The positive control of row 10: shows how a damaged file affects a program that trusts it.
+This is the positive control of row 10 of the fault matrix: it shows how a damaged file affects a program that trusts
+the file.
 """
 
 import sys

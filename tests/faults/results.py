@@ -1,9 +1,9 @@
-"""Results of the fault tests: markers, the recorder that tests write to, and the page made from it.
+"""Results of the fault tests: their markers, the recorder of the results, and the page made from the results.
 
 A test of the fault matrix carries `@pytest.mark.fault(row, injection)`. Its positive control, which is the same
-injection with the protection switched off, carries `@pytest.mark.fault(row, protection, control=True)`. Both may name
-required programs (`tools=("strace",)`), require root, and be limited to the full run (`full=True`). Controls always
-are, because they test the tests. LEEWAY_FAULTS=all selects the full run.
+injection with the protection switched off, carries `@pytest.mark.fault(row, protection, control=True)`. A marker may
+name required programs (`tools=("strace",)`), require root, and limit the test to the full run (`full=True`). Controls
+run only in the full run, because they test the tests. LEEWAY_FAULTS=all selects the full run.
 """
 
 import os
@@ -19,7 +19,7 @@ import pytest
 from tests.full import FULL
 
 PAGE = os.environ.get("LEEWAY_FAULTS_PAGE")
-"""File to which the table is written; None writes nothing."""
+"""File to which the table is written; if None, no table is written."""
 
 PACKAGES = {
     "strace": "strace",
@@ -36,7 +36,7 @@ PACKAGES = {
 
 @dataclass
 class Row:
-    """Row of one test."""
+    """The row of one test in the table of results."""
 
     row: int | str
     label: str
@@ -83,7 +83,7 @@ def _machine() -> str:
 
 
 def missing_tools(tools: Iterable[str]) -> str:
-    """Return which of these programs are missing and how to install them, or ''."""
+    """Return a text with the missing programs and the command that installs them; '' if no program is missing."""
     missing = [tool for tool in tools if shutil.which(tool) is None]
     packages = sorted({PACKAGES.get(tool, tool) for tool in missing})
     return f"needs {', '.join(missing)} (apt-get install {' '.join(packages)})" if missing else ""

@@ -46,9 +46,9 @@ FACTS = RunFacts(
 )
 CONFIG = BufferConfig()
 REQUEST_TIMEOUT_S = 1.0
-"""Request timeout of these tests' clients, in seconds; lost messages are sent again sooner."""
+"""Request timeout in seconds, shorter than in a run, so that test clients send lost messages again sooner."""
 MANY = FACTS.model_copy(update={"groups_per_step": 4096})
-"""Facts that lease 65,536 samples without a learner that draws."""
+"""Facts of a run whose actors can lease 65,536 samples while no learner draws."""
 
 Key = tuple[int, int]
 """Identifies a sample: (group, index)."""
@@ -75,11 +75,11 @@ class Service:
             folder: store folder.
             facts: facts of the run.
             config: config of the service.
-            entry: arguments of Python: the module, or a script that patches it first.
+            entry: arguments of Python: the module, or a script that patches the module first.
             host: address to bind; None for a Unix socket.
             environment: variables added to those of the test.
             log: file for stderr; by default beside the folder.
-            prefix: command prefix.
+            prefix: command that runs the command of the service.
         """
         self.folder, self.facts, self.config, self._prefix = folder, facts, config, prefix
         self._entry, self._environment, self._host = list(entry), environment or {}, host
@@ -89,7 +89,7 @@ class Service:
     def start(self, timeout_s: float = LIMIT_S) -> None:
         """Start the process and wait for its address."""
         self.launch()
-        # A thread, because a read from a pipe has no timeout.
+        # A thread reads the address, because a read from a pipe has no timeout.
         reader = threading.Thread(target=self._read_address, daemon=True)
         reader.start()
         reader.join(timeout_s)
@@ -222,8 +222,8 @@ class Load:
             num_actors: number of clients that push.
             num_completion_tokens: completion tokens of every trajectory.
             groups: number of groups that an actor leases and pushes at once.
-            pause_s: seconds between these; without pauses and a learner that draws, a load uses up all leases.
-            draws: whether the learner draws and finishes steps; otherwise it only publishes version 0.
+            pause_s: seconds between two lease requests; without pauses and draws, a load uses up all leases.
+            draws: whether the learner draws and finishes steps; if False, the learner only publishes version 0.
             keys: keys of the run's clients, if the service requires them.
         """
         self._facts, self._draws = facts, draws
@@ -310,7 +310,7 @@ class Load:
 
 
 class _Outcomes(list):
-    """(key, outcome) of every reply, and the time at which it arrived."""
+    """(key, outcome) of every reply, and the arrival time of the reply."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -326,13 +326,13 @@ class StoreContents:
     """Contents of a store."""
 
     keys: set[Key]
-    """Samples with a record that passes its checksum and holds the tokens that were pushed."""
+    """Samples with a record that passes its checksum."""
     num_duplicates: int
     """Number of records beyond the first record of each sample."""
     torn: list[str]
     """Descriptions of the records that differ from the pushed samples."""
     report: dict
-    """Report of `verify`."""
+    """Report of the check that `leeway buffer verify` runs."""
 
     @classmethod
     def read(cls, folder: Path) -> "StoreContents":

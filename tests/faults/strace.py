@@ -5,7 +5,8 @@ import subprocess
 from pathlib import Path
 
 COMMIT_CALLS = "pwrite64,writev,lseek,fdatasync"
-"""System calls of an LMDB commit: pages by pwrite64 or by lseek and writev, then fdatasync, then a meta page."""
+"""System calls of an LMDB commit, which writes pages by pwrite64 or by lseek and writev, calls fdatasync, and then
+writes a meta page."""
 
 
 class Strace:
@@ -41,7 +42,7 @@ class Strace:
 
     @property
     def injected_at_s(self) -> list[float]:
-        """Return the wall times of the calls that were made to fail."""
+        """Return the wall-clock times of the calls in which strace injected the fault."""
         return [float(line.split()[1]) for line in self._log.read_text().splitlines() if "(INJECTED)" in line]
 
     @property

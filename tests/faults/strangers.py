@@ -80,7 +80,7 @@ def send_bytes(address: str, data: bytes) -> None:
             while connection.recv(4096):
                 pass
         except OSError:
-            return  # closed while sending, or not closed in time
+            return  # the service closed the connection during the send, or left it open for 4 s
 
 
 def hold(host: str, port: int, count: int) -> None:

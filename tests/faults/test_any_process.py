@@ -1,7 +1,7 @@
 """Kill each process of a run in turn: the run recovers within a minute, or ends within a minute and reports the cause.
 
-For actors and engines, the bound is twice the start-up time of the run if that is longer than a minute: importing vLLM
-in two processes takes half a minute of CPU time on cores that the training processes use too.
+For actors and engines, the bound is a minute or twice the start-up time of the run, whichever is longer. An import of
+vLLM in two processes takes half a minute of CPU time, on cores that the training processes use too.
 """
 
 import json
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.timeout(900)
 
 BOUND_S = 60.0
 NUM_PROCESSES = 7
-"""Two actors, two stages, two services, and the ranker."""
+"""Number of processes of the run: two actors, two stages, two services, and the ranker."""
 STEPS_AFTER = 5
 """Steps after which a run counts as recovered, if all of its processes work."""
 

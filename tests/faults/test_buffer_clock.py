@@ -1,7 +1,7 @@
 """The wall clock of the service or of an actor jumps by a day, or stops.
 
 libfaketime changes only the wall clock (DONT_FAKE_MONOTONIC), as a clock step by hand or by NTP does. CLOCK_MONOTONIC
-never jumps on a running kernel, so faking it would test an impossible case.
+never jumps on a running kernel, so a jump of this clock would be an impossible case.
 """
 
 import subprocess
@@ -59,10 +59,10 @@ def clock(tmp_path):
 
 
 def lease_and_wait(load: Load, wait_s: float) -> tuple[str, float]:
-    """Lease one group, push its first sample after `wait_s`, and watch the rest expire.
+    """Lease one group, push its first sample after `wait_s`, and wait until the lease of the other samples expires.
 
     Returns:
-        The outcome of that sample, and the seconds from the lease request to the expiry.
+        The outcome of the pushed sample, and the seconds from the lease request to the expiry.
     """
     (client,) = load.actors
     failed = load.learner.status().result(60).failed_by_reason.get("lease expired", 0)

@@ -22,7 +22,7 @@ EARLY_ACKNOWLEDGEMENT = ("-m", "tests.world.service", "without_commit_before_ack
 
 
 def lost(folder, acknowledged) -> int:
-    """Return how many acknowledged samples the store lacks; all of them if it cannot be read."""
+    """Return how many acknowledged samples the store lacks; a store that cannot be read lacks all samples."""
     try:
         return len(acknowledged - StoreContents.read(folder).keys)
     except StoreError:
@@ -123,7 +123,7 @@ def paths(folder) -> list[str]:
 
 
 def is_killed(command: list[str], folder) -> bool:
-    """Start a service in this folder; return whether it is killed at the call. Kill it if it starts to serve."""
+    """Start a service; return whether strace kills it at a system call. Kill a service that starts to serve."""
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     with process.stdout:
         was_killed = not process.stdout.readline()
@@ -160,7 +160,7 @@ def kill_at(service, call: str, number: int, log) -> None:
 
 
 def cut_power(service, load, image, copy) -> set:
-    """Copy a consistent snapshot of the disk; return the samples acknowledged up to then."""
+    """Copy a consistent snapshot of the disk; return the samples that were acknowledged before the copy."""
     service.signal(signal.SIGSTOP)
     try:
         # Wait until the client has received the acknowledgements already sent: these samples must not be lost.
@@ -176,7 +176,7 @@ def cut_power(service, load, image, copy) -> set:
 def test_a_power_cut_loses_nothing_acknowledged(mounts, start_service, load_on, tmp_path, show):
     disk, image = mounts.ext4("disk", 128)
     service = start_service(disk / "buffer", facts=MANY)
-    # the pauses are needed: a faster load would use up its leases before the last cut
+    # without pauses, the load would use up its leases before the last cut
     load = load_on(service, draws=False, num_actors=1, groups=2, pause_s=0.02)
     chance = random.Random(3)
     num_acknowledged = []

@@ -30,7 +30,7 @@ PAGE = 4096
 
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory):
-    """Return (folder of a store of samples ready to draw, their keys); tests copy the folder before they damage it."""
+    """Return the folder of a store with samples that are ready to draw, and their keys; tests damage only copies."""
     folder = tmp_path_factory.mktemp("stored") / "buffer"
     service = Service(folder, MANY_STEPS)
     load = Load(service.address, facts=MANY_STEPS, num_completion_tokens=300, draws=False)
@@ -54,7 +54,7 @@ def copy(stored, tmp_path):
 
 
 def flip_bits(folder, num_flips: int, *, within=lambda value: (0, len(value))) -> set[int]:
-    """Flip one bit in each of `num_flips` records, at every place where LMDB keeps that value; return the records."""
+    """Flip one bit in each of `num_flips` records, in every copy of the record in the file; return the records."""
     store = Store(folder, None)
     try:
         values = store.read(lambda tx: {record: bytes(tx.records.view(record)) for (record,) in tx.records.all_keys()})
@@ -185,7 +185,7 @@ def zero(data: Path, page: int) -> None:
 
 
 def outcome(folder, facts, acknowledged) -> str:
-    """Open the store in a service; return 'refused', or the state of what it serves: 'whole' or 'damaged'."""
+    """Open the store in a service; return 'refused', or the state of the served store: 'whole' or 'damaged'."""
     process = subprocess.Popen(serving(folder, facts), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         address = process.stdout.readline()
@@ -238,7 +238,7 @@ def test_a_zeroed_page_is_refused_or_detected_and_never_crashes_the_service(stor
             outcomes[kind][outcome(copied, MANY_STEPS, acknowledged)] += 1
             shutil.rmtree(copied.parent)
     for kind in ("meta", "branch", "leaf"):
-        # A page of this type may be free: zeroing it does no damage.
+        # A page of this type may be free, and zeros in a free page do no damage.
         assert set(outcomes[kind]) <= {"refused", "whole"}, outcomes
         assert outcomes[kind]["refused"] or not FULL, outcomes
     show("; ".join(f"{kind} pages: {as_text(counts)}" for kind, counts in outcomes.items()))

@@ -68,7 +68,7 @@ def test_a_service_that_ignores_a_failed_fsync_loses_samples(start_service, load
 
 
 def rate_with_delay(service, count, delay_ms: int, log) -> float:
-    """Return acknowledgements per second while fdatasync takes `delay_ms` longer; strace is attached in any case."""
+    """Return acknowledgements per second while fdatasync takes `delay_ms` longer; strace is attached for any delay."""
     inject = f"fdatasync:delay_enter={delay_ms * 1000}" if delay_ms else ""
     strace = Strace(service.pid, log, trace="fdatasync", inject=inject)
     try:

@@ -102,7 +102,7 @@ def send(service, socket, frames) -> list[Envelope]:
 
 
 def last_answers(service, socket, client=malformed.CLIENT) -> list[Envelope]:
-    """Return the replies up to that of a new request; all messages sent before it have been processed."""
+    """Send a request and return all replies up to its own; all earlier messages have then been processed."""
     request = p.encode(LAST, p.StatusRequest(), run_id=service.facts.run_id, client=client)
     replies = send(service, socket, [request])
     while not any(reply.request_id == LAST for reply in replies):
@@ -173,7 +173,7 @@ def test_malformed_messages_hardly_slow_good_traffic(start_service, load_on, joi
         sender.wait(60)
     load.end()
     ratio = statistics.median(bad / good for bad, good in zip(rates[True], rates[False], strict=True))
-    assert ratio >= 0.7, "other load on the cores also slows good traffic; benchmarks/buffer.py measures it"
+    assert ratio >= 0.7, "other load on the cores may be the cause; benchmarks/buffer.py measures the ratio"
     show(f"good traffic at {ratio:.2f}x of its rate alone ({statistics.median(rates[False]):.0f} trajectories/s)")
 
 
@@ -186,7 +186,7 @@ def test_control_without_validation_damage_is_stored_or_crashes_the_service(
     client = join(service, malformed.NAME)
     socket, replies, num_sent = raw_socket(service), [], 0
     for lease in client.lease(500).result(60).leases:
-        # One lease per message, because a sample is stored once.
+        # Each message has its own lease, because a sample is stored only once.
         source = malformed.Source(MANY.run_id, client.epoch, seed=lease.lease_id, lease=lease, client=client._identity)
         socket.send_multipart(source.next("resealed_body").frames)
         num_sent += 1
@@ -305,7 +305,7 @@ def test_bombs_are_refused_within_a_millisecond(tmp_path, show):
 
 
 def _time_to_refuse(service, frames) -> float:
-    """Return the seconds of CPU time until a message is refused, in a transaction if it gets that far."""
+    """Return the CPU time in seconds in which the service refuses a message, before or during a transaction."""
     sent = []
     service._rpc.answer = lambda *outgoing: sent.append(outgoing)
 

@@ -33,7 +33,7 @@ def test_a_service_killed_under_load_loses_and_doubles_nothing_acknowledged(serv
             service.start()
         draw = learner.draw(step, step - 1, 0, FACTS.groups_per_step, 20.0)
         if step % 20 == 0:
-            # Killed between the draw and its reply, or just after: the client cannot distinguish these.
+            # The kill comes between the draw and its reply, or just after the reply: the client sees no difference.
             time.sleep(0.002)
             service.kill()
             service.start()

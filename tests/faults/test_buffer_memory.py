@@ -43,7 +43,7 @@ def start_limited(start_service, limit):
 
 
 def flood(service, start_actor, load_on, limit, stopped_s=None, **options) -> list[ActorProcess]:
-    """Limit memory just above that of the service; let actors send large trajectories while the service is stopped."""
+    """Limit memory to slightly more than the service uses, stop the service, and let actors send large trajectories."""
     actors = [
         start_actor(service, f"actor-{number}", groups=300, num_completion_tokens=8000, **options)
         for number in range(4)
@@ -51,7 +51,7 @@ def flood(service, start_actor, load_on, limit, stopped_s=None, **options) -> li
     for actor in actors:
         actor.wait_for("epoch")
     limit.allow(ROOM)
-    load_on(service, num_actors=0, draws=False)  # publishes, so that leases are granted
+    load_on(service, num_actors=0, draws=False)  # publishes a version, so that the service grants leases
     for actor in actors:
         actor.wait_for("lease")
     service.signal(signal.SIGSTOP)
@@ -71,7 +71,7 @@ def test_senders_wait_before_the_memory_of_the_service_is_used_up(start_limited,
     most, num_expected = 0, pick(1_000, 10_000)
     num_before, until = 0, time.monotonic() + STUCK_S
     while (num := sum(len(actor.events("committed")) for actor in actors)) < num_expected:
-        assert service.is_alive, f"it was killed after {num} trajectories"
+        assert service.is_alive, f"the service was killed after {num} trajectories"
         if num > num_before:  # the rate depends on the disk
             num_before, until = num, time.monotonic() + STUCK_S
         assert time.monotonic() < until, f"stuck at {num} trajectories for {STUCK_S:.0f} s"
@@ -88,7 +88,8 @@ def test_senders_wait_before_the_memory_of_the_service_is_used_up(start_limited,
 @pytest.mark.fault(28, "no credit", control=True, root=True)
 def test_control_without_credit_the_service_is_oom_killed(start_limited, start_actor, load_on, limit, show):
     service = start_limited(LARGE_INBOX)
-    # a short stop: after a longer one clients reconnect, and libzmq 4.3.5 may abort the service (zeromq/libzmq#4841)
+    # The stop is short: after a long stop, clients reconnect, and libzmq 4.3.5 may abort the service
+    # (zeromq/libzmq#4841).
     flood(service, start_actor, load_on, limit, stopped_s=2.0, bounded=False)
     assert service.wait(60) == -signal.SIGKILL
     show("the service was killed")
@@ -126,7 +127,7 @@ def test_leases_of_an_oom_killed_actor_are_issued_again(start_service, start_act
     limit.allow(1 * MIB)
     assert victim.process.wait(60) == -signal.SIGKILL
     outstanding = victim.leased - victim.acknowledged
-    assert outstanding, "it had no samples left: the test proves nothing"
+    assert outstanding, "the actor had no samples left: the test proves nothing"
     time.sleep(LEASE_TIMEOUT_S + 2.0)
     load.end()
     assert load.learner.status().result(60).ledger["in_flight"] == 0
@@ -134,5 +135,5 @@ def test_leases_of_an_oom_killed_actor_are_issued_again(start_service, start_act
     service.stop()
     kept = StoreContents.read(service.folder)
     kept.check(load.acknowledged | victim.acknowledged)
-    assert outstanding <= kept.keys, "its samples were not issued again"
+    assert outstanding <= kept.keys, "samples of the killed actor were not issued again"
     show(f"{len(outstanding)} samples issued again within {LEASE_TIMEOUT_S + 2:g} s, 0 lost")

@@ -142,7 +142,7 @@ def test_control_without_heartbeats_a_cut_link_is_not_detected(link, far_service
 
 @pytest.mark.fault(18, "no acknowledgements", control=True, **needs_link)
 def test_control_a_sender_without_acknowledgements_loses_messages_in_flight(link, far_service, load_on, show):
-    load = load_on(far_service, draws=False, num_actors=0)  # publishes, so that leases are granted
+    load = load_on(far_service, draws=False, num_actors=0)  # publishes a version, so that leases are granted
     client = BufferClient(far_service.address, run_id=MANY.run_id, role="actor", name="careless")
     client.connect()
     leases = client.lease(1000).result(60).leases
@@ -193,7 +193,7 @@ def test_packet_loss_of_10_percent_loses_nothing_and_does_not_grow_memory(link, 
     link.heal()
     end_and_check(load, far_service)
     assert dropped > 100
-    assert answered > 100, "work stopped"
+    assert answered > 100, "the actors pushed almost nothing"
     assert max(grown) <= 32 * MIB
     show(f"{dropped} packets lost, {answered / 20:.0f} trajectories/s acknowledged, 0 lost")
     show(f"memory of the service grew by {grown[0] // MIB} MiB")

@@ -26,7 +26,7 @@ def raylets(hosts) -> list[list[str]]:
 
 
 def wait_until_connected(hosts) -> None:
-    """Wait until the head is connected to the raylet of host FAST; a host lost before that is reported after 31 s."""
+    """Wait until the head is connected to the raylet of host FAST; before the connection, losses are reported late."""
     raylet = rf"{re.escape(hosts[FAST].address)}\]?:{PORT + 12}\b"
     established = ("ss", "-Htn", "state", "established")
     machines.wait_until("the head to connect", lambda: re.search(raylet, hosts[HEAD].inside(*established)), 30)
@@ -102,7 +102,7 @@ def test_up_rejoins_a_host_that_lost_power(cluster, hosts):
     output = cluster.up()
     assert f"{hosts[FAST].address}: up, in fast" in output
     after = raylets(hosts)
-    assert after[:FAST] == before[:FAST], "the others were disturbed"
+    assert after[:FAST] == before[:FAST], "raylets of other hosts were restarted"
     assert len(after[FAST]) == 1
     assert cluster.states() == {host.address: "up" for host in hosts}
 

@@ -1,4 +1,4 @@
-"""Runs across three hosts: as good as on one, also with packet loss, a slow network, or a cut of 30 s."""
+"""Runs across three hosts are as good as on one host, also with packet loss, a slow network, or a cut of 30 s."""
 
 import json
 import re

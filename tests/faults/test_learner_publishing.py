@@ -29,12 +29,12 @@ def test_training_continues_while_no_version_can_be_written_and_publishes_the_la
     ranks = run.start(None, {"full_disk": {"rank": rank, "until": str(freed)}}, num_steps=NUM_STEPS)
     run.wait_until(lambda: run.step == NUM_STEPS, "the last step")
     assert store.newest() is None, "a version without all of its parts exists"
-    assert [one.exit_code for one in ranks] == [None, None], "it exited without publishing its last version"
+    assert [one.exit_code for one in ranks] == [None, None], "a stage exited before it published the last version"
     freed.touch()
     assert run.finish(ranks) == [0, 0], run.logs()
     assert store.newest() == PolicyVersion(1, NUM_STEPS)
-    assert read(store.folder, PolicyVersion(1, NUM_STEPS)), "every tensor checked"
-    # two writes were started before the disk was found full; the last one is published at the end
+    assert read(store.folder, PolicyVersion(1, NUM_STEPS)), "`read` checks every tensor"
+    # two writes were started before the disk was found full; the last version is published at the end
     assert set(store.committed()) <= {PolicyVersion(1, version) for version in (0, 1, NUM_STEPS)}
     show(f"{NUM_STEPS} steps trained without room for weights; with room again, the last version is published")
 
@@ -65,7 +65,7 @@ def test_a_learner_that_publishes_every_version_stalls(run, show):
 
 
 def test_a_skipped_version_is_published_while_admission_waits_for_it(tmp_path):
-    """A step makes four versions, of which two are queued: the last one is skipped, but admission needs it."""
+    """A step makes four versions. Two wait to be written, so the last is skipped, but admission waits for the last."""
     run = LearnerRun(tmp_path / "bounded", updates_per_step=4)
     try:
         with RandomActor(run.address):

@@ -1,4 +1,4 @@
-"""A learner is repeatedly killed and resumed; its result is bit-identical to that of an uninterrupted learner.
+"""A learner is repeatedly killed and resumed; its result is bit-identical to the result of an uninterrupted learner.
 
 The batches of all steps are recorded beforehand, so no actor is needed and only the learner affects the result.
 """
@@ -34,13 +34,13 @@ KINDS = {
 
 
 class Recorded:
-    """A recorded buffer and the result of training on it."""
+    """A recorded buffer, and the result of training on its samples."""
 
     def __init__(self, folder: Path, kind: str, **config) -> None:
         self.algorithm, options, self.updates_per_step = KINDS[kind]
         # a redone step may batch other samples for scoring, and in float32 their packing changes the last bits
         exact = {"precision": "float64"}
-        # the tests below train other numbers of steps, on which a decaying learning rate would depend
+        # a decaying learning rate would depend on the number of steps, which differs between the tests below
         constant = {"lr_schedule": "constant"}
         self.config = {"num_steps": NUM_STEPS, "checkpoint_every": 2, **exact, **constant, **options, **config}
         self.folder = folder
@@ -72,7 +72,7 @@ class Recorded:
 
 
 def losses_of(run: LearnerRun) -> dict[int, tuple[float, int]]:
-    """Return the loss and version of every step; assert that redone steps agree."""
+    """Return the loss and version of every step; assert that a redone step has the same values as before."""
     first: dict[int, dict] = {}
     unlike: list[dict] = []
     for report in run.reports():
@@ -80,7 +80,7 @@ def losses_of(run: LearnerRun) -> dict[int, tuple[float, int]]:
         before = first.setdefault(step, report)
         unlike.append({name: (before.get(name), value) for name, value in report.items() if before.get(name) != value})
         assert not unlike[-1].keys() & {"loss", "version"}, (
-            f"step {step} differs when redone; differences of each report to the first of its step: {unlike}"
+            f"step {step} differs when redone; differences of each report from the first one of its step: {unlike}"
         )
     assert sorted(first) == list(range(1, max(first) + 1)), "a step was skipped"
     return {step: (report["loss"], report["version"]) for step, report in first.items()}
@@ -113,7 +113,7 @@ def recording(tmp_path_factory):
 
 @pytest.fixture
 def run_of(tmp_path):
-    """`run_of(recorded)`: a run on a copy of the recording, closed after the test."""
+    """`run_of(recorded)` makes a run on a copy of the recording; the run is closed after the test."""
     runs = []
 
     def start(recorded: Recorded) -> LearnerRun:
@@ -126,7 +126,7 @@ def run_of(tmp_path):
 
 
 def kill_at_random(run: LearnerRun, chance: random.Random) -> str:
-    """Let the ranks train for some steps, then kill all of them, the coordinator or another rank; return which."""
+    """Let the ranks train for some steps, then kill all ranks, the coordinator, or another rank; return the choice."""
     target = run.step + chance.randint(1, 3)
     run.wait_until(lambda: run.step >= target or run.ranks[-1].exit_code is not None, f"step {target}")
     time.sleep(chance.uniform(0, 0.04))
@@ -254,7 +254,7 @@ def test_all_ranks_exit_after_one_is_killed_and_a_restart_gives_the_same_result(
     for attempt in range(pick(1, 8)):
         recorded.start(run, as_script=as_script and attempt == 0, num_steps=NUM_STEPS + 1)
         target = run.step + chance.randint(1, 3)
-        # if a rank dies before the rendezvous, the others time out after COLLECTIVE_TIMEOUT_S
+        # if a rank dies before the rendezvous, the other ranks time out after COLLECTIVE_TIMEOUT_S
         run.wait_until(lambda: len(list(run.folder.glob("ready-*"))) == len(run.ranks), "the end of set-up", 180)
         run.wait_until(lambda: run.step >= min(target, NUM_STEPS), f"step {target}")  # noqa: B023
         time.sleep(chance.uniform(0, 0.04))
@@ -262,7 +262,7 @@ def test_all_ranks_exit_after_one_is_killed_and_a_restart_gives_the_same_result(
     for victim in (0, 1):
         recorded.start(run, num_steps=NUM_STEPS + 1)
         run.wait_until_ready()
-        # no batch is recorded for the step after this one, so all ranks wait
+        # no batch is recorded for the step after NUM_STEPS, so all ranks wait
         run.wait_until(lambda: run.step == NUM_STEPS, f"step {NUM_STEPS}")
         time.sleep(0.3)
         exited_s.append(seconds_to_exit(run, victim))
@@ -334,6 +334,6 @@ def flip_a_byte(checkpoint: Path) -> Path:
     content = bytearray(file.read_bytes())
     # the longest range without a zero byte holds numbers, not padding of the container
     start = max(content.split(b"\0"), key=len)
-    content[content.index(start) + len(start) // 2] ^= 0x01  # keeps a float32 finite, whichever byte it is
+    content[content.index(start) + len(start) // 2] ^= 0x01  # a float32 stays finite, whichever byte is changed
     file.write_bytes(content)
     return file

@@ -46,7 +46,7 @@ def test_a_run_trains_publishes_exports_and_resumes_where_it_stopped(start_run):
         store = WeightStore(run.folder / "weights")
         first = store.newest()
         assert first.version == 5
-        # tied weights stay one tensor on two stages in every step
+        # after every step, the tied weights on the two stages are equal
         files = [load_file(file) for file in sorted(store.version_folder(first).glob("*.safetensors"))]
         tensors = {name: tensor for file in files for name, tensor in file.items()}
         assert torch.equal(tensors["lm_head.weight"], tensors["model.embed_tokens.weight"])
@@ -70,7 +70,7 @@ def test_training_resumes_from_the_newest_checkpoint_after_a_kill(start_run):
         checkpoints = run.folder / "checkpoints"
         run.wait_until(lambda: checkpoints.exists() and list(checkpoints.glob("step-*")), "a checkpoint")
         ranks[0].kill()
-        # the coordinator detects a dead peer and names it
+        # the coordinator detects and reports a dead peer
         assert ranks[1].wait(60) != 0
         assert "StageLost" in run.log(1)
         newest = max(int(path.name.split("-")[1]) for path in checkpoints.glob("step-*"))
@@ -109,7 +109,7 @@ def test_each_update_makes_a_version_and_a_critic_is_saved_but_never_published(s
         run.train(algorithm, num_steps=3, **options)
         store = WeightStore(run.folder / "weights")
         first = store.newest()
-        # a version is skipped while two earlier ones are being written
+        # a version is skipped while two earlier versions are being written
         run.train(algorithm, {"flush_before_steps": 60}, num_steps=5, **options)
     reports = run.reports()
     assert [(report["step"], report["version"]) for report in reports] == [(n, 4 * n) for n in range(1, 6)]
@@ -120,7 +120,7 @@ def test_each_update_makes_a_version_and_a_critic_is_saved_but_never_published(s
     newest = store.newest()
     assert (first.version, newest) == (12, PolicyVersion(first.incarnation + 1, 20))
     manifest = store.manifest(newest)
-    # versions between the updates of a step are published too, unless earlier ones are still being written
+    # versions between the updates of a step are published too, unless earlier versions are still being written
     assert 16 < PolicyVersion.parse(manifest.parent).version < 20
     start = load_file(run.folder / "model" / "model.safetensors")
     published = {entry.name for entry in manifest.tensors}

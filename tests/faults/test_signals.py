@@ -16,8 +16,8 @@ from leeway.launch.errors import ExitStatus
 pytestmark = pytest.mark.timeout(600)
 
 BOUND_S = 25.0
-"""Seconds from the signal to the exit of the last process; job managers kill after 30 s. About half of it is
-imports in processes that start or report, so it differs between machines; the results page has all times."""
+"""Seconds from the signal to the exit of the last process; job managers kill after 30 s. About half of the time is
+imports in processes that start or report, so the time differs between machines; the results page has all times."""
 Send = Callable[[LiveRun, signal.Signals], None]
 
 
@@ -69,7 +69,7 @@ WAYS: dict[signal.Signals, tuple[Send, ...]] = {
 
 
 def seconds_to_end(run: LiveRun, send: Send, number: signal.Signals) -> float:
-    """Send the signal; return the seconds until the run ends. Assert that it wrote its report and no traceback."""
+    """Send the signal; return the seconds until the run ends. Assert that the run wrote a report and no traceback."""
     family = descendants(run.process)
     sent_s = time.monotonic()
     send(run, number)

@@ -1,4 +1,4 @@
-"""Row S: random mixes of faults in virtual time, for the policy alone and for the real rules of the buffer."""
+"""Row S of the fault matrix: random faults in virtual time, with only the policy and with the real buffer rules."""
 
 import pytest
 from tests.full import pick

@@ -1,4 +1,4 @@
-"""Unauthenticated clients at the sockets of a run are refused, without effect on authenticated ones."""
+"""Unauthenticated clients at the sockets of a run are refused, without effect on authenticated clients."""
 
 import contextlib
 import itertools
@@ -182,7 +182,7 @@ SERVICES = {"buffer": LockedBuffer, "weights": LockedWeights}
 
 @pytest.fixture
 def start_locked(tmp_path, keys_file, keys, load_on):
-    """Return `start_locked("weights")`, which starts a service that requires keys; it is closed after the test."""
+    """Return `start_locked("weights")`, which starts a service that requires keys and ends with the test."""
     running = []
 
     def start(name, kind=None):
@@ -201,7 +201,7 @@ def is_answered(address: str, options: dict, message: bytes, within_s: float) ->
         for name, value in options.items():
             setattr(socket, name, value)
         socket.connect(address)
-        with contextlib.suppress(zmq.Again):  # it was refused before the send
+        with contextlib.suppress(zmq.Again):  # the service may refuse before the send
             socket.send(message, zmq.NOBLOCK)
         return bool(socket.poll(int(within_s * 1000)))
 
@@ -223,7 +223,7 @@ def test_unauthenticated_clients_are_refused_without_effect_on_good_traffic(name
     service.check(strangers.pickled(trap))
     assert not trap.exists(), "unpickled code was run"
     lines = [line for line in service.log.splitlines() if "key is not of this run" in line]
-    assert 1 <= len(lines) <= 2 + (time.monotonic() - began) // 60, "logged at most once a minute, and at the end"
+    assert 1 <= len(lines) <= 2 + (time.monotonic() - began) // 60, "refusals are logged once a minute, and at the end"
     assert "127.0.0.1" in lines[0]
     everything = service.log.encode()
     shown = [
@@ -268,7 +268,7 @@ def test_slow_sockets_are_closed_and_good_traffic_continues(name, start_locked, 
                 cut_off_s.append(wait_until(lambda: process.num_fds() < at_rest + 50, "the cut-off", CUT_OFF_S))
             before, began = service.progress, time.monotonic()
             wait_until(lambda before=before: service.progress > before + 10, "good traffic meanwhile")
-            if FULL:  # not in the short run, whose two measurements on shared cores are too few
+            if FULL:  # the short run has only two measurements, too few on shared cores
                 time.sleep(1.5)
                 rates[is_slow].append((service.progress - before) / (time.monotonic() - began))
             most = max(most, process.num_fds())

@@ -60,7 +60,7 @@ def test_actors_see_only_whole_versions_of_a_repeatedly_killed_learner(tmp_path:
                 if newest is None or (seen and newest <= seen[-1]):
                     time.sleep(0.001)
                     continue
-                # at full speed, retention may remove a version before it is read; no other error may occur
+                # retention may remove a version before the test reads the version; no other error may occur
                 check_whole(puller, newest)
                 num_deltas += check_deltas(folder, newest, tmp_path / "out")
                 seen.append(newest)

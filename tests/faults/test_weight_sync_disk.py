@@ -69,7 +69,7 @@ class Reader:
     def _fetch(self, puller: Puller, version: PolicyVersion) -> None:
         try:
             staged = puller.fetch(version)
-        except WeightsGone:  # removed by retention
+        except WeightsGone:  # retention removed the version
             return
         with staged:
             found = read(staged.folder, version)
@@ -117,7 +117,7 @@ def test_publishing_waits_for_space_and_readers_keep_the_old_version(num_stages:
     assert reader.errors == []
     assert reader.fetches == sorted(reader.fetches)
     assert all(stage.waiting_for == "" for stage in stages)
-    publish(4)  # removes version 1, which the reader held open while 3 was committed
+    publish(4)  # removes version 1, which the reader held open while version 3 was committed
     for stage in stages:
         stage.close()
     assert WeightStore(folder).committed() == [v(3), v(4)]
@@ -218,7 +218,7 @@ def test_a_damaged_delta_makes_no_file_and_the_whole_file_is_used(tmp_path: Path
         except WeightsCorrupt:
             assert not out.exists()
         else:
-            # the changed byte is unused, as in the header of a compressed frame
+            # the changed byte has no effect: the header of a compressed frame has unused bytes, for example
             assert out.read_bytes() == (folder / "0.1" / file).read_bytes()
             out.unlink()
     with Puller.of_folder(folder, DTYPE).fetch(v(1)) as staged:
@@ -241,7 +241,7 @@ def publish_two(folder: Path) -> list[dict[str, torch.Tensor]]:
 
 
 def damage(folder: Path, chance: random.Random) -> None:
-    """Flip one bit of the safetensors file or of the manifest, truncate one of them, or remove it."""
+    """Choose the safetensors file or the manifest, and flip one of its bits, truncate it, or remove it."""
     path = folder / chance.choice([file_name(0, DTYPE), MANIFEST_NAME])
     data = bytearray(path.read_bytes())
     at = chance.randrange(len(data))

@@ -83,7 +83,7 @@ def test_the_next_actor_of_a_host_resumes_the_transfer_of_a_killed_one(folder, s
             assert waiting.wait(60) == 0
             took_s = time.monotonic() - began
         again = wire.sent_bytes - total - 2 * document_bytes(folder)
-        first.start()  # the context manager ends a running process; this one fetches everything again
+        first.start()  # the context manager can end only a running process; this process fetches everything again
     assert again <= 2 * WINDOW_BYTES
     show(f"{again / CHUNK_BYTES:.1f} of {total / CHUNK_BYTES:.0f} chunks fetched twice, {took_s:.1f} s to the end")
 
@@ -173,7 +173,7 @@ def test_replayed_replies_are_never_accepted_for_later_requests(folder, service,
         puller.newest()
         puller.fetch(v(0)).close()
         publish(folder, 1, **SIZE)
-        replays.append(None)  # from here on, stale replies arrive before each current reply
+        replays.append(None)  # after this line, stale replies arrive before each current reply
         wait_until(lambda: puller.newest() == v(1), "the newer version")
         with puller.fetch(v(1)) as staged:
             assert_holds(staged, 1, **SIZE)
@@ -182,7 +182,7 @@ def test_replayed_replies_are_never_accepted_for_later_requests(folder, service,
 
 
 def replay_all(wire: Wire) -> list:
-    """Record all replies; once the returned list contains None, send old ones before each new one."""
+    """Record all replies; once the returned list contains None, send recorded replies before each new reply."""
     kept: list = []
     delay = wire._delay
 
@@ -235,7 +235,7 @@ def test_a_stage_killed_in_its_upload_leaves_no_version_and_the_next_one_resumes
         with Process("publish", wire.address, 0) as stage:
             wait_until(lambda: sum(received) > 10 * CHUNK_BYTES, "a part of the upload")
             stage.kill()
-            stage.start()  # the same learner again, as a supervisor does: it resumes its upload
+            stage.start()  # restarts the stage, as a supervisor does; the stage resumes its upload
             wait_until(lambda: sum(received) > 40 * CHUNK_BYTES, "more of the upload")
             stage.kill()
             assert WeightStore(folder).newest() is None
@@ -251,7 +251,7 @@ def test_a_stage_killed_in_its_upload_leaves_no_version_and_the_next_one_resumes
     with Puller.of_folder(folder, "float32").fetch(v(1, 1)) as staged:
         assert_holds(staged, 1, **SIZE)
     document = (folder / "0.0" / "part-0.json").stat().st_size + document_bytes(folder)
-    # each of two kills loses a window in flight; each of three processes may resend one after a reordering
+    # each of two kills loses a window in flight; each of three processes may resend a window after a reordering
     assert again <= document + (2 + 3) * WINDOW_BYTES
     show(f"2 kills, {max(0, again - document) / CHUNK_BYTES:.0f} of {total / CHUNK_BYTES:.0f} chunks uploaded twice")
 

@@ -1,4 +1,4 @@
-"""Real runs with failing weight transfers: they continue within the lag bound and report what happened."""
+"""Real runs with failing weight transfers continue within the lag bound and report the failures."""
 
 import itertools
 import json
@@ -45,7 +45,7 @@ def outstanding(ledger: dict[str, int]) -> int:
 
 
 def samples_of_epoch(run: LiveRun, actor: str, epoch: int) -> list[dict]:
-    """Return the samples of one process of an actor; epochs number its processes."""
+    """Return the samples of one process of an actor; `epoch` is the number of the process, from 1 on."""
     return [each for each in run.trajectories() if (each["actor"], each["epoch"]) == (actor, epoch)]
 
 
@@ -68,7 +68,7 @@ def damage_an_unseen_version(run: LiveRun, stops: ExitStack) -> tuple[PolicyVers
     """Stop the stages after a version that no actor has fetched, and damage that version.
 
     Returns:
-        The version and the tensor. The stages stay stopped until `stops` closes.
+        The version and the name of the damaged tensor. The stages stay stopped until `stops` closes.
     """
     store = WeightStore(run.folder / "weights")
     for _ in range(20):
@@ -86,7 +86,7 @@ def damage_an_unseen_version(run: LiveRun, stops: ExitStack) -> tuple[PolicyVers
 
 
 def stop_at_work(run: LiveRun, actor: int) -> ExitStack:
-    """Stop an actor that has leases until these are issued again; it continues when the returned stack closes."""
+    """Stop an actor until its leases are issued again; the actor continues when the returned stack closes."""
     for _ in range(10):
         failed = run.ledger()["failed"]
         with ExitStack() as stops:
@@ -131,7 +131,7 @@ def test_a_run_stays_within_its_lag_bound(start_run, show, max_lag, max_actor_la
     trained = [each["lag"] for each in run.trajectories() if each["lag"] is not None]
     assert len(trained) == 120 * GROUPS_PER_STEP * GROUP_SIZE
     assert 0 < max(trained) <= summary["lag_max"] <= max_lag
-    assert (summary["overlap_frac"] > 0.1) == overlaps, "no overlap if max_actor_lag equals max_lag"
+    assert (summary["overlap_frac"] > 0.1) == overlaps, "phases overlap unless max_actor_lag equals max_lag"
     assert summary["ledger_gap"] == 0
     show(
         f"max_lag = {max_lag}, max_actor_lag = {max_actor_lag}: 120 steps, greatest lag {summary['lag_max']}, mean "
@@ -177,7 +177,7 @@ def test_stopped_stages_a_damaged_version_and_a_stopped_actor_keep_the_lag_bound
     assert (summary["ledger_gap"], summary["lag_max"] <= 4) == (0, True)
     assert summary["failed_by_reason"].get("lease expired", 0) > 0, summary["failed_by_reason"]
     later = [each for each in run.trajectories() if each["actor"] == "actor-1" and each["started_s"] > continued_s]
-    assert later, "it generated nothing after it continued"
+    assert later, "the actor generated nothing after it continued"
     assert min(each["spans"][0]["version"] for each in later) >= newest.version - 1
     assert not run.events("restart")
     show(

@@ -1,7 +1,7 @@
 """A weight service, a puller and a stage as processes that can be killed, and a proxy that changes messages.
 
 As a program: `python -m tests.faults.weight_processes serve FOLDER`, `... pull ADDRESS STAGING VERSION NAME` or
-`... publish ADDRESS INCARNATION`; all use small chunks, so that a transfer takes many.
+`... publish ADDRESS INCARNATION`. Each program uses small chunks, so that a transfer has many chunks.
 """
 
 import signal
@@ -97,12 +97,13 @@ class Wire(Proxy):
         """Bytes of message bodies that the service sent."""
 
     def _delay(self, target: zmq.Socket, frames: list[bytes]) -> None:
-        head = 2 if target is self._front else 1  # identity and header, or header
+        # number of frames before the body: identity and header to clients, only the header to the service
+        head = 2 if target is self._front else 1
         if target is self._front:
             self.sent_bytes += sum(map(len, frames[head:]))
         if self._chance.random() < self._flips:
             self.num_flipped += 1
-            # the last frame is the body if there is one
+            # the last frame is the body, or the header of a message without a body
             data = bytearray(frames[-1])
             data[self._chance.randrange(len(data))] ^= 1 << self._chance.randrange(8)
             frames = [*frames[:-1], bytes(data)]
@@ -126,7 +127,7 @@ def _pull(address: str, staging_dir: str, version: str, name: str) -> None:
 
 
 def _publish(address: str, incarnation: str) -> None:
-    # a long timeout, so that a loaded machine does not cause requests to be sent again
+    # the timeout is long, so that a loaded machine does not cause requests to be sent again
     sink = WeightClient(address, RUN, "stage-0", role="learner", chunk_bytes=CHUNK_BYTES, resend_s=30.0)
     print("connected", flush=True)
     publish(sink, 0, incarnation=int(incarnation), **SIZE)

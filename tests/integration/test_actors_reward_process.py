@@ -1,6 +1,6 @@
 """Reward processes: a hang, a crash or an allocation failure fails only its own sample and is reported.
 
-The processes are real, because only they can be killed; tests/unit/test_actors_rewards.py covers their scheduling.
+The processes are real, because fakes cannot be killed; tests/unit/test_actors_rewards.py covers the scheduling.
 """
 
 import asyncio
@@ -215,7 +215,7 @@ def problem(answer="42"):
     ],
 )
 async def test_a_faulty_reward_fails_only_its_own_sample(scorer, caplog, completion, reason):
-    # the limit also applies to the valid samples, which take longer on busy cores
+    # the time limit also applies to the valid samples, which take longer on busy cores
     scores = await scorer(timeout_s=5.0 if "took longer" in reason else 20.0)
     bad = completion.split(", ")
     completions = ["42", *bad, "41"]
@@ -322,7 +322,7 @@ async def test_a_reward_without_network_cannot_connect(scorer, has_network):
 
 
 async def test_a_kernel_that_cannot_cut_the_network_is_an_error_at_start(scorer, tmp_path):
-    # simulate a kernel that forbids namespaces: only root could forbid them
+    # simulate a kernel that forbids namespaces, because only root could forbid namespaces in the real kernel
     site = tmp_path / "sitecustomize.py"
     site.write_text("import ctypes\nCDLL = ctypes.CDLL\n" + REFUSES)
     with pytest.MonkeyPatch.context() as patch:
@@ -466,7 +466,7 @@ task.rewards = [{rewards}]
 
 @pytest.fixture
 def check(tmp_path):
-    """Return `check(*names)`, which starts `leeway check-reward` on these functions; it is killed after the test."""
+    """Return `check(*names)`, which starts `leeway check-reward` on functions; the process is killed after the test."""
     started = []
 
     def start(*names, limit=5.0):
@@ -482,7 +482,7 @@ def check(tmp_path):
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
-                # shells make background jobs ignore SIGINT, possibly including these tests
+                # a shell lets background jobs ignore SIGINT, and these tests may run in a background job
                 preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             )
         )

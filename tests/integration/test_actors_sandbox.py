@@ -1,6 +1,6 @@
 """Programs written by a model: their limits and their cleanup.
 
-Processes and namespaces are real, because only the kernel enforces these limits.
+Processes and namespaces are real, because only the kernel enforces the limits.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from tests.world.waiting import bound, wait_until
 
 @pytest.fixture(params=[True, False], ids=["isolated", "limits only"])
 def is_isolated(request, monkeypatch):
-    """Run the test with kernel isolation, and again as on a kernel without it."""
+    """Run the test once with kernel isolation, and once as on a kernel without isolation."""
     try_way = code._try
     if not request.param:
         monkeypatch.setattr(code, "_try", lambda rule, way: "no" if way.isolated else try_way(rule, way))
@@ -57,7 +57,7 @@ NODE = "from dataclasses import dataclass\n@dataclass\nclass Node:\n    v: int\n
         ("import mmap\nshared = mmap.mmap(-1, 12 * 2**30)", ["assert shared"], {"memory_mib": 64}, 0.0),
         ("print(int(input()) + 1)", [{"input": "1", "output": "2"}, {"input": "2", "output": "3 \n\n"}], {}, 1.0),
         ("import numpy\nprint(numpy.ones(3).sum())", [{"output": "3.0"}], {}, 1.0),
-        # one thread takes 60 to 80 MiB depending on the CPU; a second takes about 35 more
+        # a program with one thread takes 60 to 80 MiB, depending on the CPU; a second thread takes about 35 MiB more
         ("import numpy\nprint(1)", [{"output": "1"}], {"memory_mib": 88}, 1.0),
         ("import os\nos._exit(0)", ["assert False"], {}, 0.0),
         ("print(1); raise SystemExit(3)", [{"output": "1"}], {}, 0.0),
@@ -216,7 +216,7 @@ def test_an_isolated_program_has_no_network_no_other_processes_and_no_other_file
             "kill": f"import os\nos.kill({os.getpid()}, 0)",
             "mount": "import ctypes\nassert ctypes.CDLL(None).mount(b'none', b'/', None, 0x1020, None) == 0",
         }
-        if not os.statvfs("/proc/sys").f_flag & os.ST_RDONLY:  # read-only in some containers
+        if not os.statvfs("/proc/sys").f_flag & os.ST_RDONLY:  # /proc/sys is read-only in some containers
             attempts["namespace"] = "import ctypes\nassert ctypes.CDLL(None).unshare(0x10000000) == 0"
         passed = {name: rewards(f"{source}\nprint(1)", [{"output": "1"}]) for name, source in attempts.items()}
     assert passed == dict.fromkeys(attempts, 0.0)

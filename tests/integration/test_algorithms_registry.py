@@ -1,6 +1,7 @@
 """The algorithm registry, and user-defined algorithms as in docs/algorithms/README.md and examples/.
 
-As a script, this file trains with such an algorithm: `python -m tests.integration.test_algorithms_registry FOLDER`.
+As a script, this file trains one step with a user-defined algorithm:
+`python -m tests.integration.test_algorithms_registry FOLDER`.
 """
 
 import datetime
@@ -356,7 +357,7 @@ def test_a_user_defined_baseline_weighs_the_sequences(tmp_path):
     (tmp_path / "mine.py").write_text("def centred(inputs, rewards_B):\n    return rewards_B - rewards_B.mean()\n")
     (tmp_path / "run.toml").write_text(TOML + '[algorithm]\ntype = "off_policy_ppo"\nbaseline = "mine.py:centred"\n')
     config = load_config(tmp_path / "run.toml").algorithm
-    assert config.needs.separable is None, "its inputs are unknown"
+    assert config.needs.separable is None, "the inputs of a user's baseline are unknown"
     inputs = make_inputs()
     fresh = replace(inputs, proximal_logprobs_T=inputs.logprobs_T, behaviour_logprobs_T=inputs.logprobs_T)
     advantage_B = inputs.rewards_B - inputs.rewards_B.mean()

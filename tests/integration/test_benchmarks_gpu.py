@@ -22,7 +22,7 @@ LACKING = (
     "reasoning_gym",
     "gguf",
 )
-"""Packages that a bare GPU machine may lack; other steps or parts of Leeway need them."""
+"""Packages that a bare GPU machine may lack; only other benchmark steps or other parts of Leeway need them."""
 BLOCKER = f"""
 from importlib.machinery import PathFinder
 

@@ -72,7 +72,7 @@ def path_of(address) -> Path:
 
 @pytest.fixture
 def home(tmp_path, monkeypatch):
-    """Create a folder with a short path and access for all users, which also holds temporary files."""
+    """Create a folder with a short path and access for all users; temporary files are also in this folder."""
     short = Path("/tmp") / f"leeway-doors-test-{os.getpid()}"
     short.mkdir(mode=0o755)
     (short / "tmp").mkdir()

@@ -10,8 +10,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 FAKES = {
-    # `leeway`: on SIGTERM, works for 0.5 s more and writes a checkpoint if its Ray is still alive then; if its folder
-    # has a file `slow`, the step never ends, and it stops on the second SIGTERM
+    # The fake `leeway` works for 0.5 s after a SIGTERM, and then writes a checkpoint if its Ray is still alive. If its
+    # folder has a file `slow`, the step never ends, and the fake stops on the second SIGTERM.
     "leeway": """#!/usr/bin/env bash
 end() {
   signals=$((signals + 1))
@@ -26,13 +26,13 @@ trap end TERM
 touch training
 while true; do sleep 0.1; done
 """,
-    # `python -m leeway.launch.cluster_nodes`: a head that lists this machine
+    # The fake `python -m leeway.launch.cluster_nodes` prints the output of a head whose cluster is this machine.
     "python": "#!/usr/bin/env bash\necho '127.0.0.1 up 4 0'\n",
 }
 
 
 class Alone:
-    """A separate checkout whose cluster runs on this machine; its Ray is a sleeping process."""
+    """A separate checkout whose cluster runs on this machine; a sleeping process replaces Ray."""
 
     def __init__(self, folder: Path) -> None:
         self.checkout = folder

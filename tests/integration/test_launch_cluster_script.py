@@ -1,4 +1,4 @@
-"""launch/cluster.sh with fake hosts: its calls and its errors; and launch/cluster_host.sh, its script on a host."""
+"""Calls and errors of launch/cluster.sh with fake hosts, and calls of launch/cluster_host.sh, its script on a host."""
 
 import os
 import re
@@ -209,7 +209,7 @@ def test_an_interrupt_reaches_only_its_run_and_no_process_with_a_reused_pid(host
     try:
         for run, process in (("a.1", ours), ("a.3", others)):
             (tmp_path / "state" / "ray-6379" / f"run-{run}.pid").write_text(f"{process.pid}\n")
-        time.sleep(0.1)  # until both run `sleep`
+        time.sleep(0.1)  # waits until both processes run `sleep`
         for run in ("a.3", "a.4", "a.1"):
             assert host("interrupt", run).returncode == 0
         assert ours.wait(60) == -signal.SIGTERM

@@ -1,4 +1,4 @@
-"""Ray as a run starts it: signals reach the launcher, and its session is private and removed with it."""
+"""Ray as a run starts it: signals reach the launcher, and the session of Ray is private and removed at the end."""
 
 import json
 import os
@@ -89,7 +89,7 @@ def found():
 
 def test_a_signal_after_the_start_reaches_the_launcher_and_not_ray(found):
     assert found["stopped"]
-    assert found["alarm_s"] == 0, "Ray's C++ handler received it first and exits after 3 s"
+    assert found["alarm_s"] == 0, "Ray's C++ handler received the signal and exits in 3 s"
 
 
 def test_processes_of_ray_and_roles_block_the_signals_for_the_launcher(found):
@@ -137,7 +137,7 @@ def test_the_session_of_a_killed_launcher_is_removed_and_that_of_a_live_one_stay
     for name in names | {"session_latest", "other"}:
         (folder / name / "logs").mkdir(parents=True)
     host.make_sessions_folder()
-    assert len([*folder.iterdir()]) == 4, "a session just written to, maybe in another container, was removed"
+    assert len([*folder.iterdir()]) == 4, "a session that another container may use was removed"
     monkeypatch.setattr(host, "_QUIET_S", -1.0)
     assert not host._is_quiet(folder / "session_gone_1"), "a session removed by another launcher counts as quiet"
     assert host.make_sessions_folder() == folder

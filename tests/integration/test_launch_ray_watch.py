@@ -72,7 +72,7 @@ def test_a_dead_process_of_ray_is_named_with_its_log(watching, store, children, 
 
 def test_all_processes_of_ray_are_ended_and_no_others(watching, store, children, tmp_path):
     watch = watching(address_of(store), tmp_path)
-    # like a multiprocessing server started after Ray was imported: its command line contains a path of Ray
+    # The command line of a multiprocessing server contains a path of Ray if the server starts after an import of Ray.
     code = f"import time; sys_path = ['{tmp_path}/site-packages/ray/thirdparty_files']; time.sleep(60)"
     other = subprocess.Popen([sys.executable, "-c", code])
     watch.end_all()
@@ -86,7 +86,7 @@ def test_a_remote_gcs_ends_the_run_only_if_it_stays_unreachable(watching, store)
     now_s = [0.0]
     watch = watching(address_of(store), Path("logs"), clock=lambda: now_s[0])
     for now_s[0] in (10.0, 40.0):
-        watch.check()  # reached both times
+        watch.check()  # the GCS is reachable both times
     address = store.getsockname()
     store.close()
     now_s[0] = 60.0

@@ -1,4 +1,4 @@
-"""SIGTERM to an actor's process, under a Ray that does not block it, as on a cluster. Needs the real Ray."""
+"""SIGTERM to an actor's process, under a real Ray that does not block the signal, as on a cluster."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Weights & Biases online: a missing login or network is one prompt sentence and leaves no process."""
+"""Weights & Biases online: without a login or network, a launch promptly prints one sentence and leaves no process."""
 
 import json
 import os

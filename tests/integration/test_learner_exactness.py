@@ -73,7 +73,7 @@ SHORT_SHAPE = (2, 2)
 
 @dataclass(frozen=True)
 class Split:
-    """One way to run the step. The result may depend on family and algorithm, but on nothing else."""
+    """One way to run the step. The result depends only on the family and the algorithm."""
 
     family: str
     schedule: str

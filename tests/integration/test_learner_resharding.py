@@ -14,7 +14,7 @@ from tests.unit.test_learner_checkpoints import CONFIG, CRITIC_MODEL, make_model
 from tests.world.learner import make_networks, run_ranks, single_rank, weights_of
 
 SHAPES = [(2, 2), (1, 4), (1, 2)]
-"""(replicas, stages) of the processes; the first one writes the checkpoint; the others and this process restore it."""
+"""(replicas, stages) of the processes; the first shape writes the checkpoint, and the others restore it."""
 
 
 def one_rank(folder: Path, mesh: Mesh) -> None:

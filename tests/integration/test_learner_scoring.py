@@ -1,4 +1,4 @@
-"""The reference scores the samples of a step on two stages, and the scores are stored."""
+"""The reference model scores the samples of a step on two stages, and the buffer stores the scores."""
 
 import time
 
@@ -28,7 +28,7 @@ def actor(run):
 
 
 def samples(actor, num_groups):
-    """Return groups of synthetic samples of an actor before they are pushed."""
+    """Return groups of synthetic samples that the actor has not pushed yet."""
     random, found = np.random.default_rng(0), []
     while len(found) < num_groups:
         leases = actor.lease(num_groups - len(found)).result(60).leases
@@ -55,7 +55,7 @@ def check(run, pushed, models):
 
 
 def train_step(run, actor, **start):
-    """Train one step on all samples and return them."""
+    """Train one step on all samples and return the samples."""
     run.start(num_steps=1, **start)
     pushed = [sample for group in samples(actor, GROUPS_PER_STEP) for sample in group]
     for sample in pushed:

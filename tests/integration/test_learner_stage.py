@@ -1,4 +1,4 @@
-"""A stage: timeouts when it waits for other ranks, its device, and which errors count as a lost rank."""
+"""A stage of the learner: timeouts of waits for other ranks, the device, and errors that count as a lost rank."""
 
 import os
 import threading
@@ -48,7 +48,7 @@ def test_rounded_weights_are_published_if_all_actors_serve_bfloat16(tmp_path, dt
     assert published == [(3, rounded)]
 
 
-# --- waiting for the others -----------------------------------------------------------------------
+# --- waiting for other ranks ----------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def events(monkeypatch):
 
     def train_step(*_, **__):
         seen.append("step")
-        raise KeyboardInterrupt  # ends the test run here
+        raise KeyboardInterrupt  # ends the stage after one step
 
     policy = SimpleNamespace(exported_tensors=dict, dtype=torch.float32)
     networks = SimpleNamespace(policy=policy)
@@ -161,7 +161,7 @@ HINTS = "\nCUDA kernel errors might be asynchronously reported at some other API
     ],
 )
 def test_a_hardware_fault_counts_as_a_failed_gpu_and_a_bug_does_not(tmp_path, message, is_fault):
-    """The messages are those of CUDA as raised by torch; no GPU is used."""
+    """The messages are CUDA errors as raised by torch; no GPU is used."""
     error = torch.AcceleratorError(message + HINTS)
 
     def fail():

@@ -57,7 +57,7 @@ CASES = {
 
 
 SHAPES = [(1, 1), (2, 2), *([(1, 2)] if FULL else ())]
-"""Replicas and stages."""
+"""(replicas, stages) of each run of the step."""
 WITHOUT_STAGES = CASES if FULL else ("balance", "ppo", "ppo-several", "ppo-epochs", "model")
 """Cases that a single process trains: enough that `make test` runs each path through the step once."""
 SPLITS = [(name, shape) for shape in SHAPES for name in CASES if shape != (1, 1) or name in WITHOUT_STAGES]
@@ -79,7 +79,7 @@ def one_rank(folder: Path, mesh: Mesh) -> None:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> Path:
-    """Train every case by one process, by two stages, and by two replicas of them."""
+    """Train every case in each of the `SHAPES`: with one process, and with several replicas and stages."""
     folder = tmp_path_factory.mktemp("exactness")
     make_models(folder)
     run_ranks("tests.integration.test_learner_step", folder, SHAPES)

@@ -1,6 +1,6 @@
 """Several teachers: each scores its own prompts, and a mixed batch has the scores and gradient of the unsplit models.
 
-Runs in float64 on one and on two stages, with one pass and with two passes; two passes use offloaded teachers.
+The tests run in float64 on one and on two stages, with one pass and with two passes, which use offloaded teachers.
 """
 
 from pathlib import Path
@@ -24,7 +24,7 @@ from tests.world.learner import SEED, TEMPERATURE, build, make_networks, make_ro
 ALGORITHM = DistillationConfig()
 MODELS = {
     "student": LlamaConfig(**SHAPE, tie_word_embeddings=True),
-    # other families, widths and depths
+    # the teachers differ from the student in family, width or depth
     "math": Qwen3Config(**{**SHAPE, "hidden_size": 24, "num_hidden_layers": 3}, tie_word_embeddings=False),
     "code": Gemma2Config(**{**SHAPE, "num_hidden_layers": 2}, sliding_window=8, query_pre_attn_scalar=4),
 }
@@ -94,7 +94,7 @@ def unsplit(folder) -> dict[str, torch.Tensor]:
             by_teacher = [torch.cat([logprobs_of(models[name], row) for row in rows]) for name in TEACHERS]
             own = [logprobs_of(models[TEACHERS[TEACHER_OF_PROMPT[row.prompt_id]]], row) for row in rows]
         reference_T = torch.cat(own).float()
-        assert all((reference_T - each).abs().max() > 1 for each in by_teacher), "one teacher gives these scores"
+        assert all((reference_T - each).abs().max() > 1 for each in by_teacher), "a single teacher gives all scores"
         leaves = Leaves(torch.cat([logprobs_of(models["student"], row) for row in rows]))
         inputs = build(rows, 0, 300).loss_inputs(leaves, leaves, reference_T.double())
         loss_for(ALGORITHM)(type(inputs)(**{**vars(inputs), "logprobs_T": leaves.logprobs_T})).loss.backward()

@@ -1,7 +1,7 @@
 """The rule `math` on numbers in the notations that models write, against values known by construction.
 
-A pair is built from a value: the row's answer is one notation of it, and the completion holds a notation of the same
-value or of another one. The test never parses numbers, so the rule is checked against arithmetic and not itself.
+A pair is built from a value: the row's answer is one notation of this value, and the completion holds a notation of the
+same or of another value. The test never parses numbers, so arithmetic decides what the rule should return.
 """
 
 import random
@@ -134,7 +134,7 @@ LATEX = (
 
 
 def notation_of(value, chance, forms):
-    """Return one notation, with its sign."""
+    """Return one notation of the value, with its sign."""
     while True:
         text = chance.choice(forms)(value, chance)
         if text:

@@ -14,7 +14,7 @@ from leeway.algorithms.off_policy_ppo import OffPolicyPPOConfig
 from leeway.algorithms.registry import loss_for
 
 DTYPES = st.sampled_from([torch.float32, torch.float64])
-# two values are equal, nearly equal, or differ by up to 10^4, which exp cannot represent
+# two values are equal, nearly equal, or differ by up to 10^4, so that exp of the difference overflows
 LOGPROBS = st.sampled_from([0.0, -1e-7, -0.5, -1.0, -19.0, -21.0, -95.0, -1e4]) | st.floats(-5.0, 0.0)
 VALUES = st.sampled_from([0.0, 1.0, -1e6]) | st.floats(-2.0, 2.0)
 REWARDS = {
@@ -25,7 +25,7 @@ REWARDS = {
 
 @st.composite
 def batches(draw, dtypes=DTYPES) -> LossInputs:
-    """Draw groups of one or more, empty completions, equal or extreme rewards, in either precision and any order."""
+    """Draw sequences in groups of any size, with empty completions and extreme rewards, in any precision and order."""
     dtype = draw(dtypes)
     lengths = draw(st.lists(st.integers(0, 4), min_size=1, max_size=7))
     num_sequences, num_tokens = len(lengths), sum(lengths)
@@ -89,7 +89,7 @@ def test_equal_float32_rewards_give_exactly_zero_gradients(inputs):
         if config.type != "trajectory_balance" and getattr(config, "kl_beta", 0) == 0:
             leaf_T = level.logprobs_T.clone().requires_grad_()
             batch = replace(level, logprobs_T=leaf_T)
-            if config.type == "oapl":  # otherwise the loss pulls towards the behaviour policy
+            if config.type == "oapl":  # removes the pull towards the behaviour policy
                 batch = replace(batch, behaviour_logprobs_T=level.logprobs_T)
             loss = loss_for(config)(batch).loss
             assert torch.autograd.grad(loss, leaf_T)[0].abs().sum() == 0, config

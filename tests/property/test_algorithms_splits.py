@@ -14,7 +14,7 @@ VOCABULARY = 5
 
 
 class Model(nn.Module):
-    """Smallest model with shared parameters: log-probability and value of each token from the previous token."""
+    """A tiny model with shared parameters, which predicts log-probability and value from the previous token."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -52,16 +52,16 @@ def splits(draw):
 def test_any_split_into_micro_batches_has_the_gradient_of_the_whole_batch(split):
     inputs, (previous_T, token_T), part_B, model = split
     for name, config in CONFIGS.items():
-        # the loss of the whole batch, with the graph of the model
+        # compute the loss of the whole batch through the graph of the model
         logprobs_T, values_T = model(previous_T, token_T)
         loss_for(config)(replace(inputs, logprobs_T=logprobs_T, values_T=values_T)).loss.backward()
         whole = model.take_gradients()
-        # pass 1, and the gradient of the loss with respect to its inputs
+        # run pass 1, and compute the gradient of the loss with respect to its inputs
         with torch.no_grad():
             leaves = [each.requires_grad_() for each in model(previous_T, token_T)]
         loss = loss_for(config)(replace(inputs, logprobs_T=leaves[0], values_T=leaves[1])).loss
         coefficients = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
-        # pass 2 on one micro-batch after the other
+        # run pass 2 on one micro-batch after the other
         for part in range(4):
             mine_T = part_B[inputs.sequence_T] == part
             outputs = model(previous_T[mine_T], token_T[mine_T])

@@ -99,7 +99,7 @@ class ScheduledBuffer(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(NAMES), leave_out=st.integers(0, 1), is_newest=st.booleans())
     def work(self, name, leave_out, is_newest):
-        """Generate the samples of all new leases of the actor, or all but one per lease, with any valid version."""
+        """Generate all samples of the actor's new leases, or all but one sample per lease, with any valid version."""
         self.lease(name, 100)
         for lease, epoch in self.leases[name]:
             if epoch != self.epochs[name]:
@@ -145,7 +145,7 @@ class ScheduledBuffer(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(NAMES), goes_on=st.booleans(), is_newest=st.booleans(), data=st.data())
     def requeue(self, name, goes_on, is_newest, data):
-        """Requeue some samples of one of the latest leases, some of them with tokens."""
+        """Requeue some samples of one of the latest leases, some samples with tokens."""
         if not self.leases[name]:
             return
         lease, epoch = data.draw(st.sampled_from(self.leases[name][-6:]))
@@ -184,9 +184,9 @@ class ScheduledBuffer(RuleBasedStateMachine):
 
     @rule()
     def restart_learner(self):
-        # Groups of abandoned versions must all be used soon after the redone steps: too many, so some are dropped.
+        # Groups of abandoned versions must be used soon after the redone steps. Too many exist, so some are dropped.
         self.rolled_back |= self.checkpoint[1] < self.version + self.num_applied
-        # A redone step may take updates that were skipped before: the lag of groups admitted after it then grows.
+        # A redone step may take updates that were skipped before. The lag of groups admitted after the step then grows.
         self.rolled_back |= self.skipped
         self.skipped = False
         self.learner_restarted = True

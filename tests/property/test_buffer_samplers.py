@@ -150,7 +150,7 @@ class Replay(RuleBasedStateMachine):
         last = version + self.updates_per_step - 1
         assert all(last - group.oldest_effective(state) <= self.bound for group in groups)
         records = [record for group in groups for record in group.records if record in reply.record_ids]
-        assert records == reply.record_ids, "a draw has whole groups, in their order"
+        assert records == reply.record_ids, "a draw has whole groups, with samples in order"
         if step not in before:
             assert all(set(np.array(group.records)[group.usable()]) <= set(records) for group in groups)
 

@@ -52,7 +52,7 @@ def test_sequences_stay_whole_and_a_micro_batch_holds_each_prompt_once(shapes, r
     assert sorted(np.concatenate(packed.members)) == list(range(len(rows)))
     for m, (members, bounds, places) in enumerate(zip(packed.members, packed.bounds, packed.places, strict=True)):
         if not len(members):
-            assert (bounds.tolist(), places.tolist()) == ([0, 1], [0]), "attention needs one sequence"
+            assert (bounds.tolist(), places.tolist()) == ([0, 1], [0]), "attention needs at least one sequence"
             continue
         np.testing.assert_array_equal(packed.tokens_ML[m, places], np.concatenate([rows[i] for i in members]))
         np.testing.assert_array_equal(np.diff(bounds), [len(rows[i]) for i in members])
@@ -73,7 +73,7 @@ def test_every_replica_has_the_micro_batches_that_the_schedule_requires(shapes, 
     assert rest == 0
     assert per_replica >= rule.min_micro_batches
     assert per_replica % rule.multiple == 0
-    # of any two micro-batches of best fit, one is more than half full; otherwise best fit would have merged them
+    # of any two micro-batches, one is more than half full, because best fit merges two micro-batches that fit together
     needed = 2 * sum(map(len, rows)) // rule.token_budget + 1
     most = max(-(-needed // rule.num_replicas), rule.min_micro_batches)
     assert per_replica < most + rule.multiple
@@ -88,7 +88,7 @@ def test_units_stay_whole_if_they_fit_and_one_pass_is_not_slower_than_two(shapes
     packed = pack(rows, [prompt for prompt, _ in shapes], rule, unit_B)
     fits = np.bincount(unit_B, list(map(len, rows))).max() <= rule.token_budget
     if packed.unit == "sequence":
-        # otherwise the length of a unit does not determine its cost
+        # under these conditions, the length of a unit determines its cost
         if fits and not rule.cost.per_token_squared and len({prompt for prompt, _ in shapes}) == len(shapes):
             lengths_U = np.bincount(unit_B, list(map(len, rows))).astype(int)
             whole = [lengths_U[units].sum() for units in plan(lengths_U.tolist(), rule.cost.of(lengths_U), rule)]

@@ -1,6 +1,6 @@
 """Whole runs in one process under virtual time: thousands of seeds, each of which keeps every invariant.
 
-Actors stop, are killed, join late, continue as zombies and receive weights late, twice, out of order or not at all.
+Actors stop, are killed, join late, continue after their replacement, and receive weights late, repeatedly or never.
 Messages are lost, sent again and reordered. The learner is killed, resumes from a checkpoint, and skips updates and
 publications. The buffer service restarts. The invariants are in `tests.simulation.witness`.
 """
@@ -75,7 +75,7 @@ def test_an_invariant_breaks_without_this_check(name):
     mutation = MUTATIONS[name]
     failed = mutation.first_failure()
     assert failed.invariant == mutation.breaks
-    mutation.run(failed.seed)  # with the check, the same schedule passes
+    mutation.run(failed.seed)  # the same schedule passes with the check
 
 
 ALSO_IN_BUFFER = ["admission ignores the capacity", "any request may start", "only the first update of a step counts"]

@@ -31,7 +31,7 @@ def pairs(draw):
     change = generator.integers(1, 256, size, dtype=np.uint8)
     change[generator.random(size) >= draw(st.sampled_from([0.0, 0.002, 0.02, 0.3, 1.0]))] = 0
     if draw(st.booleans()):
-        # as in practice: only the low bits of a value change, which are in its first byte
+        # in practice, only the low bits of a value change, which are in its first byte
         change[np.arange(size) % item_bytes > 0] = 0
     return (old ^ change).data, old.data, item_bytes
 
@@ -76,7 +76,7 @@ def test_a_cut_or_changed_blob_is_refused_or_decodes_to_the_right_size(pair, pos
         found = decode_delta(encoding, memoryview(spoiled), old, item_bytes)
     except WeightsCorrupt:
         return
-    # the content may be wrong: the checksum detects this later
+    # the content may be wrong; its checksum detects the damage later
     assert len(found) == len(new)
 
 

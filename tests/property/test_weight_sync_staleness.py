@@ -18,7 +18,7 @@ def contracts(draw):
 
 
 class Run:
-    """The theorem's model of a learner and its groups."""
+    """Model of a learner and its groups that satisfies the premises of the theorem."""
 
     def __init__(self, contract, capacity):
         self.contract = contract
@@ -76,7 +76,7 @@ def test_no_trained_token_exceeds_the_bound_if_the_premises_hold(contract, moves
 
 @given(contract=contracts())
 def test_one_group_above_the_capacity_can_exceed_the_bound(contract):
-    """In the worst case, the bound holds at the capacity and fails with one more group."""
+    """In the worst case, the bound holds at the capacity and fails with one group more than the capacity."""
     for extra in (0, 1):
         run = Run(contract, contract.capacity() + extra)
         # The worst case: the newest weights and the groups are as old as the contract allows.
@@ -209,9 +209,9 @@ DUE = st.lists(st.integers(-2, 4), max_size=5)
 def test_a_step_waits_only_for_open_groups_that_benefit(chosen, left, still_open):
     waits = held_back(chosen, left, still_open, 2)
     for place in waits:
-        assert 0 <= still_open[place] < max(chosen), "older than a chosen group, and not yet stale"
+        assert 0 <= still_open[place] < max(chosen), "the group is older than a chosen one, and not stale"
     if not waits:
-        # Waiting for an open group cannot help: it would save no late group, or no group is late.
+        # No wait would help: each open group is due no earlier than the chosen groups, or after every late group.
         others = sorted(due for due in [*left, *still_open] if due >= 0)
         late = [due for i, due in enumerate(others) if due < 1 + i // 2]
         assert all(due >= max(chosen) or due > max(late, default=-1) for due in still_open if due >= 0)

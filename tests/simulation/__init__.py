@@ -2,7 +2,7 @@
 
 knobs       Knobs and Faults: the settings and fault rates that a seed determines
 world       World: the processes, the messages between them, and the scheduler
-seeds       `simulate`: the run of one seed, and totals over many
+seeds       `simulate`: the run of one seed, and totals over many seeds
 actor       SimActor: leases, starts and finishes samples, pulls weights
 learner     SimLearner: draws, trains, publishes, writes checkpoints
 shelf       Shelf: the published versions, in increasing order

@@ -11,11 +11,16 @@ from tests.simulation.world import NUM_EVENTS
 
 
 def main() -> None:
-    """Run the seeds of the command line; stop at a failure, with its trace."""
+    """Run the seeds of the command line; stop at the first failure, whose message has the trace."""
     parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
     parser.add_argument("--seeds", type=int, default=1, help="number of seeds")
-    parser.add_argument("--depth", choices=("policy", "system"), default="policy", help="a plain dict, or BufferCore")
+    parser.add_argument(
+        "--depth",
+        choices=("policy", "system"),
+        default="policy",
+        help="'policy': buffer as a dictionary; 'system': real buffer",
+    )
     parser.add_argument("--events", type=int, default=NUM_EVENTS, help="random events per seed")
     parser.add_argument("--trace", action="store_true", help="print every event")
     args = parser.parse_args()

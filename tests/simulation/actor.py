@@ -28,7 +28,7 @@ class Sample:
     index: int
     oldest: PolicyVersion
     newest: PolicyVersion
-    """Versions of its first and last token."""
+    """Versions of the first (`oldest`) and of the last token (`newest`)."""
 
 
 class Tokens(NamedTuple):
@@ -43,7 +43,7 @@ Prefixes = dict[tuple[int, int], Tokens]
 
 
 class Leased(p.LeaseGrant, frozen=True):
-    """Leases with the partial samples that belong to them."""
+    """Leases, and the partial samples that belong to these leases."""
 
     prefixes: Prefixes = msgspec.field(default_factory=dict)
 
@@ -59,7 +59,7 @@ class Held:
 
 
 class SimActor:
-    """Leases, starts, finishes and pushes samples; pulls weights."""
+    """An actor that leases, starts, finishes and pushes samples, and pulls weights."""
 
     def __init__(self, world: World, name: str, process_number: int) -> None:
         self.world = world
@@ -79,7 +79,7 @@ class SimActor:
         """Lease, sample index, and the version of the first token."""
 
     def act(self) -> None:
-        """Take one random action: the first possible one after a random start in the list."""
+        """Take one random action: the first possible action in the list from a random position on."""
         moves = [*self._moves, SimActor.requeue] if self.world.faults.requeued else self._moves
         first = int(self.world.random.random() * len(moves))
         for turn in range(len(moves) - 1):
@@ -89,7 +89,7 @@ class SimActor:
     # --- leases -----------------------------------------------------------------------------------
 
     def request_leases(self) -> bool:
-        """Request leases, unless a reply is due or the actor is full."""
+        """Request leases, unless a reply is pending or the actor holds `MAX_GROUPS` groups."""
         num_groups = MAX_GROUPS - len(self.held)
         if self.is_waiting or num_groups <= 0 or (self.was_refused and self.world.random.random() < 0.7):
             return False
@@ -177,7 +177,7 @@ class SimActor:
         return self.served >= prefix.newest
 
     def requeue(self) -> bool:
-        """Requeue some samples of a lease with their tokens, or only save these and continue."""
+        """Requeue some samples of a lease with their tokens, or only save the tokens and continue."""
         random, world = self.world.random.random, self.world
         if not self.held or not world.happens(world.faults.requeued):
             return False
@@ -207,7 +207,7 @@ class SimActor:
         offered = newest
         if world.happens(world.faults.late_weights):
             if world.random.random() < 0.3:
-                self.newest_seen = max(self.newest_seen, newest)  # seen, but its transfer fails the checksum
+                self.newest_seen = max(self.newest_seen, newest)  # the transfer of a seen version fails its checksum
                 return True
             offered = world.shelf.any(world.random) or newest
         self.newest_seen = max(self.newest_seen, offered)

@@ -1,7 +1,7 @@
-"""The buffer as a dictionary of groups: the policy alone.
+"""The buffer as a dictionary of groups, which contains only the staleness policy.
 
-It applies the rules of `leeway.buffer.leases`, `draws` and `steps` that concern lag and progress, for single use in
-FIFO order, with the same `StalenessContract`.
+`Book` applies the rules of `leeway.buffer.leases`, `draws` and `steps` that concern lag and progress, for single use in
+FIFO order, with the same `StalenessContract` as the real buffer.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ class Book:
             self._close_lease(group)
 
     def renew(self, name: str, epoch: int, lease_ids: list[int]) -> list[int]:
-        """Extend leases; return the lost ones."""
+        """Extend leases; return the lost leases."""
         lost = []
         for lease_id in lease_ids:
             group = self._leases.get(lease_id)
@@ -241,7 +241,7 @@ class Book:
             self._published = new if self._published is None else max(self._published, new)
 
     def draw(self, step: int, version: int, incarnation: int, allowed: int | None) -> list[list[Key]] | None:
-        """Return the samples of each group of the step; None if it has to wait."""
+        """Return the samples of each group of the step; None if the step has to wait."""
         self._check_incarnation(incarnation)
         self._allowed = allowed
         draw = self._draws.get(step)
@@ -289,7 +289,7 @@ class Book:
         return num_pending + sum(1 for group in self._groups.values() if not group.pending)
 
     def waiting_for(self) -> str:
-        """Return the state for a trace."""
+        """Return the state of the buffer as text for a trace."""
         ages = {group.id: (self._age(group), group.is_open, group.pending) for group in self._groups.values()}
         return f"version {self._version}, published {self._published}, groups (age, open, pending) {ages}"
 

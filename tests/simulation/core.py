@@ -1,7 +1,8 @@
 """The real buffer: `BufferCore` over a real LMDB environment, in one write transaction per seed.
 
-The transaction is aborted at the end, so nothing is synced. Between two requests, all state that the service
-keeps in memory for one turn is flushed and discarded, as in a commit.
+The transaction is aborted at the end, so nothing is synced. The real service answers all requests of one turn in one
+transaction. In the simulation, each request is a turn: the state in memory is flushed and discarded between requests,
+as in a commit.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ class CoreBuffer:
         self.close = self._turns.abort
 
     def hello(self, name: str, session: str) -> int:
-        """Open an epoch; a repeated hello returns the same one."""
+        """Open an epoch; a repeated hello returns the same epoch."""
         first, again = (self._buffer.hello(name, session) for _ in range(2))
         assert first == again
         return first.epoch
@@ -137,7 +138,7 @@ class CoreBuffer:
         self._buffer.answer(message, bytes(schema.encode(rows, RUN)))
 
     def renew(self, name: str, epoch: int, lease_ids: list[int]) -> list[int]:
-        """Extend leases; return the lost ones."""
+        """Extend leases; return the lost leases."""
         return self._buffer.ask(p.Renew(name, epoch, lease_ids), p.RenewReply).lost
 
     def begin(self, session: str, version: int, step: int) -> int:
@@ -145,7 +146,7 @@ class CoreBuffer:
         return self._buffer.ask(p.BeginIncarnation(session, version, step), p.IncarnationReply).incarnation
 
     def draw(self, step: int, version: int, incarnation: int, allowed: int | None) -> list[list[Key]] | None:
-        """Return the samples of each group of the step; None if it has to wait."""
+        """Return the samples of each group of the step; None if the step has to wait."""
         num_groups = self._buffer.facts.groups_per_step
         answer = self._buffer.answer(p.DrawRequest(step, version, incarnation, num_groups, 0.0, allowed))
         if answer is None:
@@ -181,7 +182,7 @@ class CoreBuffer:
         return self._turns.read(lambda tx: sum("uninformative" in g.sample_states for _, g in tx.groups.all_items()))
 
     def waiting_for(self) -> str:
-        """Return the state for a trace."""
+        """Return the state of the buffer as text for a trace."""
         return self._turns.read(self._describe)
 
     def _describe(self, tx: Transaction) -> str:
@@ -194,7 +195,7 @@ class CoreBuffer:
 
 
 def _trajectory(sample: Sample) -> Trajectory:
-    """Return the trajectory that an actor sends: of one version, or of two if weights changed in flight."""
+    """Return the trajectory that an actor sends, with tokens of one version, or of two if weights changed in flight."""
     spans = [VersionSpan(sample.oldest, 0, 4)]
     if sample.newest != sample.oldest:
         spans = [VersionSpan(sample.oldest, 0, 2), VersionSpan(sample.newest, 2, 4)]

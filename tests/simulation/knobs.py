@@ -11,24 +11,24 @@ from leeway.common.staleness import StalenessConfig, StalenessContract
 
 
 class Knobs(NamedTuple):
-    """The settings that determine lag; letters as in docs/staleness.md."""
+    """The settings that determine lag, with their letters in docs/staleness.md."""
 
     max_lag: int
-    """L."""
+    """L: maximum lag of a token, in versions."""
     max_actor_lag: int
-    """A."""
+    """A: maximum number of versions that an actor is behind the published weights."""
     publish_every: int
-    """P."""
+    """P: number of versions from one publication to the next."""
     updates_per_step: int
-    """M."""
+    """M: number of updates per step."""
     groups_per_step: int
-    """G."""
+    """G: number of groups per step."""
     group_size: int
-    """K."""
+    """K: number of samples per group."""
     on_stale: Literal["drop", "wait"]
     num_actors: int
     own_actor_lag: int
-    """A as the actors compute it: larger if it is unset in their config and a step has several updates."""
+    """A as the actors compute it, which is larger if their config does not set A and a step has several updates."""
     refill: float = 0.0
     """`buffer.refill_uninformative`; ignored at depth "policy", which has no rewards."""
 
@@ -44,14 +44,14 @@ class Knobs(NamedTuple):
 
 
 class Faults(NamedTuple):
-    """Fault rates: the chance of each fault per occasion; 0 disables it."""
+    """Fault rates: the chance of each fault per occasion; 0 disables the fault."""
 
     deaths: float = 0.0
     """A process is killed and restarted."""
     stalls: float = 0.0
-    """A process is stopped for a while; if it is replaced meanwhile, it continues as a zombie."""
+    """A process is stopped for a while; a process that is replaced meanwhile continues as a zombie."""
     copies: float = 0.0
-    """A message arrives twice, or its reply is lost and it is sent again."""
+    """A message arrives twice, or its reply is lost and the message is sent again."""
     late_weights: float = 0.0
     """An actor receives a version that is not the newest, or one that fails its checksum."""
     skips: float = 0.0

@@ -68,14 +68,14 @@ class SimLearner:
         return 0 if self.lag_control == "tight" else None
 
     def on_draw(self, arguments: object, groups: list[list[Key]] | None) -> None:
-        """Store the batch, or note that it has to be requested again."""
+        """Store the batch, or note that the batch has to be requested again."""
         self.is_waiting = False
         self.was_refused = groups is None
         if groups is not None:
             self.batch, self.num_updates, self.began_at = groups, 0, self.version
 
     def update(self) -> None:
-        """Take one update of the step; the last one finishes it."""
+        """Take one update of the step; the last update finishes the step."""
         world = self.world
         if not world.happens(world.faults.skips):
             keys = [key for group in self.batch for key in group]
@@ -105,7 +105,7 @@ class SimLearner:
     on_finish = on_published = on_durable = on_report
 
     def checkpoint(self) -> None:
-        """Write a checkpoint; draws since the oldest kept one stay recorded."""
+        """Write a checkpoint; draws since the oldest kept checkpoint stay recorded."""
         if not (self.batch or self.unconfirmed or self.is_waiting):
             world = self.world
             world.checkpoints = [*world.checkpoints, (self.step, self.version)][-NUM_KEPT:]
@@ -120,12 +120,12 @@ class SimLearner:
             self.queue.append(PolicyVersion(self.incarnation, self.version))
 
     def publish_skipped(self) -> None:
-        """Publish a skipped version, unless a step or another publication will do so."""
+        """Publish a skipped version, unless a step or a publication is in progress."""
         if self.world.publishes_skipped and not (self.batch or self.queue):
             self.publish()
 
     def commit(self) -> None:
-        """Commit a version and report it; exit if another learner has committed a newer one."""
+        """Commit and report a version; exit if another learner has committed a newer version."""
         if not self.queue:
             return
         version = self.queue.pop(0)

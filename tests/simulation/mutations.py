@@ -1,8 +1,8 @@
 """Mutations of the policy: each check disabled in turn, with the invariant that then breaks.
 
-A mutation is tested only if it breaks exactly one invariant, which is named beside it: "bound", "wait", "room",
-"actor_lag", "min_version", "abandoned", "spans" or "engine" of `witness`, "progress" of `world`, or "last line", the
-check by which the learner itself refuses stale tokens.
+Each mutation breaks exactly one invariant and names this invariant: "bound", "wait", "room", "actor_lag",
+"min_version", "abandoned", "spans" or "engine" of `witness`, "progress" of `world`, or "last line", the check by which
+the learner itself refuses stale tokens.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class Mutation(NamedTuple):
     breaks: str
     """Name of the invariant that breaks."""
     seeds: range = range(20_000)
-    """Seeds to try; the first one that fails is enough."""
+    """Seeds to try until one seed fails."""
     knobs: Knobs | None = None
     """Settings that make a rare combination of faults likely, together with `faults`; None to use those of the seed."""
     faults: Faults = NO_FAULTS
 
     def run(self, seed: int, env: Environment | None = None) -> Outcome:
-        """Run one of its seeds."""
+        """Run one seed with the settings and faults of the mutation."""
         if self.knobs is None:
             return simulate(seed, env)
         return simulate_with(seed, self.knobs, self.faults, env)

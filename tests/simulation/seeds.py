@@ -1,4 +1,4 @@
-"""Run one seed, or many."""
+"""Run the simulation with one seed or with many seeds."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def simulate(
 
     Args:
         seed: seed of all random choices.
-        env: LMDB environment of the real buffer; None for depth "policy", without it.
+        env: LMDB environment of the real buffer; None for depth "policy", which has no real buffer.
         num_events: random events before the steps without faults.
         trace: record every event.
 
@@ -104,7 +104,7 @@ def simulate_with(
     num_events: int = NUM_EVENTS,
     trace: bool = False,
 ) -> Outcome:
-    """Run one seed with these settings as `simulate` does; run a failing one again to record its trace."""
+    """Run one seed with these settings as `simulate` does; run a failing seed again to record its trace."""
     lines: list[str] | None = [] if trace else None
     broken: Broken | None = None
     num_rounds = 0

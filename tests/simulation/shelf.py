@@ -1,4 +1,4 @@
-"""The weight protocol, reduced to its order: versions are committed one by one, each newer than the last."""
+"""The weight protocol, reduced to its order: versions are committed one by one, each newer than the previous one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Shelf:
         self.versions: list[PolicyVersion] = []
 
     def commit(self, version: PolicyVersion) -> bool:
-        """Commit a version; return False if it is not newer than the newest (of a learner that was replaced)."""
+        """Commit a version; return False for an old version, which only a replaced learner commits."""
         if self.versions and version <= self.versions[-1]:
             return False
         self.versions.append(version)
@@ -25,7 +25,7 @@ class Shelf:
 
     @property
     def newest(self) -> PolicyVersion | None:
-        """Return the newest version; None before the first."""
+        """Return the newest version; None before the first commit."""
         return self.versions[-1] if self.versions else None
 
     def any(self, random: Random) -> PolicyVersion | None:

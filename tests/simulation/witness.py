@@ -1,4 +1,4 @@
-"""A record of what happened, and checks that it was allowed. Nothing here uses the policy's code.
+"""A record of the events of a run, and checks that the events were allowed. No code of the policy is used.
 
 The lag of a token is computed from two records of the simulation: the version that the engine served when it sampled
 the token, and the version from which every later learner resumed.
@@ -32,7 +32,7 @@ class Key(NamedTuple):
 
 
 def reward_of(key: Key) -> float:
-    """Return the reward of a sample: 1 for one in three."""
+    """Return the reward of a sample, which is 1 for one in three samples."""
     return float(crc32(repr(key).encode()) % 3 == 0)
 
 
@@ -51,7 +51,7 @@ class Witness:
         self._knobs = knobs
         spare = knobs.max_lag - knobs.max_actor_lag - (knobs.publish_every - 1) + 1
         self._capacity = spare // knobs.updates_per_step * knobs.groups_per_step
-        """(S + 1) * G."""
+        """Maximum number of outstanding groups: (S + 1) * G in docs/staleness.md."""
         self.grants: dict[int, Granted] = {}
         """Every lease as it was first granted; the same reply may be repeated after a learner restart."""
         self.starts: list[tuple[int, int, int]] = []
@@ -60,9 +60,9 @@ class Witness:
         """Version that sampled the first token of each sample."""
         self.committed: set[Key] = set()
         self.steps: dict[Key, set[int]] = {}
-        """Steps that used the sample, without those undone by a learner restart."""
+        """Steps that used the sample, without the steps that a learner restart undid."""
         self.drawn: dict[int, list[list[Key]]] = {}
-        """Groups of each step, as last drawn."""
+        """Groups of each step in its last draw."""
         self.num_set_aside = 0
         """Groups of equal rewards set aside up to the last draw of a step."""
         self.greatest_lag = -1
@@ -100,7 +100,7 @@ class Witness:
             raise Broken("actor_lag", f"a request started on {served} although {seen} was seen")
 
     def resumed(self, newest: PolicyVersion, served: PolicyVersion) -> None:
-        """Record that a sample resumed after tokens of this version."""
+        """Record that a sample with tokens of version `newest` resumed on version `served`."""
         if served < newest:
             raise Broken("spans", f"a sample resumed on {served} after a token of {newest}")
 
@@ -119,7 +119,7 @@ class Witness:
             self.committed.add(key)
 
     def effective(self, sampled: PolicyVersion) -> int:
-        """Return the version that counts for lags: at most the one from which any later learner resumed."""
+        """Return the version that counts for lags: at most the lowest version from which a later learner resumed."""
         return min([sampled.version, *(version for number, version, _ in self.starts if number > sampled.incarnation)])
 
     def lag(self, keys: Sequence[Key], version: int) -> int:
@@ -146,7 +146,7 @@ class Witness:
     def step_drawn(self, step: int, groups: list[list[Key]], num_set_aside: int) -> None:
         """Record a drawn or redone step, with the number of uninformative groups set aside since the run began.
 
-        A step may have an uninformative group only after as many were set aside as the refill limit allows.
+        A step may contain an uninformative group only after the refill limit of the step is reached.
         """
         if self.drawn.get(step) == groups:
             return

@@ -1,4 +1,4 @@
-"""The processes, the messages between them, and the scheduler."""
+"""A simulated run: its processes, the messages between the processes, and the scheduler."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ NUM_EVENTS = 100
 NUM_FINAL_STEPS = 1
 """Steps that must be finished after all faults are disabled."""
 FINAL_ROUNDS = 40
-"""Maximum number of 5 s rounds for these steps, enough to lease an expired group again; multiplied by 1 + refill, since
-groups that are set aside take further rounds."""
+"""Maximum number of rounds of 5 s for the final steps, which suffices to lease an expired group again. The number is
+multiplied by 1 + refill, because groups that are set aside take more rounds."""
 
 
 class Buffer(Protocol):
@@ -82,7 +82,7 @@ class World:
         """Chance that an actor does not renew its leases when it could."""
         self.checkpoints = [(0, 0)]
         self.reached = (0, 0)
-        """The last step that any learner finished, and its newest version."""
+        """The last step and the newest version that any learner reached."""
         self.num_processes = 1
         self.learner = SimLearner(self, 0)
         self.actors = [self.new_actor(f"actor-{i}") for i in range(1 + int(self.random.random() * knobs.num_actors))]
@@ -98,11 +98,11 @@ class World:
 
     @staticmethod
     def is_newer(offered: PolicyVersion, served: PolicyVersion) -> bool:
-        """Return whether an engine may change from one version to the other."""
+        """Return whether an engine may change from version `served` to version `offered`."""
         return offered > served
 
     def record_progress(self, learner: SimLearner) -> None:
-        """Record a new version or a finished step; those of a replaced learner are already abandoned."""
+        """Record a new version or a finished step; versions and steps of a replaced learner count as abandoned."""
         self.reached = max(self.reached[0], learner.step), max(self.reached[1], learner.version)
         self.witness.rolled_back |= learner is not self.learner
 
@@ -120,11 +120,11 @@ class World:
             self.deliver(len(self.wire) - 1)
 
     def deliver(self, place: int) -> None:
-        """Deliver a request. It is delivered again if its reply is lost, and may be duplicated."""
+        """Deliver a request. The request is delivered again if its reply is lost, and may be delivered twice."""
         message = self.wire[place]
         owner = message.owner
         if owner.stopped and message.has_arrived and not owner.dead:
-            return  # it is sent again after its sender continues
+            return  # the request is sent again after its sender continues
         message.has_arrived = True
         try:
             reply = getattr(self.buffer, message.kind)(*message.arguments)
@@ -186,7 +186,7 @@ class World:
             self.note(f"{actor.name} is stopped")
 
     def disturb_learner(self) -> None:
-        """Kill, stop or continue the learner; a stopped one may be replaced."""
+        """Kill, stop or continue the learner; a stopped learner may be replaced."""
         random, learner = self.random, self.learner
         if learner.stopped:
             if random.random() < 0.3:
@@ -204,7 +204,7 @@ class World:
             self.note("the learner is stopped")
 
     def start_learner(self) -> None:
-        """Start a learner from the newest checkpoint, or from the previous one if that is damaged."""
+        """Start a learner from the newest checkpoint, or from the previous checkpoint if the newest is damaged."""
         if len(self.checkpoints) > 1 and self.random.random() < 0.3:
             self.checkpoints.pop()
         self.num_processes += 1
@@ -256,7 +256,7 @@ class World:
         self.witness.counted(*self.buffer.counts())
 
     def run(self, num_events: int) -> int:
-        """Run random events, then steps without faults; return the number of rounds that those took.
+        """Run random events, then steps without faults; return the number of rounds of the steps without faults.
 
         Raises:
             Broken: an invariant does not hold.

@@ -1,4 +1,4 @@
-"""Fixtures of the unit tests, which start no processes unless marked `process`."""
+"""Fixtures of the unit tests. Only tests marked `process` may start a process of Leeway."""
 
 import multiprocessing.process
 import os
@@ -19,10 +19,10 @@ def low_priority():
 
 @pytest.fixture(autouse=True)
 def no_leeway_process(request, monkeypatch):
-    """Fail if a test without `pytest.mark.process` starts a process of Leeway; `make unit` skips marked tests."""
+    """Fail a test that starts a process of Leeway without `pytest.mark.process`; `make unit` skips marked tests."""
     if request.node.get_closest_marker("process") is not None:
         return
-    why = "a unit test starts a process of Leeway: mark it `process`, or move it to tests/integration"
+    why = "a unit test starts a process of Leeway: mark the test `process`, or move the test to tests/integration"
     start = subprocess.Popen.__init__
 
     def started(popen, args, *others, **options):
@@ -51,7 +51,7 @@ def make(tmp_path):
 
 @pytest.fixture
 def leeway(capsys):
-    """`leeway(...)` runs `leeway buffer ...` and returns its status, lines of output and errors."""
+    """Return `leeway(...)`, which runs `leeway buffer ...` and returns exit status, lines of output, and errors."""
 
     def run(*arguments):
         status, out, errors = leeway_here(capsys, "buffer", *arguments)

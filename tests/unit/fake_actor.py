@@ -1,8 +1,8 @@
 """Fakes of an actor's engine, buffer and store.
 
-FakeEngine returns fixed tokens after a given time and serves the version that was applied last; FakeBuffer grants
-leases and acknowledges immediately, in this process; FakeStore reports the newest version. Tasks, scoring, the weight
-follower and the loop are real.
+FakeEngine returns fixed tokens after a given time and serves the version that was applied last. FakeBuffer grants
+leases and acknowledges requests immediately, in this process. FakeStore reports the newest version. Tasks, scoring, the
+weight follower and the actor loop are the real ones.
 """
 
 import asyncio
@@ -33,7 +33,10 @@ K = 4
 
 
 class FakeEngine:
-    """Generates four tokens per request, starting with the prompt's first; `may_apply` blocks updates while cleared."""
+    """Fake engine that generates four tokens per request. The first generated token is the first prompt token.
+
+    A weight update waits while the event `may_apply` is cleared.
+    """
 
     def __init__(self, seconds=0.0):
         self.version = PolicyVersion(0, 0)
@@ -50,7 +53,7 @@ class FakeEngine:
         self.limits = set()
         """Timeouts of the running requests."""
         self.requests = {}
-        """Key -> prompt, prefix, and the event that ends the request early."""
+        """Maps the key of each running request to its prompt, its prefix, and the event that ends the request early."""
         self.prefixes = []
         self.refuses = set()
         self.prepared = []
@@ -116,7 +119,7 @@ class FakeEngine:
             self.requests[key][2].set()
 
     def so_far(self, key):
-        """Return half of the four tokens."""
+        """Return the tokens that a running request has generated: the first two of four."""
         if key not in self.requests:
             return None
         prompt, prefix, _ = self.requests[key]
@@ -143,9 +146,10 @@ class FakeEngine:
 
 
 class FakeStore:
-    """A puller whose newest version a test sets; fetching `corrupt` versions fails, and a `silent` store never replies.
+    """Fake puller of weights, whose newest version is set by the test.
 
-    A fetch blocks while `may_fetch` is cleared; it is set by default.
+    A fetch of a version in `corrupt` fails. If `silent` is true, `newest` raises TransferFailed.
+    A fetch waits while the event `may_fetch` is cleared.
     """
 
     def __init__(self):
@@ -188,7 +192,10 @@ class FakeStaged(contextlib.AbstractContextManager):
 
 
 class FakeBuffer:
-    """Grants `num_groups` leases, then drains; records all calls. Without `credit`, a push is an error."""
+    """Fake buffer that grants `num_groups` leases, then reports that it is draining. All calls are recorded.
+
+    If `credit` is false, a push raises an AssertionError.
+    """
 
     def __init__(self, num_groups, min_version=0, timeout_s=60.0):
         self.num_groups = num_groups
@@ -270,7 +277,10 @@ def make_actor(
     buffer, engine=None, store=None, reward=half, config=None, weight_sync=None, clock=time.monotonic, rewards=None,
     **changes,
 ):  # fmt: skip
-    """Return an actor; `reward` runs in this process, `rewards` in reward processes. `changes` set its context."""
+    """Return an actor whose run context has the given changes.
+
+    `reward` runs in this process. `rewards` run in reward processes.
+    """
 
     async def load(function, timeout_s):
         return InThisProcess(reward)
@@ -309,7 +319,7 @@ def jump(monkeypatch, seconds):
 
 
 def wait_clock(monkeypatch):
-    """Replace the event loop's clock by one that counts only time spent waiting, not its own work or machine load."""
+    """Replace the event loop's clock by one that counts only the time that the loop waits for events."""
     events = asyncio.get_running_loop()
     select, clock = events._selector.select, Clock()
 
@@ -336,7 +346,7 @@ async def run_to_end(actor, timeout_s=60):
 
 
 class Clock:
-    """A clock that a test sets."""
+    """Fake clock whose time is set by the test."""
 
     def __init__(self):
         self.now_s = 1000.0

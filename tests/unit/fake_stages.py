@@ -1,4 +1,4 @@
-"""A fake learner: the test completes its ranks' pending calls; no process, fake clock."""
+"""Fake learner with a fake clock and without processes. The test completes the pending calls of its ranks."""
 
 import dataclasses
 from pathlib import Path
@@ -55,7 +55,7 @@ class Rank:
 
 
 class Learner:
-    """LearnerGroup on fake ranks with a fake clock."""
+    """LearnerGroup with fake ranks and a fake clock."""
 
     def __init__(self, folder, monkeypatch, *overrides: str, max_restarts: int = 2) -> None:
         self.ranks: list[Rank] = []
@@ -110,7 +110,7 @@ class Learner:
         self.stages.begin()
 
     def get_ready(self) -> None:
-        """Complete `setup` of all live ranks again."""
+        """Complete the pending `setup` call of every live rank."""
         self.stages.watch()
         for rank in self.live:
             rank("setup").end()
@@ -126,7 +126,7 @@ class Learner:
 
 
 def write_checkpoint(folder: Path, step: int) -> Path:
-    """Write the metadata of a checkpoint, which the launcher reads; a step makes two versions."""
+    """Write the checkpoint metadata that the launcher reads. Every step makes two versions."""
     path = folder / f"step-{step:08d}"
     path.mkdir()
     progress = TrainingProgress(step, 2 * step, 0)

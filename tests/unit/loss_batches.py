@@ -1,4 +1,4 @@
-"""Helpers for loss tests: batches, one config of every kind, an enumerable policy, and gradients."""
+"""Helpers for loss tests: batches, one config of every kind, a policy with few possible answers, and gradients."""
 
 import itertools
 import math
@@ -16,7 +16,7 @@ from leeway.algorithms.trajectory_balance import TrajectoryBalanceConfig
 
 LENGTHS = [3, 1, 4, 2, 5, 2, 0, 3, 2]
 GROUPS = [0, 1, 0, 2, 1, 0, 2, 2, 1]
-PROMPTS = [7, 4, 7, 7, 4, 7, 7, 7, 4]  # groups 0 and 2 are two leases of one prompt
+PROMPTS = [7, 4, 7, 7, 4, 7, 7, 7, 4]  # groups 0 and 2 have the same prompt
 
 TIGHT = {"type": "token_tis", "cap": 1.2, "floor": 0.8}
 """Bounds close enough to 1 to limit some tokens of every batch on both sides."""
@@ -127,19 +127,22 @@ def tabular_logits(seed: int) -> torch.Tensor:
 
 
 def tabular_logprobs(logits: torch.Tensor) -> torch.Tensor:
-    """Return log pi(token | prefix) of every token of every answer: 27 x 3."""
+    """Return log pi(token | prefix) of every token of every answer, as a tensor of 27 x 3."""
     choices = logits.log_softmax(1)
     prefixes = torch.tensor([[0, 1 + a, 4 + 3 * a + b] for a, b, _ in ANSWERS])
     return choices[prefixes, torch.tensor(ANSWERS)]
 
 
 def per_token(inputs: LossInputs) -> dict[str, torch.Tensor]:
-    """Return the fields with one value per token."""
+    """Return the fields of the batch that have one value per token."""
     return {each.name: getattr(inputs, each.name) for each in fields(inputs) if each.name.endswith("_T")}
 
 
 def interleaved(inputs: LossInputs, seed=0) -> tuple[LossInputs, torch.Tensor]:
-    """Return the batch with interleaved sequences, each in its token order, and the old index of each token."""
+    """Interleave the tokens of different sequences. Return the new batch and the old index of each token.
+
+    The tokens of a sequence keep their order.
+    """
     random = torch.Generator().manual_seed(seed)
     mixed_T = inputs.sequence_T[torch.randperm(inputs.sequence_T.numel(), generator=random)]
     order = torch.empty_like(mixed_T)
@@ -149,7 +152,7 @@ def interleaved(inputs: LossInputs, seed=0) -> tuple[LossInputs, torch.Tensor]:
 
 
 def permuted(inputs: LossInputs, order: torch.Tensor) -> tuple[LossInputs, torch.Tensor]:
-    """Return the batch with its sequences in another order, and the old index of each token."""
+    """Return the batch with its sequences in the given order, and the old index of each token."""
     tokens = torch.cat([torch.nonzero(inputs.sequence_T == b).flatten() for b in order])
     lengths = torch.tensor([int((inputs.sequence_T == b).sum()) for b in order])
     changes = {name: values[tokens] for name, values in per_token(inputs).items()}
@@ -179,7 +182,7 @@ def tokens_of(inputs: LossInputs) -> list[list[int]]:
 
 
 def sums(inputs: LossInputs, values_T: torch.Tensor) -> list[float]:
-    """Return the sum of each sequence, computed by a loop."""
+    """Return the sum of the values of each sequence, computed by a loop."""
     return [math.fsum(float(values_T[t]) for t in tokens) for tokens in tokens_of(inputs)]
 
 

@@ -14,7 +14,7 @@ DEMO = Path(__file__).parents[2] / "examples" / "demo.toml"
 
 
 def profile(*overrides: str, **changes: object) -> Profile:
-    """Return a profile as measured on the demo with these overrides."""
+    """Return a made-up profile of the demo config with the given overrides."""
     config = load_config(DEMO, overrides)
     engine = EngineCosts(
         terms=(4e-3, 6e-5, 0.0, 1e-6), num_steps=1000, relative_error=0.05, most_running=128, kv_tokens=20_000,

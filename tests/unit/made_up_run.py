@@ -1,4 +1,4 @@
-"""Made-up reports of a run's roles, for tests of code that observes a run; no process exists."""
+"""Made-up reports of a run's roles, for tests of code that observes a run. No process is started."""
 
 import dataclasses
 from pathlib import Path

@@ -28,7 +28,7 @@ def difference(one_T, other_T):
 
 
 def weights(inputs, proximal_T, corrections):
-    """Return rho per token after truncation and masks, the kept tokens, and how many tokens each correction changes."""
+    """Return each token's corrected weight, whether each token is kept, and how many tokens each correction changes."""
     log_rho = [limited(x) for x in difference(proximal_T, inputs.behaviour_logprobs_T)]
     weight, kept, counts = [math.exp(x) for x in log_rho], [True] * len(log_rho), {}
     for each in corrections:
@@ -112,7 +112,7 @@ def advantages(inputs, proximal_T, config):
 
 @dataclass
 class Term:
-    """Objective of one token, its derivative with respect to log u, and whether the low or the high bound clips it."""
+    """Objective of one token, its derivative with respect to log u, and whether a bound clips the policy ratio u."""
 
     objective: float
     slope: float
@@ -152,7 +152,7 @@ def ppo(config, inputs) -> Result:
     result = Result(0.0, [0.0] * num_tokens, [0.0] * num_tokens, list(weight), counts)
     log_u = difference(inputs.logprobs_T, proximal_T)
     for tokens in tokens_of(inputs):
-        # a token counts 1 / L of the sequence's objective; with mean_over = "sequences", share() includes that factor
+        # each of L tokens has 1 / L of the sequence's objective; share() includes 1 / L if mean_over = "sequences"
         per_sequence = len(tokens) if kind == "sequence_clip" and config.mean_over != "sequences" else 1
         for t in tokens:
             a, total = advantage[t], sum(log_u[i] for i in tokens)

@@ -19,7 +19,7 @@ def v(version: int, incarnation: int = 0) -> PolicyVersion:
 
 
 def weights(seed: int = 0) -> dict[str, torch.Tensor]:
-    """Three tensors of odd sizes, one of them a single value."""
+    """Return three tensors of odd sizes. The tensor `scale` has a single value."""
     generator = torch.Generator().manual_seed(seed)
     return {
         "embed": torch.randn(7, 3, generator=generator),
@@ -35,7 +35,7 @@ def publisher_of(folder: Path, rank: int = 0, num_stages: int = 1, dtypes=(DTYPE
 
 
 def publish(folder: Path, *versions: PolicyVersion, **arguments) -> None:
-    """Publish `weights(VERSION)` under each version."""
+    """Publish the given versions; the tensors of version N are `weights(N)`."""
     publisher = publisher_of(folder, **arguments)
     for version in versions:
         publisher.publish(version, weights(version.version))
@@ -49,13 +49,13 @@ def read(folder: Path, version: PolicyVersion, dtype: str = DTYPE) -> dict[str, 
 
 
 def pull(folder: Path, version: PolicyVersion, dtype: str = DTYPE) -> dict[str, torch.Tensor]:
-    """Return the tensors that an engine on this machine gets: verified, from a version locked against removal."""
+    """Return the tensors that an engine on this machine reads from a verified and locked version."""
     with Puller.of_folder(folder, dtype).fetch(version) as staged:
         return read(staged.folder, version, dtype)
 
 
 def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
-    """Return whether both have the same names, dtypes and values."""
+    """Return whether two sets of tensors have equal names, dtypes and values."""
     return left.keys() == right.keys() and all(
         left[name].dtype == right[name].dtype and torch.equal(left[name], right[name]) for name in left
     )

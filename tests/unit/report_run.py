@@ -1,4 +1,4 @@
-"""Builds a complete run folder within a second, for tests of reports."""
+"""Writes a complete run folder in less than a second, for tests of reports."""
 
 import json
 from pathlib import Path
@@ -63,7 +63,7 @@ def process(name: str, state: str = "working", pool: str = "") -> ProcessStatus:
 
 
 def row(step: int, at_s: float, **changes) -> dict:
-    """Return a row of metrics.jsonl: a step of 0.6 s after waiting 0.4 s."""
+    """Return a row of metrics.jsonl for a step that takes 0.6 s after a wait of 0.4 s."""
     values = {"step": step, "version": step, "restarts": 0, "skipped": False, "started_s": at_s + 0.4}
     values |= {"finished_s": at_s + 1.0, "time/wait_for_batch": 0.4, "time/step": 0.6, "time/forward": 0.2}
     values |= {"time/backward": 0.3, "time/weight_pause": 0.1, "time/wait_for_policy": 0.05}
@@ -144,7 +144,10 @@ def write_events(run: RunFolder, num_steps: int) -> None:
 
 
 def write_timeline(path: Path, rows: list[dict]) -> None:
-    """Trace one poll per second: both actors generate for 0.7 s and apply the weights of the previous step."""
+    """Write a timeline with one poll per second.
+
+    In each second, both actors generate for 0.7 s and apply the weights of the previous step.
+    """
     now_s = [START_S]
     with Trace(path, lambda: now_s[0]) as timeline:
         timeline.phase("starting")
@@ -172,7 +175,7 @@ def write_timeline(path: Path, rows: list[dict]) -> None:
 
 
 def write_buffer(run: RunFolder) -> None:
-    """Write some groups, one trained step, and text that a page must escape."""
+    """Write a buffer with some groups, one trained step, and text that a page must escape."""
     buffer = InProcessBuffer(run.buffer, facts())
     buffer.begin()
     actor = Actor(buffer)

@@ -70,7 +70,7 @@ def load(folder, index=0, total=1, **changes):
 
 
 def run(stages: list[StageModule], packed: PackedBatch) -> torch.Tensor:
-    """Return the output of the last stage: [M, L]."""
+    """Return the output of the last stage for all micro-batches."""
     batch = DeviceBatch(packed, CPU)
     outputs = []
     for stage in stages:
@@ -91,7 +91,7 @@ def config_of(family="llama", **changes):
 
 
 def assert_close(found: torch.Tensor, expected: torch.Tensor, name: str = "") -> None:
-    """Check equality to within 1e-12 of the largest expected entry (at least 1)."""
+    """Check that no entry differs by more than 1e-12 * max(1, largest expected entry)."""
     assert float((found - expected).detach().abs().max()) <= 1e-12 * max(1.0, float(expected.detach().abs().max())), (
         name
     )

@@ -1,4 +1,4 @@
-"""Reward classifiers: the reward is the model output for prompt and completion; other folders are rejected."""
+"""Reward classifiers: the reward is the model output for prompt and completion. Unsuitable folders are rejected."""
 
 import json
 import shutil

@@ -1,6 +1,6 @@
 """Engine arguments passed to vLLM; no engine starts.
 
-vLLM takes seconds to import, so the tests import it and test collection does not.
+The tests import vLLM when they run, because the import takes seconds and would slow down test collection.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ GIB = 2**30
 
 @pytest.fixture
 def args_on(monkeypatch):
-    """`args_on(is_cpu, **actors)`: engine arguments for vLLM on the CPU, or on GPUs of 24 GiB."""
+    """Return `args_on(is_cpu, **actors)`, which makes engine arguments for vLLM on a CPU or on GPUs of 24 GiB."""
     from vllm.platforms import current_platform
 
     def make(is_cpu: bool, **actors: object):
@@ -105,7 +105,7 @@ def test_known_engine_args_match_the_fields_of_the_vllm_class():
 
 def test_arguments_set_by_leeway_are_rejected(args_on):
     reserved = engine_setup._SET_ALREADY.keys() | engine_setup._SET_ON_CPU.keys()
-    assert reserved <= known_engine_args(), "vLLM no longer has this argument"
+    assert reserved <= known_engine_args(), "vLLM no longer has one of the reserved arguments"
     for name in reserved:
         with pytest.raises(ValueError, match=rf"engine_args\.{name} is set by Leeway: "):
             check_engine_args({name: 1}, on_cpu=True)

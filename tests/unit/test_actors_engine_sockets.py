@@ -1,4 +1,4 @@
-"""vLLM's sockets: their folder is removed with the engine, or by the next engine if it was killed."""
+"""An engine removes its folder of vLLM sockets when it stops. The next engine removes the folder of a killed engine."""
 
 import os
 import shutil
@@ -23,7 +23,7 @@ def temporary(tmp_path, monkeypatch):
     folder = Path(tempfile.mkdtemp(prefix="es-"))
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     yield folder
-    folder.rmdir()  # fails if files are left
+    folder.rmdir()  # fails if the folder contains files
 
 
 async def test_the_socket_folder_is_private_and_removed_with_the_engine(temporary):
@@ -73,6 +73,6 @@ os.kill(os.getpid(), signal.SIGKILL)
         (path / "users.lock").touch()
     sockets = EngineSockets()
     for path in fetched:
-        shutil.rmtree(path)  # fails if removed: a later actor reuses the weights in it
+        shutil.rmtree(path)  # fails if the folder was removed; a later actor reuses its weights
     assert not left.exists()
     sockets.remove()

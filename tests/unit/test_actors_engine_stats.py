@@ -1,4 +1,4 @@
-"""Statistics of engine steps: contexts of running requests, and steps that are excluded."""
+"""Statistics of engine steps: contexts of running requests, and steps that are not counted."""
 
 from types import SimpleNamespace
 
@@ -28,7 +28,7 @@ def test_contexts_grow_by_one_token_per_step_and_end_with_their_request():
     clock = Clock()
     stats = EngineStats(clock)
     with stats.request(10):
-        stats.record(cache(0.1), step([], prompt_tokens=10))  # the first step: no earlier step to measure from
+        stats.record(cache(0.1), step([], prompt_tokens=10))  # not counted: the first step has no previous step
         with stats.request(20):
             clock.now_s += 1.0
             stats.record(cache(0.4), step([0.5], prompt_tokens=20))
@@ -37,7 +37,7 @@ def test_contexts_grow_by_one_token_per_step_and_end_with_their_request():
     with stats.request(30):
         clock.now_s += 1.0
         stats.record(cache(0.1), step([0.125]))
-    # (samples, tokens of their contexts, prompt tokens computed, seconds)
+    # each entry: samples, tokens of their contexts, computed prompt tokens, seconds
     expected = LeastSquares(4)
     for *terms, seconds in (2, (10 + 2) + (20 + 1), 20, 0.5), (2, (10 + 3) + (20 + 2), 0, 0.25), (1, 30 + 1, 0, 0.125):
         expected.add((1.0, *terms), seconds)
@@ -62,7 +62,7 @@ def test_a_step_interrupted_by_an_update_is_not_measured():
 
 def test_recomputation_after_an_update_does_not_count_as_preemption():
     stats = EngineStats(Clock())
-    with stats.request(10), stats.request(10), stats.request(10):  # the third waits for a slot
+    with stats.request(10), stats.request(10), stats.request(10):  # the third request waits for a slot
         stats.record(cache(0.1), step([0.5], preempted=1))
         stats.interrupt(recomputes=True)
         stats.record(cache(0.1), step([0.5], preempted=2))

@@ -56,9 +56,9 @@ async def test_results_and_errors_of_a_live_engine_propagate():
 
 
 class FakeVllm:
-    """Fakes an AsyncLLM: a verification completes at the given poll, and updates fail with `refusal` if it is set.
+    """Fake AsyncLLM. A verification completes at the given poll. If `refusal` is set, an update fails with `refusal`.
 
-    Loads nothing; records the order of its calls.
+    The fake loads no model and records the order of its calls.
     """
 
     def __init__(self, num_polls: int = 1, refusal: str = "") -> None:
@@ -95,7 +95,7 @@ def staged(version: PolicyVersion) -> SimpleNamespace:
 
 @pytest.fixture
 def make(monkeypatch):
-    """`make(llm)`: an engine on `llm` that serves the old version."""
+    """Return `make(llm)`, which makes an engine that uses `llm` and serves the old version."""
     stand_in = SimpleNamespace(WeightTransferUpdateRequest=lambda update_info: update_info)
     monkeypatch.setitem(sys.modules, "vllm.distributed.weight_transfer.base", stand_in)
 
@@ -106,7 +106,7 @@ def make(monkeypatch):
 
 
 async def pauses_of(num_polls: int, monkeypatch) -> list[float]:
-    """Return the pauses between the polls of a verification that completes at the last one."""
+    """Return the pauses between the polls of a verification that completes at the last poll."""
     slept: list[float] = []
 
     async def sleep(pause_s: float) -> None:
@@ -120,13 +120,13 @@ async def pauses_of(num_polls: int, monkeypatch) -> list[float]:
 async def test_verification_is_polled_early_and_then_at_growing_intervals(monkeypatch):
     slept = await pauses_of(60, monkeypatch)
     polled_s = list(itertools.accumulate(slept))
-    # verification of a tiny model takes milliseconds: the first poll comes as early as with an interval of 10 ms
+    # a tiny model is verified within milliseconds, so the first poll comes after at most 10 ms
     assert polled_s[0] <= 0.01
     # the end of a longer verification is noticed after a delay of at most half of its duration
     assert all(slept[poll] <= 0.01 + 0.5 * polled_s[poll - 1] for poll in range(1, len(slept)))
     assert sorted(slept) == slept
     assert max(slept) == 0.2
-    # a verification of 10 s takes about 60 calls to all workers instead of 1000
+    # a verification of 10 s needs fewer than 60 polls; a fixed interval of 10 ms would need 1000
     assert sum(at_s < 10 for at_s in polled_s) < 60
 
 
@@ -165,7 +165,7 @@ async def test_a_request_that_ends_during_an_update_is_removed(make, monkeypatch
     async def generate(*_, priority):
         assert priority == 0
         assert engine.runs((1, 0))
-        engine._broken = "its update did not complete"  # set by `apply` until generation resumes
+        engine._broken = "its update did not complete"  # `apply` sets this error until generation resumes
         yield "an output"
 
     llm.generate = generate
@@ -212,4 +212,4 @@ async def test_requests_with_longer_prefixes_are_preempted_later(make, monkeypat
     for num_tokens in (0, 3, 40):
         prefix = SimpleNamespace(token_ids=np.zeros(num_tokens, np.int32)) if num_tokens else None
         await engine._run([1], None, (1, num_tokens), prefix)
-    assert sent == [0, -3, -40], "vLLM preempts the greatest value first"
+    assert sent == [0, -3, -40], "vLLM preempts the request with the greatest priority value first"

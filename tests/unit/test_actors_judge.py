@@ -176,7 +176,7 @@ async def test_a_sample_past_its_time_limit_gets_no_score_and_a_reason(monkeypat
     with judge_server(answer) as server:
         (function,) = load_task(task(server.endpoint)).rewards
         scores = asyncio.create_task(load_reward(function)([PROBLEM, PROBLEM], ["busy", "well"]))
-        await until(lambda: rated and len(server.requests) > rated[0] + 1)  # at least one more 429 reply
+        await until(lambda: rated and len(server.requests) > rated[0] + 1)  # waits for one more reply with status 429
         jump(monkeypatch, 60.0)
         busy, idle = await asyncio.wait_for(scores, 60)
     assert (busy, idle) == (NoScore(TOOK_TOO_LONG, "60 s, the endpoint last answered 429"), 1.0)
@@ -261,7 +261,7 @@ def test_config_mistakes_are_task_errors_before_start(monkeypatch):
         assert "has no model 'judge-7b'; known: judge-8b; did you mean" in rejection(wrong, **options)
         gone = server.endpoint
     assert "does not answer" in rejection(task(gone), **options)
-    check_task(task(gone))  # actors on other hosts check the endpoint themselves
+    check_task(task(gone))  # no error: actors on other hosts check the endpoint
     assert "JUDGE_KAY' is not set in the environment" in rejection(task(gone, api_key_env="JUDGE_KAY"))
     assert "lacks {completion}" in rejection(task(gone, prompt="{prompt}"))
     assert "names {anwser}, but no row has that column; known:" in rejection(task(gone, prompt="{completion} {anwser}"))
@@ -275,7 +275,7 @@ DEAD_PROXY = "http://127.0.0.1:9"
 
 @pytest.fixture
 def proxies(monkeypatch):
-    """`proxies(NAME=value)`: set only these proxy variables."""
+    """Return `proxies(NAME=value)`, which sets these proxy variables and deletes all others."""
 
     def set_all(**variables):
         for name in ("http", "https", "all", "no"):

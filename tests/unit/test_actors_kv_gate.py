@@ -1,4 +1,4 @@
-"""KV-cache admission: an engine never starts more samples than its cache can hold, and nearly as many as fit."""
+"""KV-cache admission: an engine starts nearly as many samples as its cache can hold, and never more."""
 
 import asyncio
 from collections import Counter
@@ -22,7 +22,7 @@ def sample(group=0, prompt=8, limit=240, prefix=0, usual=0.0):
 
 
 def trained_gate(lengths, cache=CACHE, usual=0.0):
-    """Return a gate that observed completions of these lengths, one row per group."""
+    """Return a gate that observed completions of the given lengths, one row per group."""
     gate = KvGate(CONFIG, cache)
     for group, row in enumerate(lengths, 1000):
         for index, _ in enumerate(row):
@@ -33,7 +33,7 @@ def trained_gate(lengths, cache=CACHE, usual=0.0):
 
 
 def num_started(gate, num_groups=96, now=0.0, **fields):
-    """Return how many samples of these groups start immediately."""
+    """Return how many samples of `num_groups` groups start immediately."""
     return sum(
         start(gate, sample(group, **fields), (group, index), now) for group in range(num_groups) for index in range(K)
     )
@@ -47,7 +47,7 @@ def start(gate, each, key, now):
 
 
 def lognormal(random, num_groups, share, spread=0.7, median=48):
-    """Return lengths per group and the usual length of each prompt; prompts explain `share` of the spread."""
+    """Return lengths per group and the usual length of each prompt; prompts explain `share` of the variance."""
     own = np.sqrt(share) * random.standard_normal((num_groups, 1))
     each = np.sqrt(1 - share) * random.standard_normal((num_groups, K))
     lengths = median * np.exp(spread * (own + each))
@@ -89,7 +89,9 @@ def test_predicted_lengths_of_a_prompt_apply_to_its_samples():
     seen = [[50] * K] * 100
     short, usual, long = (num_started(trained_gate(seen, usual=50.0), usual=each) for each in (25.0, 50.0, 100.0))
     assert short > usual > long
-    assert num_started(trained_gate(seen, usual=50.0)) == usual, "without a prediction the usual length applies"
+    assert num_started(trained_gate(seen, usual=50.0)) == usual, (
+        "a sample without a predicted length counts with the usual length"
+    )
 
 
 def test_samples_share_prompt_blocks_if_the_cache_shares_prompts():
@@ -155,7 +157,7 @@ running = st.lists(
 def test_no_sample_starts_without_room_for_it_now(samples, fresh, shares, seen):
     cache = KvCache(60, 16, shares)
     gate = trained_gate([[length] for length in seen], cache)
-    prompts = {}  # samples of a group have one prompt
+    prompts = {}  # all samples of a group have the same prompt
     now = 240.0
     held = Counter()
 
@@ -186,7 +188,10 @@ def test_reported_slots_match_the_new_samples_that_would_start(lengths, num_runn
 
 
 class BlockEngine:
-    """Models vLLM's blocks: a step adds a token to each running sample, and a lack of blocks preempts the last one."""
+    """Model of vLLM's cache blocks. A step adds a token to each running sample.
+
+    If the blocks run out, the sample that started last is preempted.
+    """
 
     def __init__(self, cache, gate, admits_all):
         self.cache, self.gate, self.admits_all = cache, gate, admits_all
@@ -257,7 +262,7 @@ def test_the_cache_is_nearly_full_and_preemptions_are_rare():
 
 
 async def test_samples_take_slots_in_order_and_wait_for_room():
-    gate = KvGate(CONFIG, KvCache(12, 32, shares_prompts=False))  # 8 blocks each before lengths are observed
+    gate = KvGate(CONFIG, KvCache(12, 32, shares_prompts=False))  # a sample reserves 8 blocks until lengths are known
     slots, order = CacheAdmission(gate, lambda: 0.0), []
 
     async def run(key):
@@ -283,8 +288,8 @@ async def test_a_cancelled_waiter_holds_no_slot():
     waits, next_one, last = (asyncio.create_task(slots.admit(key, sample())) for key in (1, 2, 3))
     await asyncio.sleep(0)
     waits.cancel()
-    slots.end(0)  # the first waiter is cancelled already but has not run since
-    next_one.cancel()  # admitted, but it has not run since
+    slots.end(0)  # the first waiter is cancelled, but its task has not run yet
+    next_one.cancel()  # the second waiter is admitted, but its task has not run yet
     with pytest.raises(asyncio.CancelledError):
         await next_one
     with pytest.raises(asyncio.CancelledError):
@@ -311,7 +316,7 @@ def test_a_sample_has_no_tokens_until_it_begins():
 
 
 async def test_the_admission_key_selects_the_policy_and_slots_ignore_the_cache():
-    cache = KvCache(8, 32, shares_prompts=False)  # room for one sample before lengths are observed
+    cache = KvCache(8, 32, shares_prompts=False)  # room for one sample until lengths are known
     by_slots = admission_of(CONFIG.model_copy(update={"admission": "slots"}), cache, lambda: 0.0)
     assert isinstance(admission_of(CONFIG, cache, lambda: 0.0), CacheAdmission)
     assert by_slots.num_sure == by_slots.at_once() == CONFIG.max_running_samples

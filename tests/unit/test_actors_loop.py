@@ -91,7 +91,7 @@ async def test_failed_rewards_and_generations_are_reported_with_a_reason_and_not
 
     buffer = FakeBuffer(1)
     await run_to_end(make_actor(buffer, reward=broken))
-    assert len(tried) == 2 * K, "each sample is tried twice alone"
+    assert len(tried) == 2 * K, "each sample is scored twice in a call of its own"
     assert not buffer.pushed
     assert {reason for _, _, reason in buffer.failed} == {"reward failed: half: KeyError"}
     assert sorted(index for _, [index], _ in buffer.failed) == list(range(K))
@@ -225,7 +225,7 @@ async def test_a_sample_resumes_from_its_prefix_once_the_engine_serves_that_vers
     await actor.start()
     running = asyncio.create_task(actor.run())
     await until(lambda: len(buffer.pushed) == 3)
-    store.version = new  # the version that generated sample 1's first token is published only now
+    store.version = new  # only now, the version that generated the first token of sample 1 is published
     await asyncio.wait_for(running, 60)
     report = actor.report()
     await actor.stop()
@@ -237,8 +237,8 @@ async def test_a_sample_resumes_from_its_prefix_once_the_engine_serves_that_vers
     assert [pushed[i].started_s for i in range(3)] == [5.0] * 3
     assert {one.finish_reason for one in buffer.pushed} == {"stop"}
     assert {one.reward for one in buffer.pushed} == {0.5}
-    assert len(engine.seeds) == 3, "the third sample was complete and lacked only its reward"
-    assert report.num_tokens == 2 + 3 + 4, "only tokens generated here count"
+    assert len(engine.seeds) == 3, "sample 2 was already complete and only lacked its reward"
+    assert report.num_tokens == 2 + 3 + 4, "the report counts only tokens that this actor generated"
 
 
 async def test_a_group_with_an_overlong_sample_is_requeued_with_its_unfinished_samples():
@@ -261,13 +261,14 @@ async def test_an_overlong_sample_stays_if_no_faster_lane_remains():
     running = asyncio.create_task(actor.run())
     await until(lambda: engine.running == 2 * K)
     buffer.requeue_at = 0
-    await until(lambda: actor._requeue_at == 0)  # if set directly, a grant in flight would overwrite it
+    # a grant sets the value; a grant in flight would overwrite a value set by the test
+    await until(lambda: actor._requeue_at == 0)
     engine.finish()
     await asyncio.wait_for(running, 60)
     await actor.stop()
     assert not buffer.requeued
     assert {tuple(row.token_ids[3:].tolist()) for row in buffer.pushed} == {(1, 2, 3)}
-    assert len(set(engine.seeds)) == 4 * K, "each part has its own seed"
+    assert len(set(engine.seeds)) == 4 * K, "each part of a sample is generated with its own seed"
     assert len(buffer.pushed) == 2 * K
 
 
@@ -337,7 +338,7 @@ async def test_running_samples_are_requeued_even_if_an_update_never_completes(mo
         await until(lambda: actor.drain_result == (2 * K, 0))
         jump(monkeypatch, 2 * loop.SHUTDOWN_GRACE_S)
         await stopping
-    assert not running.done(), "the update completed, so this test proves nothing"
+    assert not running.done(), "the update completed, so the actor did not stop during an update"
     assert sorted(lease for lease, *_ in buffer.requeued) == [1, 2]
     assert [row.num_completion_tokens for _, _, rows, _ in buffer.requeued for row in rows] == [2] * 2 * K
     engine.may_apply.set()
@@ -346,7 +347,7 @@ async def test_running_samples_are_requeued_even_if_an_update_never_completes(mo
 
 async def test_leases_granted_during_shutdown_are_requeued():
     class SlowBuffer(FakeBuffer):
-        """Grants a lease when the test completes `late`."""
+        """Fake buffer that grants a lease when the test completes the future `late`."""
 
         def lease(self, *args, **options):
             self.grant, self.late = super().lease(*args, **options), Future()
@@ -381,7 +382,7 @@ async def test_an_evaluation_that_waits_for_a_slot_is_scored(monkeypatch):
     evaluation = asyncio.create_task(actor.evaluate(EvalRequest(num_problems=1)))
     await asyncio.wait_for(engine.requested.wait(), 60)
     jump(monkeypatch, 140.0)
-    await asyncio.sleep(0.01)  # let expired timeouts fire
+    await asyncio.sleep(0.01)  # lets expired timeouts fire
     engine.slot.set()
     result = await asyncio.wait_for(evaluation, 60)
     await actor.stop()
@@ -403,7 +404,7 @@ async def test_an_evaluation_blocks_updates_and_requests_and_scores_its_shard():
     result = await evaluation
     assert set(engine.started_at) == {PolicyVersion(0, 0)}
     assert result.version == (0, 0)
-    assert result.num_problems == 2  # problems 1 and 3 of 0..4, whose first tokens are 11 and 13
+    assert result.num_problems == 2  # problems 1 and 3, which begin with tokens 11 and 13
     assert (result.greedy.num_correct, result.greedy.num_scored) == (0, 2)
     assert result.greedy == result.sampled
     await asyncio.gather(update, admission)
@@ -466,7 +467,7 @@ async def test_a_lease_request_has_the_pool_and_the_speed_of_the_engine():
 
 async def test_no_slot_stays_empty_if_groups_do_not_divide_the_free_slots(monkeypatch):
     class UnevenEngine(FakeEngine):
-        """Takes ten times as long for one sample of each group, so slots are freed one by one."""
+        """Fake engine that takes ten times as long for one sample of each group, so slots become free one by one."""
 
         async def generate(self, prompt_token_ids, **options):
             self.seconds = 0.3 if len(self.seeds) % K == 0 else 0.03
@@ -484,12 +485,12 @@ async def test_no_slot_stays_empty_if_groups_do_not_divide_the_free_slots(monkey
     await asyncio.wait_for(running, 60)
     await actor.stop()
     assert max(used) == 2 * K - 1
-    assert sum(used) / len(used) > 0.8 * (2 * K - 1), "leasing whole groups would use about half of them"
+    assert sum(used) / len(used) > 0.8 * (2 * K - 1), "leasing whole groups would use about half of the slots"
 
 
 async def test_no_slot_stays_empty_while_a_lease_is_in_flight(monkeypatch):
     class SlowBuffer(FakeBuffer):
-        """Grants a lease after the duration of a sample."""
+        """Fake buffer that grants a lease after a delay as long as a sample takes."""
 
         def lease(self, max_groups, lane="", token_s=0.0, *, wants_lengths=False):
             grant, late = super().lease(max_groups), Future()
@@ -508,12 +509,12 @@ async def test_no_slot_stays_empty_while_a_lease_is_in_flight(monkeypatch):
     await asyncio.wait_for(running, 60)
     await actor.stop()
     assert max(used) == 16
-    assert sum(used) / len(used) > 0.7 * 16, "leasing on demand would leave half of the slots waiting"
+    assert sum(used) / len(used) > 0.7 * 16, "leasing on demand would leave half of the slots empty"
 
 
 async def test_an_actor_leases_nothing_ahead_if_admission_is_near_its_bound():
     class NearBound(FakeBuffer):
-        """Grants each request after the duration of a sample, and reports that admission is near its bound."""
+        """Fake buffer that grants a lease after a delay and reports that admission is near its bound."""
 
         def lease(self, max_groups, lane="", token_s=0.0, *, wants_lengths=False):
             grant, late = super().lease(max_groups).result(), Future()
@@ -527,7 +528,7 @@ async def test_an_actor_leases_nothing_ahead_if_admission_is_near_its_bound():
     running = asyncio.create_task(actor.run())
     await until(lambda: buffer.granted >= 20)
     num_requests = len(buffer.requests)
-    actor._num_departed = 1000  # as if 1000 samples had ended since the last grant
+    actor._num_departed = 1000  # simulates that 1000 samples ended since the last grant
     await until(lambda: len(buffer.requests) > num_requests + 1)
     assert actor._num_ahead == 0.0
     await asyncio.wait_for(running, 60)
@@ -546,9 +547,9 @@ async def test_samples_that_wait_for_a_reward_hold_no_slot_and_are_bounded():
     await actor.start()
     running = asyncio.create_task(actor.run())
     await until(lambda: len(engine.seeds) >= 2 * 16)
-    await until(lambda: engine.running == 0)  # all of them wait for their reward
+    await until(lambda: engine.running == 0)  # all complete samples wait for their rewards
     await asyncio.sleep(0.1)
-    assert len(engine.seeds) <= 3 * 16, "twice the slots, plus samples that ended while leases were in flight"
+    assert len(engine.seeds) <= 3 * 16, "at most twice the slots, plus samples that ended while leases were in flight"
     may_score.set()
     await asyncio.wait_for(running, 60)
     await actor.stop()

@@ -18,11 +18,11 @@ NUM_PROMPTS, SEEN, K = 400, 200, 2
 
 
 class World:
-    """A run of the demo's sums whose completions are longer for larger first digits."""
+    """Run of the demo task in which problems with a larger first digit have longer completions."""
 
     def __init__(self, folder):
         keys = {"task.num_train": NUM_PROMPTS, "actors.group_size": K, "learner.groups_per_step": 100}
-        keys["buffer.dispatch"] = "longest_first"  # makes a single pool use lengths
+        keys["buffer.dispatch"] = "longest_first"  # a policy that uses lengths even with one pool
         made = plan(folder, *[word for key, value in keys.items() for word in (f"--{key}", str(value))])
         self.context = context(made)
         self.folder, self.facts = folder / "store", self.context.facts
@@ -30,7 +30,7 @@ class World:
         self.serve()
 
     def serve(self):
-        """Start a service on the stored data."""
+        """Start a buffer service on the stored data."""
         self.stop = threading.Event()
         service = BufferService(self.context.config.buffer, self.facts, self.folder)
         self.address = service.bind()
@@ -58,7 +58,7 @@ class World:
             for index in lease.sample_indices:
                 made = make_trajectory(lease, index, seq=0, num_completion_tokens=self.length(lease.prompt_id))
                 pushed.append(actor.push(made))
-        # on a busy machine, replies may be so late that some are sent twice
+        # on a busy machine, a late reply can make the actor push a sample twice
         assert {each.result(60).outcome for each in pushed} <= {"committed", "duplicate"}
         learner.close(1.0)
         actor.close(1.0)
@@ -78,12 +78,12 @@ def world(tmp_path):
 
 def test_observed_lengths_predict_others_and_a_restarted_service_gets_them_again(world):
     ranker = world.ranker()
-    assert ranker.refit() is None, "no lengths yet"
+    assert ranker.refit() is None, "no lengths are observed yet"
     assert world.generate(SEEN) == SEEN > FEWEST
     expected = ranker.refit()
     lengths = np.log([world.length(prompt) for prompt in range(NUM_PROMPTS)])
     assert np.corrcoef(expected.means, lengths)[0, 1] > 0.7
-    assert ranker.refit() is None, "no new lengths"
+    assert ranker.refit() is None, "no lengths were observed since the last fit"
     world.close()
     world.serve()
     client = world.client("ranker", "another")

@@ -1,4 +1,4 @@
-"""Predicted completion lengths of unseen prompts, fitted to the lengths of others."""
+"""Predicted completion lengths of unseen prompts, fitted to the lengths of other prompts."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ OWN = np.random.default_rng(3).normal(0.0, 0.8, CLASSES)
 
 
 def problem(random, kind, columns=None):
-    """Return a prompt with two tokens that encode its class, among uninformative ones."""
+    """Return a prompt with two tokens that encode its class, among uninformative tokens."""
     others = random.integers(100, 400, random.integers(4, 20)).tolist()
     at = int(random.integers(0, len(others)))
     return Problem("", "", columns or {}, token_ids=[*others[:at], 10 + kind % 4, 20 + kind // 4, *others[at:]])
@@ -83,5 +83,5 @@ def test_n_grams_do_not_cross_prompts():
     rows = apart.rows(np.array([1, 2, 0]))
     assert (rows[0] != rows[1]).nnz == 0
     one, three = apart.rows(np.array([0]))[:, : 2**18], apart.rows(np.array([3]))[:, : 2**18]
-    assert set(one.indices) <= set(three.indices), "the same pair has the same feature at any position"
+    assert set(one.indices) <= set(three.indices), "a pair of tokens has the same feature at any position"
     assert (len(one.indices), len(three.indices)) == (3, 6)

@@ -20,7 +20,7 @@ PROBLEM = Problem("q", "q", {})
 
 
 class Odd:
-    """Value like a tensor of another library: it converts neither to a list nor to a number."""
+    """Value that converts neither to a list nor to a number, like a tensor of another library."""
 
     def tolist(self):
         raise KeyError("values")
@@ -166,7 +166,7 @@ async def test_each_completion_is_passed_with_its_problem():
             seen.append((one.text, one.columns["n"], completion))
         return [one.index for one in problems]
 
-    big = 10**30  # representable in JSON but not in other formats
+    big = 10**30  # JSON can represent this integer; formats with 64-bit integers cannot
     one, other = Problem("a", "a?", {"n": big}, 7), Problem("b", "b?", {"n": None}, 8)
     scores = scorer(look)
     scored = await asyncio.gather(*(scores.score(each, str(k)) for k, each in enumerate([one, other, one])))
@@ -175,7 +175,7 @@ async def test_each_completion_is_passed_with_its_problem():
 
 
 class Process:
-    """Fakes a reward process; the test supplies its behavior for a completion."""
+    """Fake reward process that awaits `behave(completion)` for each completion."""
 
     def __init__(self, behave):
         self._behave = behave
@@ -195,7 +195,7 @@ class Process:
 
 @pytest.fixture
 def processes():
-    """All processes that were started."""
+    """Return the list that collects all started fake processes."""
     return []
 
 
@@ -237,7 +237,9 @@ async def test_a_call_that_times_out_ends_its_process_and_fails_only_its_sample(
     results = await asyncio.gather(*pending, return_exceptions=True)
     assert [getattr(one, "reward", None) for one in results] == [1.0, None, 1.0]
     assert str(results[1]) == "reward failed: f: took longer than 60 s"
-    assert tries() == [answers, ["stuck"]], "tried once with the others and once alone: each try takes a full timeout"
+    assert tries() == [answers, ["stuck"]], (
+        "scored once with the others and once in its own call; each try takes a full timeout"
+    )
     assert all(process.ended == any("stuck" in call for call in process.calls) for process in processes)
     await scores.close()
     assert all(process.ended for process in processes)
@@ -251,7 +253,7 @@ async def test_a_process_that_exits_is_replaced_and_reported(processes, caplog):
     assert str(results[1]) == "reward failed: f: the reward process ended with exit status 3"
     assert "prompt: 'q'\n  completion: 'bad'" in caplog.text
     tries = [call for process in processes for call in process.calls if "bad" in call]
-    assert tries == [answers, ["bad"]], "tried once with the others and once alone: each try kills a process"
+    assert tries == [answers, ["bad"]], "scored once with the others and once in its own call; each try kills a process"
     assert (await scores.score(PROBLEM, "d")).reward == 1.0
 
 
@@ -266,7 +268,7 @@ async def test_a_process_that_exits_between_calls_fails_no_sample(processes):
 async def test_one_process_serves_short_calls_and_waiting_calls_start_more_to_a_limit(processes, monkeypatch):
     scores = with_processes(processes, hang_on_stuck, num_processes=3)
     with monkeypatch.context() as patched:
-        patched.setattr("leeway.actors.rewards._PATIENCE_S", 60.0)  # on a busy machine, these calls are not short
+        patched.setattr("leeway.actors.rewards._PATIENCE_S", 60.0)  # a call counts as short even on a busy machine
         for _ in range(20):
             await asyncio.gather(*(scores.score(PROBLEM, "a") for _ in range(70)))
     assert len(processes) == 1
@@ -370,7 +372,7 @@ async def test_consecutive_timeouts_are_reported_with_the_limit(processes):
 
 async def test_a_function_that_cannot_be_loaded_fails_at_start(processes):
     def f(problems, completions):
-        pytest.fail("it is never called")
+        pytest.fail("the reward function must not be called")
 
     async def start(function, timeout_s):
         raise CallFailed("its process did not start", "task.rewards: importing f.py failed")

@@ -1,4 +1,4 @@
-"""Rows of files: value conversion, duplicates, the train and held-out split, and memory of a process."""
+"""Rows of files: value conversion, duplicates, the train and held-out split, and the memory that rows take."""
 
 import codecs
 import datetime
@@ -25,7 +25,7 @@ DEMO = EXAMPLES / "demo_model"
 
 @pytest.fixture
 def write(tmp_path, monkeypatch):
-    """`write(rows, **changes)`: a task of these rows, given as objects, as a table or as raw bytes."""
+    """Return `write(rows, **changes)`, which makes a task of rows that are objects, a table or raw bytes."""
     monkeypatch.setattr("leeway.actors.tasks.prompts.HELDOUT_SHARE", 0.3)
 
     def written(rows, name="rows", **changes):
@@ -176,7 +176,9 @@ def test_unicode_forms_of_one_text_are_one_row_in_one_split(write):
     task = load_task(write(rows))
     assert task.rows == "120 read, 60 used, 60 duplicate, 0 skipped"
     assert {held_out(unicodedata.normalize("NFC", each.question)) for each in task.heldout} == {True}
-    assert task.train[0].text == unicodedata.normalize("NFD", task.train[0].text), "the first row is kept"
+    assert task.train[0].text == unicodedata.normalize("NFD", task.train[0].text), (
+        "the first of two duplicate rows is kept"
+    )
 
 
 def test_white_space_and_case_distinguish_rows(write):
@@ -194,7 +196,9 @@ def test_a_prompt_that_falls_in_both_splits_is_never_used_for_training(write, or
     assert not heldout & {each.text for each in task.train}
     few = load_task(write(rows, template="{question:compact}", num_train=10, num_heldout=2))
     assert (len(few.train), len(few.heldout)) == (10, 2)
-    assert not heldout & {each.text for each in few.train}, "even if the held-out split has no room for it"
+    assert not heldout & {each.text for each in few.train}, (
+        "a held-out row is never trained on, even if the held-out split is full"
+    )
 
 
 def test_a_row_in_both_files_is_held_out(write):
@@ -212,8 +216,8 @@ def test_template_text_around_the_columns_does_not_change_the_split(write):
 
     assert heldout("{context} {question}") == heldout("Read this: {context}\n\nNow: {question:compact} !")
     assert heldout("{question}") == heldout("{question}=") == heldout(None)
-    assert heldout("{question}") != heldout("{context} {question}"), "another column changes the split"
-    assert heldout("{meta[n]} {question}"), "a nested column counts as its JSON"
+    assert heldout("{question}") != heldout("{context} {question}"), "a template with another column changes the split"
+    assert heldout("{meta[n]} {question}"), "the split uses the JSON text of a nested column"
 
 
 def test_a_template_selects_the_prompt_column(write, tmp_path):
@@ -231,7 +235,7 @@ def test_a_template_selects_the_prompt_column(write, tmp_path):
     plan = check(made, tmp_path / "runs" / "one")
     assert "rows       30 read, 30 used, 0 duplicate, 0 skipped" in plan.describe()
     config.write_text(to_toml(made))
-    assert load_config(config) == made, "a resumed run reads the same config"
+    assert load_config(config) == made, "the written config must read back as the same config"
 
 
 def test_a_single_reward_may_be_a_string_with_a_path_relative_to_the_config(tmp_path):

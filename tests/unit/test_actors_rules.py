@@ -21,7 +21,7 @@ def gym(*rewards, **changes):
 
 
 def reward(completion, rule="exact", answer="42", columns=None, **keys):
-    """Return the score of a rule alone in its task; `answer` is the only column unless `columns` is given."""
+    """Return the score of the only rule of a task. Without `columns`, the only column is `answer`."""
     columns = {"answer": answer} if columns is None else columns
     tables = {"reward_rules": {"rule": {"type": rule, **keys}}} if keys else {}
     (function,) = load_task(gym("rule" if keys else rule, **tables)).rewards
@@ -140,7 +140,7 @@ def test_invalid_tables_are_rejected(rewards, tables, message):
 
 def test_the_error_without_math_verify_has_the_install_command(monkeypatch):
     monkeypatch.setattr(rules, "find_spec", lambda name: None)
-    check_task(gym("math"))  # actors on other hosts check for the library themselves
+    check_task(gym("math"))  # no error: actors on other hosts check for the library
     with pytest.raises(TaskError, match=r"needs math-verify, which .* pip install 'math-verify==0.9.0'"):
         check_task(gym("math"), import_limit_s=30.0)
 
@@ -259,7 +259,7 @@ def test_a_megabyte_of_any_text_is_parsed_quickly(piece, answer):
 
 def test_math_verify_sets_no_alarm(monkeypatch):
     pytest.importorskip("math_verify")
-    monkeypatch.setattr(signal, "alarm", lambda seconds: pytest.fail("its timeout is enabled"))
+    monkeypatch.setattr(signal, "alarm", lambda seconds: pytest.fail("the timeout of math-verify is enabled"))
     assert reward(r"\boxed{7}", "math", "7") == 1.0
 
 
@@ -340,7 +340,7 @@ FUNCTIONAL = {"input": "1\n2", "output": "3", "testtype": "functional"}
             [{"call": f"*{given}", "name": "add", "wanted": [[one], one]} for given, one in (([1, 2], 3), ([3, 4], 7))],
         ),
         (
-            {"inputs": [[1], [2]], "outputs": [[1], []], "fn_name": "f"},  # not wrapped: the function returns lists
+            {"inputs": [[1], [2]], "outputs": [[1], []], "fn_name": "f"},  # the function returns lists
             {},
             [{"call": "*[1]", "name": "f", "wanted": [[1]]}, {"call": "*[2]", "name": "f", "wanted": [[]]}],
         ),
@@ -413,7 +413,7 @@ def test_an_unjudged_test_gives_no_score_unless_another_test_failed(monkeypatch)
         ([unjudged, False], False, 0.0),
         ([unjudged, False], True, unjudged),
         ([True, False], True, 0.5),
-        ([True], False, 0.0),  # timed out
+        ([True], False, 0.0),  # one result for two tests: the second test timed out
     ):
         found[:] = results
         call = code.load_code("code", CodeRule(partial=partial), lambda problem: problem.columns["tests"])

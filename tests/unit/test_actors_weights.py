@@ -37,10 +37,10 @@ async def test_a_request_waits_for_the_minimum_version_of_its_lease():
     report = actor.report()
     (update,) = report.updates
     assert update.version == (0, 3)
-    assert update.load_s == 0.005  # set by the fake engine
+    assert update.load_s == 0.005  # the load time that the fake engine reports
     assert update.pause_s == pytest.approx(0.01)
     assert before_s <= update.end_s <= wall_time()
-    assert actor.report().updates == [], "an update is reported once"
+    assert actor.report().updates == [], "an update is reported only once"
     await actor.stop()
 
 
@@ -70,7 +70,7 @@ async def test_waiting_for_a_missing_version_times_out_with_its_number(monkeypat
 
 
 async def start_update():
-    """Return an engine that applies version 1, its actor, and the update, which waits for `engine.may_apply`."""
+    """Start an update to version 1, which waits for `engine.may_apply`; return the engine, the actor and the update."""
     engine, store = FakeEngine(), FakeStore()
     actor = make_actor(FakeBuffer(0), engine, store)
     await actor.start()
@@ -145,7 +145,7 @@ async def test_a_refused_version_is_retried_after_growing_pauses():
         reads.append(len(store.fetched))
         clock.now_s += 0.1
     assert reads[5] == 1
-    # the first fetch, and retries after pauses of 1, 2, 4, 8, 10 and 10 seconds
+    # one first fetch, and six retries after pauses of 1, 2, 4, 8, 10 and 10 seconds
     assert reads[-1] == 7
     store.corrupt = set()
     clock.now_s += 10
@@ -197,7 +197,7 @@ async def test_a_fetch_that_times_out_is_refused_and_no_second_fetch_starts(monk
     clock.now_s += 3
     await actor._follower.update()
     assert engine.version == (0, 1)
-    assert store.fetched == [(0, 1)], "the late result was discarded"
+    assert store.fetched == [(0, 1)], "the version was fetched again, although the late fetch had completed"
     await actor.stop()
 
 
@@ -211,7 +211,7 @@ async def test_an_older_version_never_replaces_a_newer_one():
         await actor._follower.update()
     assert engine.version == (1, 3)
     assert store.fetched == [(1, 3)]
-    # nor does a version that was staged while a newer one was applied
+    # a version that was staged while a newer version was applied does not replace the newer version
     async with actor._follower.held():
         store.version = PolicyVersion(1, 4)
         update = asyncio.create_task(actor._follower.update())
@@ -227,7 +227,7 @@ async def test_an_update_completes_even_if_it_is_cancelled():
     engine, actor, update = await start_update()
     update.cancel()
     await asyncio.wait({update}, timeout=0.05)
-    assert not update.done(), "the update was abandoned"
+    assert not update.done(), "the cancelled update was abandoned"
     engine.may_apply.set()
     await asyncio.wait({update}, timeout=60)
     assert update.cancelled()
@@ -237,7 +237,7 @@ async def test_an_update_completes_even_if_it_is_cancelled():
 
 @pytest.mark.parametrize("rounds", range(5))
 async def test_the_follower_stops_if_it_is_cancelled_while_a_new_version_arrives(rounds, monkeypatch):
-    # happens at the end of a run: the reply that ends the run also reports the newest version
+    # this happens at the end of a run, because the reply that ends the run also reports the newest version
     monkeypatch.setattr("leeway.actors.weights.POLL_S", 60)
     actor = make_actor(FakeBuffer(0))
     await actor.start()
@@ -248,5 +248,5 @@ async def test_the_follower_stops_if_it_is_cancelled_while_a_new_version_arrives
         await asyncio.sleep(0)
     following.cancel()
     done, _ = await asyncio.wait([following], timeout=60)
-    assert done, "the cancellation was swallowed"
+    assert done, "the follower ignored its cancellation"
     await actor.stop()

@@ -12,7 +12,7 @@ from tests.unit.loss_batches import interleaved, make_inputs, mates_of, tokens_o
 
 
 def per_sequence_rows(inputs, *values_T):
-    """Yield the token indices and a list of each value for every non-empty sequence."""
+    """Yield, for every non-empty sequence, its token indices and one list of values for each tensor."""
     for tokens in filter(None, tokens_of(inputs)):
         yield tokens, *([float(values[t]) for t in tokens] for values in values_T)
 
@@ -104,7 +104,7 @@ def test_group_baselines_follow_their_definitions(groups):
 @pytest.mark.parametrize("reward", [0.1, 0.9, 10.3, 1e6])
 @pytest.mark.parametrize("size", [1, 3, 7, 20])
 def test_equal_float32_rewards_give_exactly_zero_advantages(reward, size):
-    """A float32 mean would differ in the last digit, and the division by a standard deviation would amplify that."""
+    """A float32 mean can have a rounding error, which division by the standard deviation would amplify."""
     rewards_B = torch.full((size,), reward, dtype=torch.float32)
     inputs = replace(make_inputs(groups=[0] * size, lengths=[1] * size), rewards_B=rewards_B)
     for baseline in ("rloo", "grpo"):

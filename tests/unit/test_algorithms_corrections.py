@@ -24,7 +24,7 @@ RHO = [2.0, 0.5, 6.0, 1.0, 1.5, 0.25]
 
 
 def stale_inputs(rho=RHO, **changes):
-    """Return a batch with these values of pi_prox / mu, one per token."""
+    """Return a batch whose tokens have the given ratios pi_prox / mu."""
     inputs = make_inputs(groups=[0, 0, 1, 1], lengths=LENGTHS)
     log_rho_T = torch.tensor(rho, dtype=torch.float64).log()
     return replace(inputs, behaviour_logprobs_T=inputs.proximal_logprobs_T - log_rho_T, **changes)
@@ -40,10 +40,10 @@ def weights(*corrections):
     ("correction", "expected", "share"),
     [
         (TokenTIS(cap=1.8), [1.8, 0.5, 1.8, 1.0, 1.5, 0.25], 2 / 6),
-        # products: 1, 6, and 0.375
+        # the products of the ratios of each sequence are 1, 6 and 0.375
         (SequenceTIS(cap=2.0), [1.0, 1.0, 2.0, 0.375, 0.375, 0.375], 1 / 6),
         (IcePop(low=0.5, high=5.0), [2.0, 0.5, 0.0, 1.0, 1.5, 0.0], 2 / 6),
-        # geometric means: 1, 6, and 0.375 to the power of 1/3 = 0.721
+        # the geometric means of the ratios are 1, 6, and 0.375 to the power of 1/3 = 0.721
         (GeometricMask(low=0.75, high=5.0), [2.0, 0.5, 0.0, 0.0, 0.0, 0.0], 4 / 6),
         (GeometricMask(low=0.7, high=7.0), RHO, 0.0),
     ],
@@ -63,7 +63,8 @@ def test_without_a_correction_the_weight_is_the_raw_ratio():
 
 def test_truncation_and_masks_compose_in_any_order():
     parts = (SequenceTIS(cap=0.8), IcePop(low=0.4), GeometricMask(low=0.5, high=5.0), GSPO())
-    # sequence_tis caps the products 1 and 6 at 0.8; icepop masks ratios 6 and 0.25, geometric_mask the second sequence
+    # sequence_tis caps the products 1 and 6 at 0.8. icepop masks the ratios 6 and 0.25.
+    # geometric_mask masks the second sequence.
     expected = [0.8, 0.8, 0.0, 0.375, 0.375, 0.0]
     first = weights(*parts)
     assert first[0] == pytest.approx(expected, abs=1e-12)
@@ -88,7 +89,7 @@ def test_log_ratios_are_clamped_before_they_become_weights(dtype):
         behaviour_logprobs_T=torch.tensor([-1e4, 0.0, 0.0], dtype=dtype),
     )
     assert importance_weights(far, []).weight_T.tolist() == pytest.approx([math.exp(20), math.exp(-20), math.exp(-20)])
-    # the log ratio of the sequence is 20 - 20 - 20, because each token is clamped first
+    # the log ratio of the sequence is 20 - 20 - 20, because the log ratio of each token is clamped first
     product = importance_weights(far, [SequenceTIS(cap=1e30)]).weight_T
     assert product.tolist() == pytest.approx([math.exp(-20)] * 3)
 
@@ -102,7 +103,7 @@ SURROGATES = {
 
 
 def surrogate(kind, advantage, u):
-    """Return objective, gradient and clipped tokens (low, high) of one sequence with token ratios u."""
+    """Return objective, gradient, and clipped tokens (low, high) of one sequence whose tokens have the ratios u."""
     inputs = make_inputs(groups=[0], lengths=[len(u)])
     leaf_T = (inputs.proximal_logprobs_T + torch.tensor(u, dtype=torch.float64).log()).requires_grad_()
     advantage_T = torch.full((len(u),), advantage, dtype=torch.float64)
@@ -131,11 +132,11 @@ def test_clipping_limits_gains_but_not_losses(advantage):
 )
 def test_a_sequence_has_one_ratio_that_depends_on_each_of_its_tokens(kind, ratio):
     objective, slope, low, high = surrogate(kind, 2.0, [0.5, 1.5, 1.6])
-    # gspo counts its objective once for each token, sequence_clip once for the sequence
+    # gspo counts the objective once per token; sequence_clip counts the objective once per sequence
     assert objective == pytest.approx([2 * ratio / (3 if kind == "sequence_clip" else 1)] * 3)
     assert slope == pytest.approx([2 * ratio] * 3)
     assert not any(low + high)
-    for u, advantage in (([0.5, 1.5, 3.0], 2.0), ([0.5, 0.5, 1.0], -2.0)):  # beyond a bound, all tokens are clipped
+    for u, advantage in (([0.5, 1.5, 3.0], 2.0), ([0.5, 0.5, 1.0], -2.0)):  # the sequence ratio is outside the bounds
         _, slope, low, high = surrogate(kind, advantage, u)
         assert slope == [0.0] * 3
         assert all(high if advantage > 0 else low)

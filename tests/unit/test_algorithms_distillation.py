@@ -50,7 +50,7 @@ def test_the_expected_gradient_is_that_of_the_exact_kl_to_the_teacher_at_every_s
     slope = gradient(DistillationConfig(corrections=NO_BOUND), inputs)[1].view(27, 3) * 81
     probability = log_mu.sum(1).exp()
     (found,) = torch.autograd.grad((probability[:, None] * slope * log_pi).sum(), logits, retain_graph=True)
-    # probability that mu reaches each state
+    # the probability that a sample from mu reaches each state
     reached = torch.ones(13, dtype=torch.float64)
     for prefix in range(1, 13):
         before, token = (0, prefix - 1) if prefix < 4 else (1 + (prefix - 4) // 3, (prefix - 4) % 3)

@@ -28,7 +28,10 @@ def every(configs):
 
 
 def assert_same(config, one, other, where=slice(None), atol=1e-12):
-    """Check equal loss, metrics and gradients; `where` holds the index in `one` of each token of `other`."""
+    """Check that two batches have equal losses, metrics and gradients.
+
+    `where` holds, for each token of `other`, its index in `one`.
+    """
     loss, slope_T, value_slope_T, metrics = evaluate(config, one)
     other_loss, other_slope_T, other_value_slope_T, other_metrics = evaluate(config, other)
     assert slope_T.abs().max() > 0
@@ -72,13 +75,13 @@ def test_a_loss_declares_the_smallest_unit_by_which_its_gradient_is_separable(co
     is_coupled = {unit: couples(config, inputs, of_B) for unit, of_B in unit_B.items()}
     separable = config.needs.separable
     assert not is_coupled[separable]
-    if config.type != "off_policy_ppo":  # its clipping may hide dependencies
+    if config.type != "off_policy_ppo":  # PPO's clipping may hide dependencies
         smallest = next(unit for unit, coupled in is_coupled.items() if not coupled)
-        assert separable == smallest, "declare the smaller unit, which allows training in one pass"
+        assert separable == smallest, "`needs.separable` must name the smallest unit, which allows training in one pass"
 
 
 def couples(config, inputs, unit_B):
-    """Return whether the gradient within a unit depends on log-probabilities of other units."""
+    """Return whether gradients of a unit (sequence, group, prompt) depend on log-probabilities of other units."""
     for is_first_update in (False, True):
         _, before_T = gradient(config, at_first_update(inputs) if is_first_update else inputs)
         for unit in unit_B.unique():
@@ -91,7 +94,7 @@ def couples(config, inputs, unit_B):
 
 
 def at_first_update(inputs):
-    """Return the batch of the first update of a step, whose proximal policy is the current one."""
+    """Return the batch as in the first update of a step, where the proximal policy equals the current policy."""
     return replace(inputs, proximal_logprobs_T=inputs.logprobs_T)
 
 
@@ -116,7 +119,7 @@ def test_groups_of_one_have_no_gradient(config):
     alone = list(range(len(LENGTHS)))
     assert config.needs.groups
     inputs = make_inputs(groups=alone)
-    if config.type == "oapl":  # unless both policies are equal, OAPL pulls towards the behaviour policy
+    if config.type == "oapl":  # OAPL pulls towards the behaviour policy, so both policies are made equal
         inputs = replace(inputs, behaviour_logprobs_T=inputs.logprobs_T)
     assert gradient(config, inputs)[1].abs().max() < 1e-14
 
@@ -201,7 +204,7 @@ def test_weights_multiply_the_gradient_of_each_token_but_not_the_loss(config):
     torch.testing.assert_close(output.weights_T, weight_T, rtol=1e-12, atol=0)
     bounded_T = (weight_T == 0.8) | (weight_T == 1.3)
     assert output.metrics["off_policy/token_tis_frac"] == pytest.approx(float(bounded_T.double().mean()))
-    # the weights follow the policy through the updates of a step
+    # the weights depend on the current policy, not on the policy at the start of the step
     moved = replace(inputs, proximal_logprobs_T=inputs.proximal_logprobs_T - 1)
     assert torch.equal(loss_for(weighed)(moved).weights_T, output.weights_T)
 
@@ -209,20 +212,20 @@ def test_weights_multiply_the_gradient_of_each_token_but_not_the_loss(config):
 @every({name: config for name, config in CONFIGS.items() if getattr(config, "compare", "group") == "prompt"})
 def test_comparing_prompts_equals_comparing_merged_groups(config):
     inputs = make_inputs()
-    # groups 0 and 2 are two leases of prompt 7
+    # groups 0 and 2 have the same prompt, number 7
     joined = replace(inputs, group_B=torch.tensor([0, 1, 0])[inputs.group_B], num_groups=2)
     by_group = config.model_copy(update={"compare": "group"})
     assert evaluate(config, inputs)[0] == evaluate(by_group, joined)[0]
     assert torch.equal(gradient(config, inputs)[1], gradient(by_group, joined)[1])
     assert not torch.equal(gradient(config, inputs)[1], gradient(by_group, inputs)[1])
-    # in a batch without prompts, every group counts as its own prompt
+    # in a batch without prompt numbers, every group counts as a different prompt
     unknown = replace(inputs, prompt_B=None)
     assert torch.equal(gradient(config, unknown)[1], gradient(by_group, inputs)[1])
 
 
 @every({name: each for name, each in CONFIGS.items() if each.needs.separable})
 def test_the_gradient_of_a_separable_loss_reads_nothing_from_the_device(config):
-    """The gradient is computed for every micro-batch, so a read would block the host each time."""
+    """The gradient is computed for every micro-batch, so a read from the device would block the host each time."""
     inputs = make_inputs(prompts=GROUPS, num_prompts=3)
     leaf_T = inputs.logprobs_T.clone().requires_grad_()
     batch = replace(inputs, logprobs_T=leaf_T, values_T=None, old_values_T=None)

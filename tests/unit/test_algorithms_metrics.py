@@ -31,7 +31,7 @@ def diagnose(inputs, weights_T=None):
 def test_the_diagnostics_follow_their_definitions():
     inputs = make_inputs()
     weights_T = importance_weights(inputs, [TokenTIS(cap=1.2)]).weight_T.clone()
-    weights_T[:4] = 0.0  # as a mask would
+    weights_T[:4] = 0.0  # a mask sets weights to 0
     log_rho = (inputs.proximal_logprobs_T - inputs.behaviour_logprobs_T).tolist()
     rho = [math.exp(x) for x in log_rho]
     k3 = [math.exp(x) - 1 - x for x in log_rho]
@@ -102,7 +102,7 @@ def test_metrics_are_none_if_a_behaviour_logprob_is_missing(missing):
 
 
 def test_one_huge_weight_in_float32_counts_as_one_sample_of_many():
-    """A float32 sum of squares with e^20 would lose the squares of the other weights."""
+    """A float32 sum that contains the square of e^20 would lose the squares of small weights."""
     many = 100_000
     for weights in (torch.ones(many), torch.full((many,), math.exp(20), dtype=torch.float32)):
         assert effective_sample_share(weights) == pytest.approx(1.0, abs=1e-12)
@@ -119,5 +119,5 @@ def test_one_huge_weight_in_float32_counts_as_one_sample_of_many():
 
 def test_the_effective_sample_size_is_none_without_weights_and_0_for_weights_of_0():
     assert effective_sample_share(torch.empty(0)) is None
-    assert effective_sample_share(torch.zeros(3)) == 0, "a mask that removes all samples leaves no effective sample"
+    assert effective_sample_share(torch.zeros(3)) == 0, "if a mask removes all samples, the effective sample size is 0"
     assert effective_sample_share(torch.tensor([0.0, 0.0, 5.0])) == pytest.approx(1 / 3)

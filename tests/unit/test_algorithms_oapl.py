@@ -47,10 +47,13 @@ def test_loss_gradient_and_metrics_follow_the_formula(corrections):
 
 @pytest.mark.parametrize("weighed", [True, False])
 def test_with_weights_pi_over_mu_the_gradient_is_zero_at_the_optimum(weighed):
-    """The optimum is pi proportional to mu exp(r / beta); mu is uniform over 27 answers, each once in the group."""
+    """The optimal policy is proportional to mu exp(r / beta).
+
+    mu is uniform over 27 answers, and the group contains each answer once.
+    """
     uniform_T = torch.full((81,), -math.log(3), dtype=torch.float64)
     rewards_B = torch.rand(27, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
-    # r minus the mean of the others is K / (K - 1) times r minus the mean of all, if each answer occurs once
+    # if each answer occurs once: r - mean(other rewards) = K / (K - 1) * (r - mean(all rewards))
     optimum = (rewards_B * 27 / 26 / BETA).softmax(0).view(3, 3, 3)
     levels = optimum.sum((1, 2))[None], optimum.sum(2), optimum.view(9, 3)
     logits = torch.cat(levels).log().requires_grad_()

@@ -15,7 +15,7 @@ BETA = 0.7
 
 
 def pairs_by_hand(inputs, penalty, keys):
-    """Return (best, worst) of every key whose rewards are not all equal."""
+    """Return the best and the worst sequence of every group or prompt whose rewards are not all equal."""
     finished = inputs.finished_B.tolist()
     rewards = [r - penalty * (not done) for r, done in zip(inputs.rewards_B.tolist(), finished, strict=True)]
     pairs = []
@@ -83,7 +83,7 @@ def test_tied_groups_are_dropped_and_counted():
     tied = replace(inputs, rewards_B=rewards_B)
     loss, slope_T, _, metrics = evaluate(OnlineDPOConfig(), tied)
     assert metrics["dpo/tied_frac"] == pytest.approx(1 / 3)
-    # the mean is over the two remaining pairs
+    # the loss is the mean over the two remaining pairs
     rest = only_groups(inputs, [0, 2])
     assert loss == pytest.approx(gradient(OnlineDPOConfig(), rest)[0], abs=1e-12)
     assert slope_T[inputs.group_B[inputs.sequence_T] == 1].abs().max() == 0
@@ -95,7 +95,7 @@ def test_tied_groups_are_dropped_and_counted():
 
 
 def only_groups(inputs, groups):
-    """Return the batch with only these groups."""
+    """Return the batch with only the given groups."""
     keep_B = torch.isin(inputs.group_B, torch.tensor(groups))
     keep_T = keep_B[inputs.sequence_T]
     new_B, new_G = keep_B.cumsum(0) - 1, {group: i for i, group in enumerate(groups)}
@@ -129,7 +129,7 @@ def test_an_answer_truncated_by_length_is_penalised_before_the_comparison():
     assert torch.equal(gradient(OnlineDPOConfig(missing_eos_penalty=0.0), truncated)[1], slope_T)
     _, penalised_T = gradient(OnlineDPOConfig(missing_eos_penalty=1.0), truncated)
     torch.testing.assert_close(penalised_T.sign(), -slope_T.sign())
-    # a penalty that makes both equal leaves no preference
+    # if a penalty makes both rewards equal, neither sample is preferred
     level = replace(truncated, rewards_B=torch.tensor([1.0, 0.5], dtype=torch.float64))
     assert loss_for(OnlineDPOConfig(missing_eos_penalty=0.5))(level).metrics["dpo/tied_frac"] == 1
 

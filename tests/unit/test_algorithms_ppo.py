@@ -48,7 +48,7 @@ def test_loss_gradients_weights_and_fractions_follow_the_formula(config, seed):
 
 
 def test_the_batches_of_the_formula_test_reach_every_branch():
-    """Otherwise the test above would pass without clipping, truncation or masks."""
+    """Check that clipping, truncation and masks occur in the batches, so that the formula test covers them."""
     for name, config in PPO_CONFIGS.items():
         totals = {}
         for seed in range(3):
@@ -83,7 +83,7 @@ def test_a_step_of_one_update_is_never_clipped():
         if config.proximal == "draw_start":
             metrics = loss_for(config)(first).metrics
             assert metrics["off_policy/clip_frac_low"] == metrics["off_policy/clip_frac_high"] == 0
-    # with the trust region around the behaviour policy, stale data are clipped in the first update
+    # if the trust region is around the behaviour policy, stale data are clipped in the first update
     metrics = loss_for(OffPolicyPPOConfig(proximal="behaviour"))(first).metrics
     assert metrics["off_policy/clip_frac_low"] + metrics["off_policy/clip_frac_high"] > 0.2
 
@@ -133,7 +133,7 @@ def test_the_kl_to_the_reference_is_logged_and_pulls_towards_the_reference(kl_in
     elif per_token:  # each token is penalised for its own ratio; the reward of 1 is at the last token
         last_T = torch.tensor([t in {tokens[-1] for tokens in tokens_by_sequence(fresh)} for t in range(22)])
         expected_T = (0.4 * log_ratio_T - last_T.double()) / NUM_TOKENS
-    else:  # the sequence is penalised for its sum, relative to the mean of the others
+    else:  # each sequence is penalised for its sum, relative to the mean of the other sequences
         shaped = [1 - 0.4 * kl for kl in sums(fresh, log_ratio_T)]
         advantages = ppo_by_hand.group_advantages(fresh, shaped, config)
         expected_T = -torch.tensor(advantages, dtype=torch.float64)[fresh.sequence_T] / NUM_TOKENS
@@ -145,7 +145,7 @@ def tokens_by_sequence(inputs):
 
 
 def kl_slopes(kl_in, log_mu_V, log_pi_V, log_ref_V, logits_V):
-    """Return the expected gradient of the KL term w.r.t. the logits over all one-token answers, weighted by mu."""
+    """Return the expected gradient of the KL term with respect to the logits, for one-token answers sampled from mu."""
     size = log_pi_V.numel()
     answers = make_inputs(
         groups=[0] * size,
@@ -154,11 +154,11 @@ def kl_slopes(kl_in, log_mu_V, log_pi_V, log_ref_V, logits_V):
         proximal_logprobs_T=log_pi_V.detach(),
         behaviour_logprobs_T=log_mu_V,
         reference_logprobs_T=log_ref_V,
-        rewards_B=torch.ones(size, dtype=torch.float64),  # no advantage: only the KL term is left
+        rewards_B=torch.ones(size, dtype=torch.float64),  # equal rewards: only the KL term has a gradient
         finished_B=torch.ones(size, dtype=torch.bool),
     )
     config = OffPolicyPPOConfig(kl_beta=1.0, kl_in=kl_in, corrections=[])
-    slope_T = gradient(config, answers)[1] * size  # the loss is a mean over tokens
+    slope_T = gradient(config, answers)[1] * size  # times the number of tokens: the loss is a mean over tokens
     return torch.autograd.grad((log_mu_V.exp() * slope_T * log_pi_V).sum(), logits_V, retain_graph=True)[0]
 
 
@@ -172,7 +172,7 @@ def test_the_entropy_bonus_has_the_gradient_of_the_exact_entropy(stale):
     (expected_V,) = torch.autograd.grad(-entropy, logits_V, retain_graph=True)
     config = OffPolicyPPOConfig(entropy_coef=1.0, corrections=[])
     answers = every_answer(log_mu_V, log_pi_V.detach())
-    slope_T = gradient(config, answers)[1] * 5  # the loss is a mean over tokens
+    slope_T = gradient(config, answers)[1] * 5  # times the number of tokens: the loss is a mean over tokens
     (found_V,) = torch.autograd.grad((log_mu_V.exp() * slope_T * log_pi_V).sum(), logits_V, retain_graph=True)
     torch.testing.assert_close(found_V, expected_V, rtol=0, atol=1e-12)
     if not stale:
@@ -182,7 +182,7 @@ def test_the_entropy_bonus_has_the_gradient_of_the_exact_entropy(stale):
 
 
 def every_answer(log_mu_V, log_pi_V, tokens=None):
-    """Return one-token answers without an advantage: each token of the vocabulary once, or these tokens."""
+    """Return a batch of one-token answers with zero advantages: one for each of `tokens` or of the vocabulary."""
     tokens = torch.arange(log_pi_V.numel()) if tokens is None else tokens
     size = tokens.numel()
     return make_inputs(
@@ -257,7 +257,10 @@ def test_k3_does_not_lower_a_token_that_is_far_below_the_reference():
 
 
 def test_proximal_rloo_follows_the_formula_of_its_paper():
-    """Asynchronous RLHF: min(w A, clip(w, 0.8, 1.2) A), w = pi(y) / mu(y), A from r - beta log(mu / ref)(y), RLOO."""
+    """The paper "Asynchronous RLHF" maximises min(w A, clip(w, 0.8, 1.2) A) with w = pi(y) / mu(y).
+
+    A is the RLOO advantage of the reward r - beta log(mu / ref)(y).
+    """
     config, inputs = OffPolicyPPOConfig(**PROXIMAL_RLOO), make_inputs(seed=2)
     kl = sums(inputs, inputs.behaviour_logprobs_T - inputs.reference_logprobs_T)
     shaped = [float(r) - 0.05 * k for r, k in zip(inputs.rewards_B, kl, strict=True)]
@@ -269,10 +272,10 @@ def test_proximal_rloo_follows_the_formula_of_its_paper():
         free, clipped = w * advantage, min(max(w, 0.8), 1.2) * advantage
         num_clipped += clipped < free
         slope_B.append(-free if free <= clipped else 0.0)
-        if LENGTHS[b]:  # an empty completion has no token to carry its constant
+        if LENGTHS[b]:  # the loss has no term for an empty completion
             loss -= min(free, clipped)
     assert 0 < num_clipped < 9
-    # this loss is divided by the number of tokens, the loss of the paper by the number of sequences
+    # this loss is divided by the number of tokens; the loss of the paper is divided by the number of sequences
     output_loss, slope_T = gradient(config, inputs)
     assert output_loss * NUM_TOKENS == pytest.approx(loss, abs=1e-12)
     expected_T = torch.tensor(slope_B, dtype=torch.float64)[inputs.sequence_T] / NUM_TOKENS
@@ -288,7 +291,7 @@ def test_sequences_as_single_actions_have_equal_weight_at_any_length(mean_over):
     fresh = replace(inputs, logprobs_T=inputs.behaviour_logprobs_T)
     config = OffPolicyPPOConfig(proximal="behaviour", corrections=["sequence_clip"], mean_over=mean_over)
     loss, slope_T = gradient(config, fresh)
-    assert loss == pytest.approx(0.0, abs=1e-12), "both ratios are 1, and the advantages are 1 and -1"
+    assert loss == pytest.approx(0.0, abs=1e-12), "the terms cancel: both ratios are 1, and the advantages are 1 and -1"
     torch.testing.assert_close(slope_T[0].expand(10), -slope_T[1:], rtol=0, atol=1e-12)
 
 
@@ -303,14 +306,14 @@ def test_an_unclipped_value_is_not_counted_as_clipped():
 
 
 def test_explained_variance_compares_the_old_values_with_the_returns():
-    config = OffPolicyPPOConfig(baseline="value_head", gae_lambda=1.0)  # returns are the rewards
+    config = OffPolicyPPOConfig(baseline="value_head", gae_lambda=1.0)  # the return of each token is the reward
     inputs = make_inputs(finished_B=torch.ones(9, dtype=torch.bool))
     returns_T = inputs.rewards_B[inputs.sequence_T]
     explained = {}
     for name, old_T in {"all": returns_T + 3, "none": 0 * returns_T, "half": returns_T / 2}.items():
         explained[name] = evaluate(config, replace(inputs, old_values_T=old_T))[3]["ppo/explained_variance"]
     assert explained == pytest.approx({"all": 1.0, "none": 0.0, "half": 0.75})
-    for dtype in (torch.float32, torch.float64):  # equal returns differ only by rounding
+    for dtype in (torch.float32, torch.float64):  # the returns are equal except for rounding
         level = replace(inputs, rewards_B=torch.full((9,), 0.3, dtype=dtype), old_values_T=inputs.values_T.to(dtype))
         names = ("logprobs_T", "proximal_logprobs_T", "behaviour_logprobs_T", "reference_logprobs_T", "values_T")
         level = replace(level, **{name: getattr(level, name).to(dtype) for name in names})
@@ -374,7 +377,10 @@ def tabular_policy(seed):
 
 
 def expected_slope(corrections, log_pi, logits, log_mu, rewards):
-    """Return the expected gradient of a group of two answers under mu x mu, over all 729 groups in one batch."""
+    """Return the expected gradient for a group of two answers sampled from mu.
+
+    One batch contains all 729 groups.
+    """
     pairs = torch.tensor(list(itertools.product(range(27), repeat=2)))
     both = pairs.flatten()
     inputs = make_inputs(
@@ -398,7 +404,7 @@ def test_sequence_weights_make_the_expectation_exact_and_token_weights_do_not():
     log_mu = tabular_policy(1)[0].detach()
     rewards = torch.randn(27, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     (ascent,) = torch.autograd.grad((log_pi.sum(1).exp() * rewards).sum(), logits, retain_graph=True)
-    expected = -ascent / 3  # per token: the loss is a mean over tokens, and an answer has three
+    expected = -ascent / 3  # divided by 3: the loss is a mean over tokens, and an answer has three tokens
     on_policy = expected_slope([], log_pi, logits, log_pi.detach(), rewards)
     torch.testing.assert_close(on_policy, expected, rtol=0, atol=1e-12)
     raw = [{"type": "sequence_tis", "cap": 1e12}]

@@ -22,7 +22,7 @@ from tests.unit.loss_batches import (
 
 BETA = 0.3
 CONFIG = TrajectoryBalanceConfig(beta=BETA, corrections=[])
-"""The loss of the paper: no weights, no anchor."""
+"""The loss of the paper, without importance weights and without an anchor."""
 WEIGHTS = {
     "none": [],
     "truncated by token": [{"type": "token_tis", "cap": 1.5}],
@@ -34,9 +34,9 @@ WEIGHTS = {
 
 
 def test_the_loss_is_zero_at_the_optimal_policy():
-    # no completion is empty here: an empty one has probability 1 under every policy, so no policy is optimal for it
+    # no completion is empty: an empty completion has probability 1 under every policy, so no policy is optimal
     inputs = make_inputs(lengths=[3, 1, 4, 2, 5, 2, 1, 3, 2])
-    # pi*(y) = pi_ref(y) exp(r / beta) / Z with any Z per prompt; its log is spread over the tokens of a sequence
+    # pi*(y) = pi_ref(y) exp(r / beta) / Z with any Z per prompt; r / beta - log Z is spread over the tokens
     log_z_G = torch.tensor([0.4, -1.3, 2.0], dtype=torch.float64)
     tilt_B = (inputs.rewards_B / BETA - log_z_G[inputs.group_B]) / inputs.length_B
     at_optimum = replace(inputs, logprobs_T=inputs.reference_logprobs_T + tilt_B[inputs.sequence_T])
@@ -48,7 +48,7 @@ def test_the_loss_is_zero_at_the_optimal_policy():
         assert gradient(weighed, at_optimum)[1].abs().max() < 1e-12
     metrics = loss_for(CONFIG)(at_optimum).metrics
     assert metrics["tb/delta_abs"] == pytest.approx(0, abs=1e-12)
-    assert metrics["tb/log_z"] == pytest.approx(float(log_z_G.mean()))  # the three groups have equal sizes
+    assert metrics["tb/log_z"] == pytest.approx(float(log_z_G.mean()))  # the groups have equal sizes
 
 
 def test_loss_and_metrics_follow_the_formula():
@@ -90,7 +90,7 @@ def test_the_gradient_is_reinforce_with_a_group_baseline(groups):
 
 
 def test_the_on_policy_expected_gradient_is_that_of_the_kl_to_the_optimal_policy():
-    """E grad L = 2 (K - 1) / K * grad KL(pi || pi*), by enumeration of all groups of K = 2 out of 4 answers."""
+    """Check E grad L = 2 (K - 1) / K * grad KL(pi || pi*) by enumerating all groups of K = 2 out of 4 answers."""
     random = torch.Generator().manual_seed(1)
     logits_V = torch.randn(4, generator=random, dtype=torch.float64, requires_grad=True)
     reference_V, rewards_V = torch.randn(2, 4, generator=random, dtype=torch.float64)
@@ -129,14 +129,14 @@ def expected_slope(config, logits, log_mu, log_ref, rewards):
         reference_logprobs_T=log_ref[both].flatten(),
         rewards_B=rewards[both],
     )
-    slopes = gradient(config, inputs)[1].view(-1, 3) * len(pairs)  # the loss is the mean over the groups
+    slopes = gradient(config, inputs)[1].view(-1, 3) * len(pairs)  # times the number of groups: the loss is a mean
     probability = log_mu[pairs].sum((1, 2)).exp().repeat_interleave(2)
     total = torch.zeros_like(log_pi).index_add(0, both, probability[:, None] * slopes)
     return torch.autograd.grad((total * log_pi).sum(), logits)[0]
 
 
 def descend(config, log_mu, log_ref, rewards, num_updates=500):
-    """Run Adam from another start; return the log-probabilities found and the largest remaining expected gradient."""
+    """Run Adam from other initial logits; return the final log-probabilities and the largest gradient entry."""
     logits = tabular_logits(3)
     adam = torch.optim.Adam([logits], betas=(0.9, 0.99))
     for number in range(num_updates):

@@ -1,4 +1,4 @@
-"""Undeclared inputs: a loss that reads one raises an error at once."""
+"""A loss that reads an undeclared input raises an error at once."""
 
 from dataclasses import replace
 
@@ -23,7 +23,7 @@ READS = {
 
 
 class Careless(AlgorithmSection):
-    """Section that declares the needs given by a test."""
+    """Config section whose declared inputs are set by the test."""
 
     type: str = "careless"
     declared: tuple[str, ...] = ()

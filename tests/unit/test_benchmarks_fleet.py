@@ -17,13 +17,13 @@ from tests.unit.fake_actor import Clock, FakeBuffer, K, make_actor, run_to_end, 
 
 LAW = TokenTime(5e-3, 1e-3)
 SLOW = TokenTime(5e-2, 1e-2)
-"""A busy machine can extend a sleep by tenths of a second; these step times are long in comparison."""
+"""Step times that are long compared with the tenths of a second by which a busy machine extends a sleep."""
 FORTY = constant(40)
 
 
 @pytest.fixture
 async def make_engine(monkeypatch):
-    """`make_engine(law, lengths)` returns an engine, which is stopped after the test."""
+    """Return `make_engine(law, lengths)`, which makes an engine that is stopped after the test."""
     engines = []
 
     def make(law=LAW, lengths=FORTY):
@@ -40,7 +40,7 @@ async def test_concurrent_samples_take_the_time_of_the_cost_model(make_engine):
     engine, began_s = make_engine(SLOW), time.perf_counter()
     made = await asyncio.gather(*(engine.generate([1, 2], seed=seed) for seed in range(4)))
     took_s = time.perf_counter() - began_s
-    assert took_s > 0.95 * 40 * SLOW.seconds(4, 0)  # longer on a busy machine: the engine's clock is exact
+    assert took_s > 0.95 * 40 * SLOW.seconds(4, 0)  # a busy machine may take longer
     assert engine.step_s * engine.num_steps == pytest.approx(40 * SLOW.seconds(4, 0), rel=0.2)
     assert all(len(sample.token_ids) == len(sample.logprobs) == 40 for sample in made)
     assert [sample.spans[0].end for sample in made] == [40] * 4
@@ -75,7 +75,9 @@ async def test_lengths_depend_only_on_prompt_and_seed(make_engine):
 
     assert await length(3, 1) == await length(3, 1)
     lengths = np.log([[await length(prompt, seed) for seed in range(8)] for prompt in range(40)])
-    assert lengths.mean(axis=1).var() > 3 * (lengths.var(axis=1, ddof=1).mean() / 8), "samples of a prompt are similar"
+    assert lengths.mean(axis=1).var() > 3 * (lengths.var(axis=1, ddof=1).mean() / 8), (
+        "samples of a prompt have similar lengths"
+    )
 
 
 async def test_the_engine_runs_in_the_actor_loop_and_stops_cancelled_requests(make_engine):

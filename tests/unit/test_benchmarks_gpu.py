@@ -1,4 +1,4 @@
-"""benchmarks/gpu: operations counted without a GPU, time limits of steps, and the page written from their lines."""
+"""benchmarks/gpu: operations counted without a GPU, time limits of steps, and the page made from the step results."""
 
 import importlib
 import inspect
@@ -73,7 +73,7 @@ def test_a_matrix_product_under_autocast_is_counted_with_the_casts_of_its_inputs
     assert figures["forward.gemm.kernels"] == 2
     assert figures["forward.gemm.flops"] == 2 * 2 * 100 * 64 * 32
     assert figures["forward.gemm.bytes"] == 2 * 2 * (100 * 64 + 64 * 32 + 100 * 32)
-    # the states are cast in both passes, the weight once, because autocast caches the cast weight
+    # the states are cast in both passes; the weight is cast once, because autocast caches the result
     assert figures["casts"] == 1
     assert figures["forward.other.bytes"] == 6 * (2 * 100 * 64 + 64 * 32)
 
@@ -131,7 +131,7 @@ def test_a_stage_on_a_simulated_gpu_makes_one_attention_call_and_casts_no_weight
     layer = Counter(two)
     layer.subtract(one)
     assert (layer["forward.attention.kernels"], layer["backward.attention.kernels"]) == (1, 1)
-    assert layer["forward.gemm.kernels"] == 7, "q, k, v, o, gate, up, down"
+    assert layer["forward.gemm.kernels"] == 7, "a layer has seven matrices: q, k, v, o, gate, up, down"
     assert layer["backward.gemm.kernels"] == 14
     assert two["casts"] == 0
 
@@ -273,7 +273,7 @@ H100 = Gpu(0, "GPU-1", "NVIDIA H100", "580.159", 80 * 2**30, 2**30, 9.0)
 
 @pytest.fixture
 def machine(monkeypatch):
-    """`machine(...)` simulates a machine that can run every step, and sets the arguments of `main`."""
+    """Return `machine(...)`, which simulates a machine that can run every step and sets the arguments of `main`."""
 
     def prepare(*arguments, gpus=(H100,), cuda=True, packages=("vllm", "ray"), packed=False):
         monkeypatch.setattr(card, "list_gpus", lambda: list(gpus))
@@ -356,7 +356,7 @@ def test_every_line_has_commit_card_and_versions(machine, monkeypatch, tmp_path)
 
 
 def _generation(*spans):
-    """Return a request with spans of (version, start, end)."""
+    """Return a fake request whose spans are given as (version, start, end)."""
     version_spans = tuple(VersionSpan(PolicyVersion(0, version), start, end) for version, start, end in spans)
     return SimpleNamespace(token_ids=[0] * 8, spans=version_spans)
 
@@ -448,7 +448,7 @@ def test_pruning_keeps_hopper_device_code_and_all_offsets():
     found = prune.prune(data, prune.re.compile(rb"fp8"))
     kept = [[image.content for image in each.images] for each in prune.containers(data)]
     assert (len(data), found.num_containers) == (size, 3)
-    assert kept == [[hopper], [ampere], [ampere]], "an otherwise empty container keeps its smallest image"
+    assert kept == [[hopper], [ampere], [ampere]], "a container keeps its smallest image if no image matches"
     assert found.kept_bytes == len(hopper) + 2 * len(ampere)
 
 

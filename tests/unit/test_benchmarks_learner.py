@@ -1,4 +1,4 @@
-"""benchmarks/learner.py: equal losses on all sides, the theoretical bubble, and failures of its processes."""
+"""benchmarks/learner.py: equal gradients of all compared loops, the theoretical bubble, and process failures."""
 
 import pytest
 import torch
@@ -91,7 +91,7 @@ def empty_stage(index, total, mesh):
 
 
 def makespan(order, num_stages):
-    """Return the time units until the last action ends, if each starts as soon as its rank and inputs are ready."""
+    """Return the time units until the last action ends, if each action starts when its rank and inputs are ready."""
     queues = {rank: [action for action in actions if action is not None] for rank, actions in order.items()}
     clock = dict.fromkeys(queues, 0)
     ends = {}
@@ -104,7 +104,8 @@ def makespan(order, num_stages):
                     _ComputationType.BACKWARD_INPUT,
                     _ComputationType.BACKWARD_WEIGHT,
                 ):
-                    units = {"B": 0, "W": 2}[letter]  # torch fuses both halves if no rank needs the input gradient
+                    # torch fuses both backward passes if no rank needs the input gradient
+                    units = {"B": 0, "W": 2}[letter]
                 needed = {"F": [("F", stage - 1)], "B": [("F", stage), ("B", stage + 1)], "W": [("B", stage)]}[letter]
                 keys = [(kind, at, number) for kind, at in needed if 0 <= at < num_stages]
                 if not all(key in ends for key in keys):

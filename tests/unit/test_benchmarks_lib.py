@@ -1,4 +1,4 @@
-"""benchmarks/lib: calls in processes, their failures and cleanup, stored results, bars and texts of pages."""
+"""benchmarks/lib: calls in processes, failed calls and their cleanup, stored results, and pages with their targets."""
 
 import subprocess
 import sys

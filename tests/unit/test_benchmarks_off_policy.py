@@ -1,4 +1,4 @@
-"""The enumerable world of benchmarks/off_policy.py: its exact quantities are exact."""
+"""benchmarks/off_policy.py: exact quantities of its small task, whose completions can all be enumerated."""
 
 import copy
 import itertools
@@ -137,7 +137,7 @@ def test_samples_come_from_the_behaviour_policy(small_world):
         counts_PS += torch.bincount(flat.flatten(), minlength=counts_PS.numel()).view_as(counts_PS)
     share_PS = world.sequence_logprobs(small_world.reference).exp()
     expected_PS = share_PS * counts_PS.sum(1, keepdim=True)
-    # Pearson's statistic over S - 1 degrees of freedom: mean S - 1, standard deviation sqrt(2 (S - 1))
+    # Pearson's statistic with S - 1 degrees of freedom has mean S - 1 and standard deviation sqrt(2 (S - 1))
     statistic_P = ((counts_PS - expected_PS).square() / expected_PS).sum(1)
     freedom = world.NUM_SEQUENCES - 1
     assert bool(((statistic_P - freedom).abs() < 5 * math.sqrt(2 * freedom)).all())
@@ -199,7 +199,7 @@ def test_rows_of_later_calls_are_merged_with_stored_rows(tmp_path, monkeypatch):
     *most, last = ROWS
     off_policy.Kept.read().add(dict.fromkeys(most, outcomes), 600.0)
     off_policy.Kept.read().write_page()
-    assert not (tmp_path / "off_policy.md").exists(), "a row is missing"
+    assert not (tmp_path / "off_policy.md").exists(), "the page must not be written while a row is missing"
     better = {lag: [training.Outcome(None, None)] * len(off_policy.SEEDS) for lag in training.LAGS}
     off_policy.Kept.read().add({last: outcomes, most[0]: better}, 60.0)
     kept = off_policy.Kept.read()

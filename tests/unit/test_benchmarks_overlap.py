@@ -69,7 +69,7 @@ def test_a_bar_is_judged_only_at_full_size_and_if_r_is_about_1():
 
 
 def write_run(folder, step_s, waits_s, busy):
-    """Write a run from time 100 on, in which each step takes its wait plus `step_s`."""
+    """Write a run that begins at 100 s. Each step takes its wait plus `step_s`."""
     folder.mkdir()
     rows, now = [], 100.0
     for number, wait_s in enumerate(waits_s, 1):

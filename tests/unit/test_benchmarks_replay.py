@@ -17,7 +17,10 @@ def runs(tokens, *accuracies):
 
 
 def results(**replayed):
-    """Return runs without replay with 0.8, 0.84 and 0.88 at 100, 200 and 400 tokens, and runs with replay."""
+    """Return runs with and without replay.
+
+    The runs without replay have mean accuracies of 0.8, 0.84 and 0.88 after 100, 200 and 400 tokens.
+    """
     found = {("oapl", setting): runs(400 * setting.share, 0.78 + 0.04 * n, 0.82 + 0.04 * n) for n, setting in
              zip((2, 1, 0), FRESH, strict=True)}  # fmt: skip
     return found | {("oapl", Setting(max_uses=int(name[1:]))): each for name, each in replayed.items()}
@@ -29,7 +32,7 @@ def test_tokens_saved_are_relative_to_runs_without_replay_of_equal_accuracy():
     # 0.85 is a quarter of the way from 0.84 to 0.88; tokens are interpolated from 200 to 400 on a log scale
     assert saved[0] == pytest.approx(200 * 2**0.25 / 100)
     assert saved[1] is None, "every run without replay is more accurate"
-    assert saved[2] == pytest.approx(400 / 200), "more accurate than the longest run: no extrapolation"
+    assert saved[2] == pytest.approx(400 / 200), "tokens are not extrapolated above the accuracy of the longest run"
     line = replay.summarised(found)
     assert line["oapl"]["greedy"]["tokens_saved"] == pytest.approx(2 * 2**0.25, abs=1e-3)
     assert line["oapl"]["greedy"]["setting"] == Setting(max_uses=2).name
@@ -40,7 +43,8 @@ def test_tokens_saved_are_relative_to_runs_without_replay_of_equal_accuracy():
 
 def test_accuracies_within_the_standard_error_over_seeds_count_as_equal():
     found = results(u2=runs(100, 0.85, 0.89), u4=runs(100, 0.861, 0.861))
-    # the longest run without replay has 0.86 and 0.90; the standard errors of the difference are 0.028 and 0.02
+    # the seeds of the longest run without replay reach 0.86 and 0.90
+    # the standard errors of the two differences from this run are 0.028 and 0.02
     assert replay.standard_error(
         "greedy", found["oapl", Setting(max_uses=2)], found["oapl", FRESH[0]]
     ) == pytest.approx(0.0283, abs=1e-4)

@@ -48,7 +48,7 @@ def test_greedy_sampling_picks_the_most_likely_token(model):
 def test_samples_come_from_the_policy_lag_updates_ago(folder, lag):
     lagged = ["--learner.learning_rate", "1e-2", "--weight_sync.max_lag", str(lag), "--weight_sync.lag_control", "off"]
     run = DelayedRun(["--model.path", str(folder), *SMALL, *lagged], seed=0)
-    run._scorer = lambda problems, texts: [float(len(text)) for text in texts]  # unequal, so updates change the weights
+    run._scorer = lambda problems, texts: [float(len(text)) for text in texts]  # unequal rewards
     seen, versions = [], []
     run._load, load = lambda values: (seen.append(values[0].clone()), load(values)), run._load
     run._update, update = lambda *args: (update(*args), versions.append(run._past[-1][0].clone())), run._update

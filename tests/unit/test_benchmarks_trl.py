@@ -1,4 +1,4 @@
-"""benchmarks/trl.py: metrics computed from both sides, and equal settings of both sides."""
+"""benchmarks/trl.py: metrics computed from runs of Leeway and TRL, and equal settings of Leeway and TRL."""
 
 import pytest
 from benchmarks import trl
@@ -39,7 +39,7 @@ def test_the_page_shows_both_sides_and_the_missed_bars():
     assert "| short | leeway | 576.67 | 0.980 | - |" in text
     result["cases"]["long"] = {"leeway": side(50, 37, 1.0), "trl": side(20)}
     text = "\n".join(trl.page({**result, "machine": machine, "wanted": bars}, 3))
-    assert "| long | leeway | 50.00 | - | - |" in text, "the other side has no accuracy"
+    assert "| long | leeway | 50.00 | - | - |" in text, "Leeway's accuracy is hidden, because TRL has no accuracy"
 
 
 @pytest.mark.parametrize("name", trl.CASES)

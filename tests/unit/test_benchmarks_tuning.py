@@ -42,7 +42,7 @@ def test_each_sweep_changes_one_key_whose_default_is_that_of_the_demo(sweep):
         assert getattr(getattr(config, section), key) == value
         assert config.learner.groups_per_step * config.actors.group_size == tuning.SAMPLES_PER_STEP
         reserved = config.actors.num_actors * config.actors.cpus + config.learner.num_stages * config.learner.cpus
-        assert reserved <= 2, "the run needs at most two cores"
+        assert reserved <= 2, "a run must need at most two cores"
 
 
 def test_the_reward_gain_compares_the_start_and_the_end_of_the_run():

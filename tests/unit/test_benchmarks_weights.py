@@ -1,4 +1,4 @@
-"""benchmarks/weights.py: metrics computed from raw measurements, and the end of its processes."""
+"""benchmarks/weights.py: metrics computed from raw measurements, and the shutdown of its processes."""
 
 import psutil
 import pytest

@@ -1,4 +1,4 @@
-"""Data damaged after it is stored: no request ends the service, and no step waits for the data forever."""
+"""Stored data that is damaged later: no request ends the service, and no step waits forever for damaged data."""
 
 import numpy as np
 import pytest
@@ -82,7 +82,7 @@ def test_the_service_rejects_a_store_with_a_damaged_row_that_requests_need(make,
     buffer.begin()
     generate(buffer, actor, 1)
     assert buffer.draw(1, 0)[0].ready
-    actor.work(actor.lease(1)[0], reward=None)  # its prompt is returned
+    actor.work(actor.lease(1)[0], reward=None)  # the prompt can be leased again
     key = actor.name
     if table != "actors":
         ((key,), *_) = buffer.store.read(lambda tx: list(getattr(tx, table).all_keys()))

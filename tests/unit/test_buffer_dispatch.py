@@ -1,4 +1,4 @@
-"""Dispatch: which lane gets which prompt of a window; every prompt leaves the window under every policy."""
+"""Dispatch policies: the prompt that each lane (pool of actors) gets. Every policy eventually leases every prompt."""
 
 from math import inf
 
@@ -27,12 +27,12 @@ def window(*lengths):
 
 
 def chosen(policy, waiting, *speeds):
-    """Return the order number of the chosen prompt."""
+    """Return the position in the window of the prompt that the policy chooses."""
     return policy.choose(waiting, Speeds(*speeds)).order
 
 
 def test_prompts_too_long_for_the_slow_lane_go_to_the_fast_one_longest_first():
-    waiting = window(50, 300, 120, 500, 80)  # in 2 s the slow lane generates 100 tokens, the fast one 200
+    waiting = window(50, 300, 120, 500, 80)  # in 2 s, the slow lane generates 100 tokens and the fast lane 200
     assert chosen(ByDeadline(), waiting, FAST, LANES, 2.0) == 3
     assert chosen(ByDeadline(), waiting, SLOW, LANES, 2.0) == 0
 
@@ -49,7 +49,7 @@ def test_a_slow_lane_takes_the_shortest_prompt_if_all_are_late():
 
 def test_a_middle_lane_takes_the_longest_prompt_that_only_slower_lanes_would_miss():
     lanes = (FAST, SLOW, 0.04)
-    waiting = window(30, 90, 500, 60)  # in 2 s: 50, 100 and 200 tokens
+    waiting = window(30, 90, 500, 60)  # in 2 s, the three lanes generate 50, 100 and 200 tokens
     assert chosen(ByDeadline(), waiting, SLOW, lanes, 2.0) == 1
     assert chosen(ByDeadline(), waiting, FAST, lanes, 2.0) == 2
     assert chosen(ByDeadline(), waiting, 0.04, lanes, 2.0) == 0
@@ -96,7 +96,7 @@ def test_the_step_time_excludes_the_time_without_a_learner(make):
 
 def test_samples_near_their_deadline_are_requeued_only_from_slower_lanes():
     policy, slow, fast = ByDeadline(), Speeds(SLOW, LANES, 2.0), Speeds(FAST, LANES, 2.0)
-    assert policy.requeue_at(slow) == REQUEUE_SHARE * 100  # the slow lane generates 100 tokens in time
+    assert policy.requeue_at(slow) == REQUEUE_SHARE * 100  # the slow lane generates 100 tokens before the deadline
     assert policy.requeue_at(fast) == inf
     assert policy.requeue_at(Speeds(SLOW, (SLOW, SLOW), 2.0)) == inf
     assert policy.requeue_at(Speeds(SLOW, LANES, inf)) == inf
@@ -142,7 +142,7 @@ NUM_PROMPTS, G = 96, 16
 
 
 class Fleet:
-    """Actors of two lanes, in a buffer whose steps take 5 s."""
+    """Buffer whose steps take 5 s, with requests from a fast and a slow lane."""
 
     def __init__(self, make, policy):
         config = BufferConfig(dispatch=policy)
@@ -197,7 +197,7 @@ def test_the_fast_lane_gets_long_prompts_once_lengths_are_known(make):
 
     fleet.buffer.store.write(learn)
     fleet.step(1)
-    prompts.pace.step_s, prompts.pace.train_s = 0.2, 0.0  # the bound allows sixty steps
+    prompts.pace.step_s, prompts.pace.train_s = 0.2, 0.0  # max_lag allows sixty steps
     fleet.ask(SLOW)
     assert {lease.prompt_id for lease in fleet.ask(FAST, 2)} <= long
     assert not {lease.prompt_id for lease in fleet.ask(SLOW, 20)} & long
@@ -212,7 +212,7 @@ def test_groups_predicted_to_be_late_on_the_slow_lane_are_counted(make):
     prompts.pace.step_s, prompts.pace.train_s = (
         0.2,
         0.0,
-    )  # the bound allows sixty steps, in which the slow lane generates 600 tokens
+    )  # max_lag allows sixty steps, in which the slow lane generates 600 tokens
 
     def complete(tx):
         before = tx.state.lengths.num_late, tx.state.lengths.num_predicted
@@ -257,7 +257,7 @@ def test_a_group_that_outgrows_its_lane_is_leased_to_a_faster_one(make):
     fleet = Fleet(make, "by_deadline")
     fleet.step(1)
     pace = fleet.buffer.core.groups.prompts.pace
-    pace.step_s, pace.train_s = 0.02, 0.0  # the bound allows sixty steps: 60 tokens on the slow lane
+    pace.step_s, pace.train_s = 0.02, 0.0  # max_lag allows sixty steps, in which the slow lane generates 60 tokens
     fleet.ask(FAST)
     [lease] = fleet.ask(SLOW)
     fleet.buffer.requeue(lease, [0, 1], [0, 1], num_completion_tokens=42)
@@ -276,7 +276,7 @@ def test_a_lane_counts_while_it_renews_and_is_forgotten_after_a_timeout(make):
     fast, num_seen = Actor(buffer, "fast"), prompts.lengths.num_seen
     request = p.LeaseRequest(fast.name, 1, 1, 1, "fast", FAST)
     [lease] = buffer.ask(request, p.LeaseGrant).leases
-    for _ in range(3):  # it requests nothing: all of its slots are busy
+    for _ in range(3):  # the fast actor requests no lease, because its slots are busy
         buffer.now_s += 0.6 * timeout_s
         assert buffer.ask(p.Renew(fast.name, 1, [lease.lease_id]), p.RenewReply).lost == []
     for requeues in (True, False):
@@ -284,7 +284,7 @@ def test_a_lane_counts_while_it_renews_and_is_forgotten_after_a_timeout(make):
         granted = fleet.granted(SLOW)
         assert (granted.requeue_at > 0) == requeues
         assert fleet.actor.work(granted.leases[0]) == ["committed"] * 2
-        assert prompts.lengths.num_seen == num_seen + 1, "no lengths are learned with one lane"
+        assert prompts.lengths.num_seen == num_seen + 1, "lengths are not learned while there is only one lane"
 
 
 def test_a_dropped_prompt_is_not_leased_to_a_lane_that_would_be_late_again(make):

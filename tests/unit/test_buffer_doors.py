@@ -1,4 +1,4 @@
-"""Requests from unknown clients or with a wrong role: refused with a reason and without a change."""
+"""Requests from unknown clients or with a wrong role are refused with a reason and change nothing in the store."""
 
 import time
 from types import SimpleNamespace
@@ -35,12 +35,12 @@ class Wire:
         self._socket.connect(address)
         self._number = 0
         self.sent = []
-        """Every message as sent over the wire."""
+        """The frames of every message that was sent."""
 
     def send(self, frames):
-        """Send frames and return the next reply, without a check of its number."""
+        """Send frames and return the next reply. The number of the reply is not checked."""
         self._socket.send_multipart(frames)
-        assert self._socket.poll(20_000), "no answer"
+        assert self._socket.poll(20_000), "the service did not answer within 20 s"
         return p.decode(self._socket.recv_multipart()[0]).message
 
     def ask(self, message, body=b"", *, client, run_id=FACTS.run_id):
@@ -80,7 +80,7 @@ def wire(service):
 
 @pytest.fixture
 def run(service, wire):
-    """Begin a learner and publish; return an open lease of an actor that has completed another lease."""
+    """Register a learner and publish version 0; return an open lease of an actor that has completed another lease."""
     wire = wire()
     for client in CLIENTS:
         assert isinstance(wire.hello(client), p.Welcome)
@@ -101,7 +101,7 @@ def held(service):
 
 
 def every_request(lease, actor=ACTOR.name, epoch=1):
-    """Return one request of each kind with its body; from the right client, each has an effect or a reply."""
+    """Return one request of each kind with its body. A client with the right role can send each request."""
     rows = [make_trajectory(lease, index, seq=9 + index, actor=actor, epoch=epoch) for index in lease.sample_indices]
     bodies = {
         p.Push: bytes(schema.encode(rows, FACTS.run_id)),
@@ -116,7 +116,7 @@ def every_request(lease, actor=ACTOR.name, epoch=1):
         p.StepFinished(1, 1, 0), p.Published(0, 1), p.CheckpointDurable(1, 0), p.BeginIncarnation("x", 0, 0),
         p.PosteriorsRequest(), p.Expect(0, 1.0), p.Drain(), p.StatusRequest(),
     ]  # fmt: skip
-    assert {type(message) for message in requests} == p.ALLOWED_ROLES.keys(), "a kind of request is missing"
+    assert {type(message) for message in requests} == p.ALLOWED_ROLES.keys(), "the list lacks a kind of request"
     return [(message, bodies.get(type(message), b"")) for message in requests]
 
 
@@ -205,7 +205,7 @@ def test_repeated_requests_change_nothing(service, wire, run):
         wire().send(frames)
     rows_after, status_after = rows_and_status()
     assert rows_after == rows
-    assert status_after["ledger"].pop("duplicates") == 6, "two trajectories, pushed three more times"
+    assert status_after["ledger"].pop("duplicates") == 6, "two trajectories were pushed three more times"
     assert status["ledger"].pop("duplicates") == 0
     assert status_after == status
 

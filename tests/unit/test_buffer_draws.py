@@ -71,7 +71,8 @@ def test_admission_counts_the_lag_of_publication(make):
     for step in (1, 2):
         assert buffer.draw(step, step - 1)[0].ready
         buffer.finish(step, step)
-    # At version 2 with nothing newer than 0 published and 2 groups ready, a new group would be used at version 3.
+    # The learner is at version 2, only version 0 is published, and 2 groups are ready.
+    # A new group would therefore be used at version 3.
     assert actor.lease() == []
     buffer.publish(1)
     assert len(actor.lease()) == 2
@@ -134,7 +135,9 @@ def test_on_stale_wait_holds_the_step_that_would_leave_a_group_behind(make):
     buffer.finish(2, 2)
     buffer.publish(2)
     assert actor.lease(1)[0].min_version == 2
-    assert buffer.draw(3, 2)[0].group_ids == [newer.group_id], "a young group in flight does not hold the step"
+    assert buffer.draw(3, 2)[0].group_ids == [newer.group_id], (
+        "the step does not wait for a group in flight that a later step can use"
+    )
 
 
 def test_on_stale_wait_looks_ahead_when_several_groups_fall_due_together(make):
@@ -149,7 +152,7 @@ def test_on_stale_wait_looks_ahead_when_several_groups_fall_due_together(make):
         assert buffer.draw(step, step - 1)[0].ready
         buffer.finish(step, step)
         buffer.publish(step)
-    # Both slow groups must be used by version 3; a newer group at version 2 would push one of them past the bound.
+    # Both slow groups must be used by version 3. A newer group used at version 2 would make one of them too old.
     actor.work(actor.lease(1)[0])
     assert not buffer.draw(3, 2)[0].ready
     for step, lease in zip((3, 4), slow, strict=True):
@@ -183,7 +186,8 @@ def test_a_redone_step_past_the_bound_gets_fresh_groups(make):
     buffer.begin()
     drawn = run_steps(buffer, actor, range(1, 5))
     buffer.begin(1, 1, session="restarted")
-    # Step 2 was sampled at version 1, from which the learner resumed; step 3 at a version that is abandoned.
+    # The samples of step 2 have version 1, from which the learner resumed.
+    # The samples of step 3 have a version that is abandoned.
     assert buffer.draw(2, 1, incarnation=1)[0].record_ids == drawn[2]
     buffer.finish(2, 2, incarnation=1)
     buffer.publish(2, 1)
@@ -211,7 +215,7 @@ def test_a_recorded_step_past_the_bound_and_all_later_steps_are_drawn_again(make
         if step == 2:
             slow = actor.lease(1)[0]
         if step == 5:
-            actor.work(slow)  # tokens of version 1
+            actor.work(slow)  # the tokens of the slow group have version 1
         else:
             actor.work(actor.lease(1)[0])
         recorded[step] = buffer.draw(step, version)[0].record_ids
@@ -219,7 +223,7 @@ def test_a_recorded_step_past_the_bound_and_all_later_steps_are_drawn_again(make
         buffer.finish(step, after, skipped=skipped)
         buffer.publish(after)
     buffer.begin(3, 3, session="restarted")
-    # This time step 4 is not skipped, so step 5 trains at version 4 and its slow group is 3 versions old.
+    # After the restart, step 4 is not skipped, so step 5 trains at version 4 and its slow group is 3 versions old.
     for step in (4, 5, 6):
         for lease in actor.lease():
             actor.work(lease)
@@ -227,7 +231,9 @@ def test_a_recorded_step_past_the_bound_and_all_later_steps_are_drawn_again(make
         assert (again == recorded[step]) == (step == 4)
         buffer.finish(step, step, incarnation=1)
         buffer.publish(step, 1)
-    assert buffer.status().ledger["redone_uses"] == 0, "step 4 was skipped the first time, so this was its first use"
+    assert buffer.status().ledger["redone_uses"] == 0, (
+        "step 4 was skipped before the restart, so its groups were used for the first time"
+    )
 
 
 def test_ready_groups_of_abandoned_versions_have_the_age_of_the_checkpoint(make):
@@ -243,7 +249,7 @@ def test_ready_groups_of_abandoned_versions_have_the_age_of_the_checkpoint(make)
         assert buffer.draw(step, step - 1, incarnation=1)[0].ready
         buffer.finish(step, step, incarnation=1)
         buffer.publish(step, 1)
-    assert not buffer.draw(4, 3, incarnation=1)[0].ready, "the abandoned version 3 counts as 1 now"
+    assert not buffer.draw(4, 3, incarnation=1)[0].ready, "tokens of the abandoned version 3 now count as version 1"
     assert buffer.status().ledger["dropped_stale"] >= 2 * len(abandoned)
 
 

@@ -59,7 +59,7 @@ def test_records_of_a_recorded_draw_stay_until_a_durable_checkpoint(make):
 
 
 def test_eviction_keeps_the_groups_that_admission_counts_on(make):
-    """Held records can exceed the capacity; evicting all other groups would leave nothing to draw."""
+    """Check that groups remain to be drawn even if records that await a durable checkpoint exceed the capacity."""
     settings = BufferConfig(sampler="uniform", max_uses=2, capacity_trajectories=20)
     buffer, actor = started(make, settings, groups_per_step=1)
     for step in range(1, 40):

@@ -1,4 +1,4 @@
-"""Effects of a new learner incarnation on leases, versions and draining."""
+"""Effects of a restarted learner (a new incarnation) on leases, versions and draining."""
 
 from leeway.buffer import protocol as p
 from leeway.buffer.ingest import known_versions
@@ -49,7 +49,7 @@ def test_a_new_learner_ends_the_draining_of_the_previous_one(make):
     buffer.ask(p.Drain(), p.Done)
     buffer.restart()
     buffer.begin()
-    assert actor.lease() == [], "the same learner repeats its request"
+    assert actor.lease() == [], "draining continues, because the same learner repeats its request"
     assert buffer.status().draining
     buffer.begin(0, 0, session="resumed run")
     assert not buffer.status().draining

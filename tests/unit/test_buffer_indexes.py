@@ -1,4 +1,4 @@
-"""Faults that `verify` finds beyond the ledger, and the cost of requests with many open leases."""
+"""Faults that `verify` finds in other tables than the ledger, and the cost of requests with many open leases."""
 
 import pytest
 
@@ -24,7 +24,7 @@ def busy(tmp_path):
 
 
 def change(table, field, make_other, *key):
-    """Return a change that replaces a field of a row."""
+    """Return a function that replaces a field of a row in a transaction."""
 
     def apply(tx):
         row = getattr(tx, table).require(*key)

@@ -227,7 +227,7 @@ def test_a_group_with_failed_samples_is_ready_if_two_have_rewards(make):
     status = buffer.status()
     assert status.failed_by_reason == {"reward failed": 3}
     assert (status.num_ready_groups, status.ledger["filtered"]) == (1, 1)
-    assert actor.lease(1)[0].prompt_id == poor.prompt_id, "a filtered group's prompt is leased again"
+    assert actor.lease(1)[0].prompt_id == poor.prompt_id, "the prompt of a filtered group is leased again"
 
 
 def test_a_prompt_that_never_yields_a_group_is_abandoned(make, monkeypatch):

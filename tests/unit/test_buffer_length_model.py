@@ -13,11 +13,11 @@ from leeway.planning.lengths import LengthModel
 
 K, NUM_PROMPTS = 8, 1_500
 SPREAD, NOISE, LEVEL = 0.52, 0.28, math.log(200)
-"""65 % of the variance is between prompts."""
+"""Variances and mean of the log lengths: 65 % of the variance is between prompts."""
 
 
 class World:
-    """Prompts whose log lengths are LEVEL + own + noise, truncated at `longest`."""
+    """Prompts whose log lengths are LEVEL + own + noise, truncated at `longest`; `own` is a constant of each prompt."""
 
     def __init__(self, seed=0, longest=10**9, num_prompts=NUM_PROMPTS, group_size=K):
         self.random = np.random.default_rng(seed)
@@ -44,7 +44,7 @@ def test_groups_are_ranked_near_optimally_after_two_epochs():
     world, model, seen = World(), LengthModel(NUM_PROMPTS), np.zeros(NUM_PROMPTS)
     for prompt in 2 * [*range(NUM_PROMPTS)]:
         lengths, cut = world.group(prompt)
-        seen[prompt] += np.log(lengths).mean()  # the optimal ranking for the known distribution
+        seen[prompt] += np.log(lengths).mean()  # ranking by this mean is optimal for the known distribution
         model.update(prompt, lengths, cut, 0)
     prompts = np.arange(NUM_PROMPTS)
     predicted, found, best = model.longest_of(prompts, K, 0), [], []
@@ -64,7 +64,7 @@ def test_the_quantile_has_its_nominal_coverage_with_any_number_of_observations(n
     known = slice(0, NUM_PROMPTS // 2)
     for _ in range(num_epochs):
         world.epoch(model)
-    if not num_epochs:  # only the other half of the prompts is observed
+    if not num_epochs:  # only the first half of the prompts is observed
         for prompt in range(NUM_PROMPTS)[known]:
             model.update(prompt, *world.group(prompt), 0)
     prompts = np.arange(NUM_PROMPTS)[NUM_PROMPTS // 2 :]
@@ -117,7 +117,7 @@ def test_the_offset_of_a_prompt_fades_as_fast_as_it_changes():
 
 
 def test_truncated_completions_do_not_bias_the_length_of_their_prompts():
-    longest = round(math.exp(LEVEL + 0.8 * math.sqrt(SPREAD + NOISE)))  # a fifth is truncated
+    longest = round(math.exp(LEVEL + 0.8 * math.sqrt(SPREAD + NOISE)))  # a fifth of the completions is truncated
     world, model, blind = World(6, longest), LengthModel(NUM_PROMPTS), LengthModel(NUM_PROMPTS)
     for _ in range(2):
         for prompt in range(NUM_PROMPTS):

@@ -1,4 +1,4 @@
-"""Length fidelity: lengths of trained samples compared with those of generated samples."""
+"""Length fidelity: lengths of trained samples compared with lengths of generated samples."""
 
 import numpy as np
 import pytest

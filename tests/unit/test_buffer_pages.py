@@ -63,7 +63,7 @@ def test_a_new_empty_store_passes(tmp_path):
 
 
 def in_use(data) -> list[int]:
-    """Return the branch and leaf pages; if one of them is zeroed, LMDB reads different data."""
+    """Return the branch and leaf pages. If one of these pages is zeroed, LMDB reads different data."""
     whole = data.read_bytes()
     found = []
     for page in range(len(whole) // PAGE):
@@ -121,7 +121,7 @@ def test_a_flipped_transaction_number_does_not_restore_the_previous_commit(num_c
             with pytest.raises(StoreError, match="transaction"):
                 pages.check(data)
             num_restored += read_all(data.parent) != values
-    assert num_restored > 0, "LMDB does not detect the flipped number itself"
+    assert num_restored > 0, "LMDB does not detect the changed transaction number, so the check must"
 
 
 @pytest.mark.parametrize("compact", [False, True])

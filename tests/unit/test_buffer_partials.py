@@ -33,7 +33,7 @@ def test_a_requeued_group_is_leased_before_new_prompts_with_its_tokens(make):
         assert row.logprobs.tobytes() == sent.logprobs.tobytes()
         assert (row.spans, row.prompt_length, row.started_s) == (sent.spans, sent.prompt_length, sent.started_s)
 
-    assert slow.work(first) == ["late"] * 3, "the slow actor no longer holds it"
+    assert slow.work(first) == ["late"] * 3, "the slow actor no longer holds the lease"
     assert fast.work(again) == ["committed"] * 3
     ledger = buffer.status().ledger
     assert (ledger["issued"], ledger["committed"], ledger["requeued"]) == (12, 3, 3)
@@ -148,7 +148,7 @@ def test_tokens_past_the_bound_are_dropped_and_the_sample_restarts(make):
     assert [first.group_id, second.group_id] == [lease.group_id for lease in leases]
     assert (first.sample_indices, second.sample_indices) == ([0, 1], [1])
     assert (first.prefixes, second.prefixes, rows) == ([], [], [])
-    assert buffer.status().ledger["dropped_stale"] == 0, "siblings that are fresh enough stay"
+    assert buffer.status().ledger["dropped_stale"] == 0, "samples of the group that are fresh enough are kept"
 
 
 def test_a_sample_longer_than_a_resumed_run_allows_restarts(make):

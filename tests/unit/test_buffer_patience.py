@@ -26,7 +26,7 @@ from tests.world.waiting import LIMIT_S, wait_until
 
 
 def client_of(address: str, resend_s: float = 1.0, give_up_s: float = 20.0, **hooks) -> RpcClient:
-    """Return an RPC client of the buffer without the decoding of trajectories."""
+    """Return an RPC client of the buffer that does not decode trajectories."""
     timeouts = Timeouts(resend_s=resend_s, request_s=give_up_s, heartbeat_s=20.0)
     errors = RpcErrors(lambda _, text: BufferRefused(text), BufferUnavailable)
     identity = ClientIdentity("t", "actor", "s")
@@ -47,7 +47,10 @@ def serve(tmp_path):
 
 
 def space_on_disk(service, monkeypatch):
-    """Fill the service's disk until the returned event is set; also return a clock that jumps ahead at each refusal."""
+    """Simulate a full disk until the returned event is set.
+
+    Also return a clock that advances by 0.8 s at each refused write.
+    """
     has_space, write, skipped_s = threading.Event(), service._store.write, [0.0]
 
     def full(change):
@@ -81,7 +84,7 @@ def test_a_later_request_does_not_overtake_a_deferred_one():
     first = transport.submit(p.StepFinished(1, 1, 0))
     for _ in range(4):  # the retry delay grows with every refusal
         answer(retry=True)
-    time.sleep(0.2)  # the last refusal has arrived
+    time.sleep(0.2)  # wait until the last refusal has arrived
     second = transport.submit(p.CheckpointDurable(1, 0))
     deadline = time.monotonic() + 60
     while len(answered) < 2:
@@ -139,7 +142,7 @@ def test_writes_to_a_full_disk_pause_between_attempts_and_leases_keep_a_deadline
     write, attempts = service._store.write, []
 
     def full(change):
-        if service._core.leases.due_in_s() is None:  # nothing is leased yet
+        if service._core.leases.due_in_s() is None:  # no lease is granted yet
             return write(change)
         attempts.append(time.monotonic())
         # The change is applied but not committed.
@@ -205,7 +208,8 @@ def test_a_draw_on_a_full_disk_times_out_like_a_missing_batch(serve, monkeypatch
 
 
 def test_a_waiting_draw_reports_that_pushes_wait_for_a_full_disk(serve, monkeypatch):
-    monkeypatch.setattr("leeway.common.rpc.client._MAX_RETRY_S", 0.02)  # as with many actors: the service never pauses
+    # frequent retries, so that the service is never idle
+    monkeypatch.setattr("leeway.common.rpc.client._MAX_RETRY_S", 0.02)
     monkeypatch.setattr("leeway.buffer.service._FULL_REPORT_S", 60.0)
     service = serve()
     actor = BufferClient(service.address, run_id="r", role="actor", name="actor-0")
@@ -272,14 +276,14 @@ def test_messages_that_arrive_during_a_stall_of_the_service_are_in_time(tmp_path
         actor.push(make_trajectory(lease, 0, seq=0, actor=f"actor-{i}"))
         for i, (actor, lease) in enumerate(zip(actors[:2], leases[:2], strict=True))
     ]
-    time.sleep(0.5)  # the pushes arrive
-    if in_upkeep:  # the stall is in the upkeep, like a sync to a hanging disk
+    time.sleep(0.5)  # wait until the pushes have arrived
+    if in_upkeep:  # the service stalls during its upkeep, as it would if a disk hangs
         monkeypatch.setattr(service._upkeep, "run", lambda: now.__setitem__(0, max(now[0], 1061.0)))
     else:
         now[0] += 61.0
     assert [answered(each).outcome for each in pushed] == ["committed", "committed"]
     assert answered(learner.status()).ledger["failed"] == 0
-    now[0] += 2.0  # the third actor sends nothing
+    now[0] += 2.0  # the third actor sends no message in this time
     while not answered(learner.status()).ledger["failed"]:
         now[0] += 0.1
         assert now[0] < 1100.0
@@ -329,14 +333,14 @@ def test_a_sequence_number_that_never_arrives_is_not_awaited_forever(make, monke
     buffer = make(max_lag="unbounded", groups_per_step=20)
     buffer.begin()
     actor = Actor(buffer)
-    actor.seq = 1  # number 0 is lost
+    actor.seq = 1  # the message with number 0 is lost
     for lease in actor.lease(20):
         assert actor.work(lease) == ["committed"] * 2
     row = buffer.store.read(lambda tx: tx.actors.require("actor-0"))
     assert row.low_water == actor.seq
     assert buffer.store.read(lambda tx: tx.seen.count) == row.num_seen_above == 0
     lost = make_trajectory(lease, 0, seq=0)
-    # It is no longer known whether it was stored, so it does not count as a duplicate.
+    # The service no longer has a record of number 0, so the sample counts as late, not as a duplicate.
     assert buffer.push([lost]) == ["late"]
 
 

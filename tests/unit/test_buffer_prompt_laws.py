@@ -30,11 +30,11 @@ def mean_under_beta(a, b, function, degree=7):
 
 
 VISITS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 8), st.integers(0, 8)), max_size=8)
-"""Versions since the previous visit, samples that succeeded, and samples that failed."""
+"""Visits of a prompt: versions since the previous visit, number of successful samples, number of failed samples."""
 
 
 def seen(visits):
-    """Return a model of one prompt after visits, and its version."""
+    """Return the success model of one prompt after the given visits, and the version at the last visit."""
     model, version = SuccessModel(1, TAU), 0
     for passed_versions, num_passed, num_failed in visits:
         version += passed_versions
@@ -93,7 +93,8 @@ def test_a_rollback_of_the_learner_does_not_increase_the_count_of_a_sample():
 def by_posterior(num=40):
     model = SuccessModel(num, TAU)
     for prompt in range(num):
-        model.update(prompt, 10**6 * (prompt % 4 > 0), 10**6 * (prompt % 4 < 3), 0)  # two of four are half solved
+        # two of every four prompts are solved half of the time
+        model.update(prompt, 10**6 * (prompt % 4 > 0), 10**6 * (prompt % 4 < 3), 0)
     return ByChance(num, 7, model)
 
 
@@ -108,7 +109,7 @@ def test_prompts_are_drawn_by_their_probabilities():
     law = by_posterior()
     first = Counter(int(law.ahead(place, 1, 0)[0]) for place in range(4000))
     shares = np.array([first[prompt] for prompt in range(40)]) / 4000
-    assert shares == pytest.approx(law.probabilities(0), abs=0.012)  # three and a half standard deviations
+    assert shares == pytest.approx(law.probabilities(0), abs=0.012)  # 3.5 standard deviations
     assert min(first[prompt] for prompt in range(40)) > 0
 
 
@@ -117,7 +118,7 @@ def test_prompts_drawn_together_are_distinct_and_a_repeated_draw_is_the_same(law
     some = law.ahead(12, 8, 0)
     assert len(set(some.tolist())) == 8
     assert law.ahead(12, 8, 0).tolist() == some.tolist() != law.ahead(20, 8, 0).tolist()
-    assert len(law.ahead(0, 40, 0)) == 10, "at most a quarter of the prompts, so that weights have an effect"
+    assert len(law.ahead(0, 40, 0)) == 10, "a draw has at most a quarter of the prompts, so that weights have an effect"
     assert len(ByChance(3, 7).ahead(0, 8, 0)) == 1
 
 
@@ -134,7 +135,7 @@ NUM_PROMPTS, K, G = 48, 4, 2
 
 
 class Run:
-    """A buffer whose prompts are solved never, half of the time or always, by their id modulo 3."""
+    """Buffer in which a prompt is solved never, half of the time or always, depending on its id modulo 3."""
 
     def __init__(self, make, law="posterior", max_lag=4, **config):
         self.buffer = make(
@@ -195,7 +196,7 @@ def test_a_group_whose_commit_is_lost_counts_once(make, fails):
     (lease,) = run.actor.lease(1)
     run.actor.work(lease, range(K - 1), reward=1.0)
     run.buffer.loses = fails
-    run.actor.work(lease, [K - 1], reward=0.0)  # lost with its transaction, and pushed again
+    run.actor.work(lease, [K - 1], reward=0.0)  # the transaction is lost, and the sample is pushed again
     assert run.tries() == {lease.prompt_id: Tries(K - 1, 1.0, 0)}
 
 

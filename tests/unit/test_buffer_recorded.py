@@ -1,4 +1,4 @@
-"""Loading recorded samples into the buffer of another run: all of them, unchanged, with an unmodified source."""
+"""Loading recorded samples into the buffer of another run changes neither the samples nor the source run."""
 
 import json
 import os
@@ -27,7 +27,7 @@ from leeway.learner.packing import PackingRule
 from tests.world.buffer import Actor, InProcessBuffer, facts
 
 KEPT = [name for name in schema.SCHEMA.names if name != "reference_logprobs"]
-"""Preserved columns; scores belong to the reference of the run that computed them."""
+"""Columns that are copied. Scores are not copied, because each run has its own reference model."""
 RULE = PackingRule(token_budget=64)
 OFFLINE = {"max_lag": "unbounded", "run_id": "offline"}
 
@@ -60,7 +60,7 @@ def table_of(run: Path, out: Path) -> pa.Table:
 
 
 def filled(path: Path, folder: Path, config: BufferConfig | None = None, **changes) -> InProcessBuffer:
-    """Return the buffer of a run that trains on these samples, before its learner begins."""
+    """Return the buffer of a run that trains on recorded samples, before its learner begins."""
     config = config or BufferConfig(source=str(path))
     with Recorded.open(path) as recorded:
         found = survey(recorded)
@@ -93,14 +93,16 @@ def test_every_sample_of_a_run_is_loaded_unchanged_and_the_run_is_not_modified(s
     ledger = buffer.status().ledger
     assert ledger["gap"] == 0
     assert (ledger["issued"], ledger["committed"], ledger["failed"], ledger["in_flight"]) == (15, 15, 0, 0)
-    assert (ledger["waiting"], ledger["filtered"]) == (12, 3), "two without a reward, and one alone in its group"
+    assert (ledger["waiting"], ledger["filtered"]) == (12, 3), (
+        "two samples have no reward, and one is the only sample of its group"
+    )
     buffer.close()
     assert files_of(source) == before
     theirs, ours = (table_of(run, tmp_path / "t.parquet") for run in (source, tmp_path / "new"))
     assert ours.num_rows == 15
     assert ours.select(KEPT).equals(theirs.select(KEPT))
     assert theirs["reference_logprobs"].null_count == 11
-    assert ours["reference_logprobs"].null_count == 15, "scores belong to the reference of the source"
+    assert ours["reference_logprobs"].null_count == 15, "scores of the source's reference model are not copied"
     assert set(ours["trained_step"].to_pylist()) == {None}, "this run has not trained on them"
 
 
@@ -116,7 +118,7 @@ def test_recorded_tokens_are_older_than_all_versions_and_no_lease_is_granted(sou
     batch = StepBatch.build(trajectories, 0, reply.resumed_at, RULE)
     assert set(batch.lag_T) == {0 - RECORDED_VERSION} == {1}
     other_weights_T = torch.full((len(batch.sequence_T),), -9.0)
-    assert lag0_by_actor(batch, other_weights_T) == {}, "recorded tokens do not count as mismatch"
+    assert lag0_by_actor(batch, other_weights_T) == {}, "recorded tokens are excluded from the mismatch of lag 0"
     buffer.finish(1, 1, incarnation=reply.incarnation)
     again = buffer.begin(1, 1, session="after a restart")
     assert set(StepBatch.build(trajectories, 1, again.resumed_at, RULE).lag_T) == {2}
@@ -143,7 +145,7 @@ def test_replay_samplers_work_with_recorded_samples(tmp_path):
     for step in range(1, 60):
         drawn.append(buffer.draw(step, step - 1, incarnation=incarnation)[1][0].prompt_id)
         buffer.finish(step, step, incarnation=incarnation)
-    assert drawn.count(7) > 30, "its weight is 0.51, and that of each of the nine others is 0.01"
+    assert drawn.count(7) > 30, "prompt 7 has a weight of 0.51, and each of the other nine prompts has 0.01"
     assert len(set(drawn)) > 1
     buffer.close()
 
@@ -158,7 +160,7 @@ def test_no_recorded_sample_that_may_be_used_again_is_evicted(tmp_path):
         buffer.finish(step, step, incarnation=incarnation)
         buffer.ask(p.CheckpointDurable(step, incarnation), p.Done)
     assert buffer.status().ledger["evicted_unused"] == 0
-    assert buffer.status().num_records < 120, "used up groups may be evicted"
+    assert buffer.status().num_records < 120, "groups that were used `max_uses` times may be evicted"
     buffer.close()
 
 
@@ -189,7 +191,7 @@ def test_the_number_of_steps_is_possible_for_any_order_of_groups(num_groups, gro
             if not left[group]:
                 del left[group]
     if max_uses == 1:
-        assert len(left) < groups_per_step, "another step would be possible"
+        assert len(left) < groups_per_step, "the remaining groups are enough for another step"
 
 
 # --- files ------------------------------------------------------------------------------------------------

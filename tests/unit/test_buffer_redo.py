@@ -10,7 +10,7 @@ from tests.world.buffer import Actor, generate, run_steps, train
 
 
 def resumed(buffer, actor, steps, incarnation=1):
-    """Redo steps, and generate the groups that they lack."""
+    """Repeat the given steps, and generate the groups that are missing."""
     for step in steps:
         for _ in range(2):
             for lease in actor.lease():
@@ -31,7 +31,7 @@ def test_a_learner_may_resume_from_an_older_durable_checkpoint(make, sampler):
         if step in (4, 10):
             buffer.ask(p.CheckpointDurable(step, 0), p.Done)
     buffer.begin(4, 4, session="from the older one")
-    # Steps 5 to 10 have no records; the groups held for steps 11 to 20 must not keep admission closed.
+    # The draws of steps 5 to 10 are no longer recorded. The groups kept for steps 11 to 20 must not close admission.
     resumed(buffer, actor, range(5, 23))
 
 
@@ -73,9 +73,11 @@ def test_a_step_drawn_ahead_trains_at_its_repeated_version_after_a_skipped_step(
     again, _ = buffer.draw(2, 0)
     assert again.record_ids == ahead.record_ids
     with pytest.raises(BufferRefused, match="cannot train at version 1"):
-        buffer.draw(2, 1)  # a late duplicate
+        buffer.draw(2, 1)  # a late duplicate of an earlier request
     buffer.finish(2, 1)
-    assert buffer.draw(2, 1)[0].record_ids == ahead.record_ids, "a finished step only repeats its reply"
+    assert buffer.draw(2, 1)[0].record_ids == ahead.record_ids, (
+        "a draw of a finished step only repeats the earlier reply"
+    )
     assert buffer.store.read(lambda tx: tx.draws.require(2).version) == 0
     trained = buffer.store.read(lambda tx: tx.groups.require(again.group_ids[0]).trained_at)
     assert trained == [(2, 0, 0)]

@@ -1,4 +1,4 @@
-"""Refill: groups of equal rewards are set aside before a step, up to a bound, and replaced by others."""
+"""Refill: groups of equal rewards are set aside before a step, up to a bound, and replaced by other groups."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from leeway.buffer.tables import Group
 from tests.world.buffer import Actor, generate, train
 
 INFORMATIVE, EQUAL = (0.0, 1.0), (1.0,)
-"""Rewards of a group."""
+"""Rewards of a group with different rewards, and of a group with equal rewards."""
 
 
 def started(make, refill=2.0, config=None, **changes):
@@ -112,7 +112,7 @@ def test_an_uncommitted_request_sets_no_groups_aside(make, fails):
     (lease,) = actor.lease(1)
     actor.work(lease, [0])
     buffer.loses = fails
-    actor.work(lease, [1])  # its commit is lost, and it is pushed again
+    actor.work(lease, [1])  # the commit of the sample is lost, and the sample is pushed again
     assert counted(buffer, "uninformative") == [2]
     generate(buffer, actor, 1, EQUAL)
     assert counted(buffer, "uninformative", "waiting") == [2, 2]

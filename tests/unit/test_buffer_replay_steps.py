@@ -1,4 +1,4 @@
-"""Replay that saves generation: reusable groups limit the lease of new ones (replay_steps)."""
+"""Replay with `replay_steps`: groups that can be reused limit the number of new groups that are leased."""
 
 import tempfile
 from contextlib import closing
@@ -26,18 +26,18 @@ def all_leased(actor):
 
 
 def trained(buffer, num_steps):
-    """Run steps and generate all possible groups before and within each; return the number leased in each step."""
+    """Run steps, and generate all possible groups before and during each step; return the leases of each step."""
     actor, index = Actor(buffer), buffer.core.groups.index
     buffer.begin()
     leased = []
     for step in range(1, num_steps + 1):
         leased.append(all_leased(actor))
-        if not buffer.draw(step, step - 1)[0].ready:  # the draw drops stale groups
+        if not buffer.draw(step, step - 1)[0].ready:  # the draw dropped stale groups
             leased[-1] += all_leased(actor)
         assert buffer.draw(step, step - 1)[0].ready
         leased[-1] += all_leased(actor)
         most = buffer.config.max_live_groups(GROUPS_PER_STEP)
-        assert len(index.ready) - 1 < most, "not counting the step in progress"
+        assert len(index.ready) - 1 < most, "the limit does not count the groups of the step in progress"
         train(buffer, step)
         assert len(index.ready) - 1 - GROUPS_PER_STEP < most
     return leased
@@ -47,8 +47,10 @@ def test_new_groups_replace_used_up_ones(make):
     config = BufferConfig(sampler="uniform", max_uses=4)
     without_limit = trained(make(config, max_lag=16, **LIMITS), 40)
     leased = trained(make(config.model_copy(update={"replay_steps": 2.0}), max_lag=16, **LIMITS), 40)
-    assert leased[0] == 3 * GROUPS_PER_STEP, "groups of two steps and of the step in progress"
-    assert sum(leased) == pytest.approx(40 * GROUPS_PER_STEP / 4, abs=3 * GROUPS_PER_STEP), "each is used four times"
+    assert leased[0] == 3 * GROUPS_PER_STEP, "the limit is the groups of two steps and of the step in progress"
+    assert sum(leased) == pytest.approx(40 * GROUPS_PER_STEP / 4, abs=3 * GROUPS_PER_STEP), (
+        "each group is used four times"
+    )
     assert sum(without_limit) > 3 * sum(leased)
 
 
@@ -67,7 +69,7 @@ def test_the_reason_for_closed_admission_names_the_limit(make):
     sampler=st.sampled_from(["fifo", "uniform", "reward_softmax", "prioritised", "on_policy_share"]),
 )
 def test_no_step_waits_forever(steps, uses, max_lag, sampler):
-    """Stale groups make room for new ones, as used up groups do."""
+    """Stale groups make room for new groups, as groups that were used `max_uses` times do."""
     config = BufferConfig(sampler=sampler, max_uses=uses, replay_steps=steps)
     with (
         tempfile.TemporaryDirectory() as folder,

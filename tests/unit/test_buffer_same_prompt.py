@@ -23,7 +23,7 @@ def started(make, settings, **changes):
 
 @pytest.fixture
 def three_others(tmp_path):
-    """Return a sampler that adds up to three other groups of a prompt."""
+    """Return a sampler that adds to each drawn group up to three other groups of the same prompt."""
     file = tmp_path / "mine.py"
     file.write_text(f"{EXAMPLE.read_text()}\n\nthree_others = SamePrompt(3)\n")
     return f"{file}:three_others"
@@ -50,7 +50,7 @@ def test_a_group_is_followed_by_the_newest_other_group_of_its_prompt(make):
         for one, other in (drawn[:2], drawn[2:4]):
             groups = of_prompt[prompts_of(buffer)[one]]
             left = [each for each in groups if each not in drawn[: drawn.index(other)]]
-            assert other == left[-1], "the last leased group of the prompt that is not yet in the step"
+            assert other == left[-1], "expected the prompt's most recently leased group that is not yet in the step"
 
 
 def test_a_step_keeps_its_size_and_its_groups_are_whole_and_distinct(make, three_others):

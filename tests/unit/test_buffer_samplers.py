@@ -286,7 +286,9 @@ def test_a_user_defined_weight_determines_draws_and_is_one_if_it_fails(make, min
     assert "no weight for a quarter" in caplog.text
     assert f"buffer.replay_sampler = '{mine('seldom_solved')}' returned NaN for group" in caplog.text
     failures = [record.args[-1] for record in caplog.records if "failures so far" in record.message]
-    assert failures == [2**i for i in range(len(failures))], "the first failure, and each that doubles their number"
+    assert failures == [2**i for i in range(len(failures))], (
+        "a failure is logged if it is the first or if the number of failures has doubled"
+    )
 
 
 def test_a_group_with_a_user_defined_weight_of_zero_is_drawn_last(make, mine):

@@ -123,7 +123,7 @@ def as_arrow_0_17(message):
     batch = header + u32(header)
     struct.pack_into("<H", old, entry(batch, 3), 0)  # the batch itself declares no compression
     key = b"ARROW:experimental_compression"
-    new = bytearray(160)  # a Message that refers to the old batch, which follows it
+    new = bytearray(160)  # a new Message table, followed by the old batch
     struct.pack_into("<I", new, 0, 24)
     struct.pack_into("<7H", new, 8, 14, 24, 12, 14, 4, 16, 8)
     struct.pack_into("<iIIhB", new, 24, 16, len(new) + batch - 28, 48 - 32, 3, 3)
@@ -144,7 +144,7 @@ def test_a_body_that_declares_its_compression_as_in_arrow_0_17_is_rejected():
     first = reader.read_next_message().serialize().to_pybytes()
     forged = as_arrow_0_17(reader.read_next_message())
     read = pa.ipc.read_record_batch(pa.ipc.read_message(pa.py_buffer(forged)), schema.SCHEMA)
-    assert "x" * 100_000 in read.column("columns")[0].as_py(), "Arrow would decompress it"
+    assert "x" * 100_000 in read.column("columns")[0].as_py(), "Arrow would decompress the forged message"
     with pytest.raises(BadBody, match="compressed"):
         decode(first + forged)
 

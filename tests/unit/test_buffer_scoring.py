@@ -1,4 +1,4 @@
-"""Scores of the reference model: stored with the records, and drawn with them."""
+"""Scores of the reference model are stored with the records and drawn with the records."""
 
 import numpy as np
 import pytest
@@ -47,7 +47,9 @@ def test_scores_of_evicted_records_are_ignored(make):
         train(buffer, step)
         buffer.ask(p.CheckpointDurable(step, 0), p.Done)
         generate(buffer, actor, 2)
-    assert buffer.store.read(lambda tx: all(tx.find_block(record) is None for record in early)), "not evicted"
+    assert buffer.store.read(lambda tx: all(tx.find_block(record) is None for record in early)), (
+        "the early records must be evicted before this write"
+    )
     write(buffer, early)
     assert buffer.store.read(lambda tx: tx.scores.count) == 0
 

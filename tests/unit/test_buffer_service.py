@@ -246,7 +246,7 @@ def test_an_address_in_use_raises_an_error_that_names_it(tmp_path, monkeypatch):
     with pytest.raises(StoreError, match=f"cannot bind tcp://127.0.0.1:{port}"):
         other.bind()
     other.close()
-    # as if another program used the port of a resumed run
+    # simulates that another program uses the port of a resumed run
     forget_port(tmp_path / "other" / PORT)
     other = BufferService(CONFIG, FACTS, tmp_path / "other", host="127.0.0.1")
     assert int(other.bind().rsplit(":", 1)[1]) != port

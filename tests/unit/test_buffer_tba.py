@@ -1,4 +1,7 @@
-"""The TBA sampler on a real store: a share m of newest groups, the rest uniform or by exp(reward / temperature)."""
+"""The sampler of the TBA paper on a real store: a share m of each step are the newest groups.
+
+The other groups are drawn uniformly or with weights exp(reward / temperature).
+"""
 
 import math
 from collections import Counter
@@ -26,7 +29,7 @@ class Plain:
 
 
 class OldestOfTheRest:
-    """Replay sampler whose choices differ from the newest groups."""
+    """Replay sampler that chooses the oldest groups, so that its choices differ from the newest groups."""
 
     def choose(self, candidates, num_groups, random, taken=frozenset()):
         return [key.group_id for key in candidates.ready if key.group_id not in taken][:num_groups]
@@ -62,7 +65,7 @@ def test_the_first_half_of_a_choice_has_the_same_shares():
 
 @pytest.mark.parametrize("replay_sampler", ["reward_softmax", "uniform"])
 def test_the_newest_have_the_share_m_and_the_rest_follows_the_replay_sampler(make, replay_sampler):
-    """With m = 0.9, a step of 4 groups has 3 or 4 of the newest groups; the rest comes from all stored groups."""
+    """With m = 0.9, a step of 4 groups has 3 or 4 of the newest groups; the others are replayed."""
     settings = BufferConfig(
         sampler="on_policy_share",
         on_policy_share=0.9,
@@ -72,7 +75,7 @@ def test_the_newest_have_the_share_m_and_the_rest_follows_the_replay_sampler(mak
     buffer = make(settings, max_lag="unbounded", groups_per_step=4, num_prompts=50)
     actor = Actor(buffer)
     buffer.begin()
-    # Both samples count: a group weighs by its mean reward, and is drawn whole.
+    # A group is drawn with both samples, and its weight depends on the mean reward of both samples.
     stored = {generate(buffer, actor, 1, [reward - 0.25, reward + 0.25])[0]: reward for reward in REWARDS.values()}
     num_steps, num_newest, replayed = 400, 0, Counter()
     buffer.publish(1)
@@ -90,7 +93,7 @@ def test_the_newest_have_the_share_m_and_the_rest_follows_the_replay_sampler(mak
     weights["left"] = math.exp(-5.0 / TEMPERATURE)
     if replay_sampler == "uniform":
         weights = dict.fromkeys(weights, 1.0)
-    # A fourth group is replayed in 0.4 of the steps: m * G = 3.6.
+    # m * G = 3.6, so the fourth group is replayed in 0.4 of the steps.
     for group in stored:
         rate = 0.4 * weights[group] / sum(weights.values())
         assert abs(replayed[group] - num_steps * rate) <= 4 * math.sqrt(num_steps * rate * (1 - rate))

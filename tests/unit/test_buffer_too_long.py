@@ -12,11 +12,11 @@ from tests.world.buffer import Actor, facts, make_trajectory, train
 from tests.world.serving import serving
 
 PROMPT = 3
-"""Tokens of every prompt of `make_trajectory`."""
+"""Number of tokens of every prompt that `make_trajectory` makes."""
 
 
 def filled(buffer, *groups, session="1"):
-    """Finish groups whose samples have these numbers of tokens; return the group ids."""
+    """Finish groups whose samples have the given numbers of tokens; return the group ids."""
     actor = Actor(buffer, session=session)
     done = []
     for lengths in groups:
@@ -61,7 +61,8 @@ def test_a_group_with_one_short_sample_is_filtered_and_its_prompt_leased_again(m
     buffer = make(groups_per_step=1)
     buffer.begin()
     long, short = filled(buffer, [16, 9], [9, 9])
-    (prompt,) = {row.prompt_id for row in buffer.draw(1, 0)[1]}  # prompt of the long group, which is older
+    # the draw returns the older group, which is the long group
+    (prompt,) = {row.prompt_id for row in buffer.draw(1, 0)[1]}
     buffer.begin(session="with a smaller budget")
     restart(buffer, 10)
     reply, rows = buffer.draw(1, 0, incarnation=1)

@@ -1,4 +1,4 @@
-"""Steps of several updates: a draw trains at several versions, and every rule applies to the last of them."""
+"""Steps of several updates: a draw trains at several versions, and every staleness rule applies to the last version."""
 
 import pytest
 
@@ -84,11 +84,13 @@ def test_the_smallest_bound_admits_one_step_of_groups_per_published_step(make):
 
 def test_admission_counts_the_versions_of_previous_steps(make):
     buffer, actor = started(make, max_lag=5)
-    assert len(generate(buffer, actor, 3)) == 3, "after two steps, the last update of the third trains at version 5"
+    assert len(generate(buffer, actor, 3)) == 3, (
+        "after two steps, the last update of the third step trains at version 5"
+    )
     assert actor.lease() == []
     buffer.draw(1, 0)
     buffer.finish(1, 2)
-    # Only version 0 is published. A new group would wait two more steps, and its last update would train at 7.
+    # Only version 0 is published. A new group would wait two more steps, and its last update would train at version 7.
     assert actor.lease() == []
     buffer.publish(1)
     assert actor.lease() == []
@@ -103,7 +105,8 @@ def test_on_stale_wait_counts_the_versions_of_the_steps_between(make):
     assert len(slow) == 2
     take(buffer, 1, 0, 2)
     generate(buffer, actor, 1, version=PolicyVersion(0, 2))
-    # Both slow groups must be used by steps that begin at 2 and 4: the last update of the next step trains at 7.
+    # The slow groups must be used by the steps that begin at versions 2 and 4.
+    # The last update of the step after these two steps trains at version 7, which exceeds max_lag.
     reply, _ = buffer.draw(2, 2)
     assert not reply.ready
     assert f"group {slow[0].group_id}" in reply.waiting_for
@@ -132,7 +135,7 @@ def test_only_samples_of_versions_within_the_current_step_are_accepted(make):
     drawn, early, made_up = actor.lease()
     actor.work(drawn)
     assert buffer.draw(1, 0)[0].ready
-    # None of these versions was announced to the service; a learner in this step may have published version 4.
+    # The learner announced no version after 0 to the service, but may have published up to version 4 in this step.
     assert actor.work(early, version=PolicyVersion(0, 4)) == ["committed"] * 2
     assert actor.work(made_up, version=PolicyVersion(0, 5)) == ["quarantined"] * 2
 
@@ -143,8 +146,8 @@ def test_a_restarted_learner_redoes_the_steps_within_the_bound(make):
     for step in range(1, 6):
         generate(buffer, actor, 1, version=PolicyVersion(0, 2 * step - 2))
         recorded[step] = take(buffer, step, 2 * step - 2, 2 * step)
-    buffer.begin(3, 2, session="restarted")  # only one update of step 2 was applied
-    # Tokens of later versions and of step 3 count as version 3 now: updates up to version 8 may use them.
+    buffer.begin(3, 2, session="restarted")  # resumed after one of the two updates of step 2
+    # Tokens of versions after 3 now count as version 3, so updates up to version 8 may use these tokens.
     for step, version in ((3, 3), (4, 5), (5, 7)):
         reply, _ = buffer.draw(step, version, incarnation=1)
         if step < 5:
@@ -161,7 +164,7 @@ def test_recorded_steps_whose_last_update_exceeds_the_bound_are_released(make):
         generate(buffer, actor, 1, version=PolicyVersion(0, 2 * step - 2))
         take(buffer, step, 2 * step - 2, 2 * step)
     buffer.begin(0, 0, session="restarted")
-    # All tokens count as version 0, so only the steps that begin at 0 and 2 are kept.
+    # All tokens now count as version 0, so only the draws of the steps that begin at versions 0 and 2 are kept.
     assert sorted(buffer.store.read(lambda tx: dict(tx.state.pending_draws))) == [1, 2]
 
 

@@ -1,4 +1,4 @@
-"""CPU and memory limits of control groups: versions 1 and 2, nested and in namespaces. Locks and private files."""
+"""CPU and memory limits of control groups (versions 1 and 2, nested and in namespaces), file locks, private files."""
 
 import errno
 import os
@@ -11,7 +11,7 @@ from leeway.common.files import NoLocks, try_lock
 
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
-    """`machine(mounts, groups, figures)` lays out control groups as the kernel does, with files below the mounts."""
+    """Return `machine(mounts, groups, figures)`, which writes control groups below the mounts as the kernel does."""
     monkeypatch.setattr(process, "_PROC", tmp_path)
     monkeypatch.setattr("os.cpu_count", lambda: 64)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(48)))
@@ -46,7 +46,7 @@ def test_the_smallest_limit_up_to_the_root_applies(machine):
             "all/jobs/memory.stat": "anon 1\nactive_file 300\ninactive_file 200",
         },
     )
-    assert process.usable_cpus() == 3, "2.5 CPUs, rounded up"
+    assert process.usable_cpus() == 3, "a limit of 2.5 CPUs is rounded up"
     assert process.memory_left() == 3500
 
 
@@ -68,7 +68,7 @@ def test_limits_of_version_1_are_read_from_the_folder_of_each_controller(machine
             "pids/pids.max": "max",
         },
     )
-    assert process.usable_cpus() == 1, "half a CPU, rounded up"
+    assert process.usable_cpus() == 1, "a limit of half a CPU is rounded up"
     assert process.memory_left() == 1096
     assert list(process.cgroup_values("pids", ("pids.max",))) == []
 

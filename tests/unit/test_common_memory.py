@@ -29,7 +29,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 @pytest.mark.process
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
 def test_freed_memory_is_reused_without_page_faults():
-    """Run in separate processes, because the setting is permanent. Huge pages cause few faults in either case."""
+    """Run in separate processes, because the setting is permanent. Huge pages cause few faults with any setting."""
     faults = {}
     for way in ("kept", "given back"):
         program = [sys.executable, "-c", AGAIN, way]

@@ -1,4 +1,4 @@
-"""Model folders that engines load: for tied models a copy with an untied head, which all runs share."""
+"""Model folders that engines load. All runs share a copy of a tied model, in which the head is untied."""
 
 import fcntl
 import json
@@ -22,14 +22,14 @@ WEIGHTS = "model.safetensors"
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
-    """A model cache for this test only."""
+    """Return the folder of a model cache that only this test uses."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "leeway" / "serving_models"
 
 
 @pytest.fixture
 def model(tmp_path) -> Path:
-    """A model with a tied head."""
+    """Return the folder of a model with a tied head."""
     tiny_checkpoint(tmp_path / "model", tied=True)
     (tmp_path / "model" / "tokenizer.json").write_text("{}")
     return tmp_path / "model"
@@ -82,8 +82,8 @@ def test_all_runs_of_a_model_share_one_folder_that_stores_only_the_head(tmp_path
     assert served.stat().st_ino == made
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # imports of vLLM raise it
-@pytest.mark.process  # vLLM inspects the class of a new model in a process
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # an import of vLLM issues this warning
+@pytest.mark.process  # vLLM starts a process to inspect the class of a new model
 def test_engines_of_two_runs_look_up_one_compiled_model(tmp_path: Path, model, cache):
     from vllm.engine.arg_utils import AsyncEngineArgs
 
@@ -94,7 +94,7 @@ def test_engines_of_two_runs_look_up_one_compiled_model(tmp_path: Path, model, c
     first, again = (compile_hash(prepare_serving_model(model, tmp_path / run)) for run in ("one", "two"))
     assert first == again
     elsewhere = shutil.copytree(next(cache.glob("llama-*")), tmp_path / "in-the-folder-of-a-run")
-    assert compile_hash(elsewhere) != first, "the hash no longer depends on the folder, so runs need not share one"
+    assert compile_hash(elsewhere) != first, "the hash no longer depends on the folder, so runs need not share a folder"
 
 
 def other_embedding(model: Path) -> None:
@@ -197,7 +197,7 @@ def held_by_another(cache: Path, monkeypatch) -> None:
     monkeypatch.setattr(serving_model, "MAKING_LIMIT_S", 0.1)
     cache.mkdir(parents=True)
     lock = os.open(cache / "making.lock", os.O_CREAT | os.O_RDWR)
-    fcntl.flock(lock, fcntl.LOCK_EX)  # until the end of this process
+    fcntl.flock(lock, fcntl.LOCK_EX)  # the lock is held until this process ends
 
 
 def without_a_home(cache: Path, monkeypatch) -> None:
@@ -249,7 +249,7 @@ def test_a_folder_that_cannot_be_served_is_refused_with_the_reason(tmp_path: Pat
 
 
 def add_head(folder: Path, scale: float) -> None:
-    """Store a head in a tied checkpoint as well."""
+    """Add a separate head to the checkpoint of a tied model."""
     tensors = load_file(folder / WEIGHTS)
     head = scale * tensors["model.embed_tokens.weight"]
     save_file({**tensors, HEAD: head}, folder / WEIGHTS, metadata={"format": "pt"})

@@ -109,7 +109,7 @@ def test_a_link_to_a_missing_file_is_reported(tmp_path, capsys):
     assert "the link leads to a missing file" in capsys.readouterr().out
 
 
-@pytest.mark.process  # a dry run tests a reward file in a process
+@pytest.mark.process  # a dry run starts a process to test a reward file
 def test_every_command_and_link_of_the_docs_is_valid(capsys):
     assert main([]) == 0, capsys.readouterr().out
 

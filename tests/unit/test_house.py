@@ -1,4 +1,4 @@
-"""The size of the product stays within its bounds: `python -m tests.house -v` lists the modules behind each number."""
+"""The size of the product stays within its bounds: `python -m tests.house -v` lists the counted modules."""
 
 import re
 
@@ -34,7 +34,7 @@ def test_the_size_stays_within_its_bound(figure):
 def test_a_module_with_one_importer_is_deep_or_has_a_reason():
     known = modules()
     shallow = {name: user for name, user in single_use(graph()).items() if known[name].num_lines < DEEP_LINES}
-    assert shallow.keys() <= ALONE.keys(), "merge it into the module that imports it"
+    assert shallow.keys() <= ALONE.keys(), "merge the short module into the only module that imports it"
 
 
 def test_the_checksum_that_compares_cluster_hosts_covers_every_package():
@@ -51,7 +51,9 @@ def test_the_walks_on_the_architecture_page_name_existing_files():
     files = {
         each.path.relative_to(ROOT).with_suffix("").as_posix().removesuffix("/__init__") for each in modules().values()
     }
-    assert {f"{package}/{name}" for package, name in named} <= files, "run python -m tests.walks"
+    assert {f"{package}/{name}" for package, name in named} <= files, (
+        "the page names missing files: run `python -m tests.walks`"
+    )
 
 
 ALONE = {

@@ -1,4 +1,4 @@
-"""Alerts: each is reported once at its start, with its source and action, and once at its end."""
+"""Alerts: each alert is reported once when it starts, with its source and action, and once when it ends."""
 
 import json
 from pathlib import Path
@@ -39,7 +39,7 @@ def report(name: str, version: int, *, incarnation: int = 0, **fields: object) -
 
 
 def row(**means: float) -> dict:
-    """Return a step's row with each actor's mean difference over enough tokens."""
+    """Return a metrics row with this mean mismatch per actor, each over enough tokens to raise an alert."""
     by_actor = {name.replace("_", "-"): (mean, MISMATCH_TOKENS) for name, mean in means.items()}
     return {"lag0_by_actor": by_actor}
 
@@ -189,7 +189,7 @@ def test_an_actor_that_applies_every_version_late_is_not_behind():
 def test_an_actor_does_not_fall_behind_during_an_evaluation():
     polled = PolledAlerts()
     assert polled.poll_times(60, report("actor-0", 3), newest=9, evaluating=True) == []
-    assert polled.poll_times(4, report("actor-0", 3), newest=9) == [], "the timer starts after the evaluation"
+    assert polled.poll_times(4, report("actor-0", 3), newest=9) == [], "the time starts at the end of the evaluation"
 
 
 # --- behind -------------------------------------------------------------------------------------------
@@ -197,7 +197,7 @@ def test_an_actor_does_not_fall_behind_during_an_evaluation():
 
 def test_an_actor_beyond_max_actor_lag_is_reported_even_if_its_version_advances():
     polled = PolledAlerts()
-    assert polled.poll_times(9, report("actor-0", 3), newest=4) == [], "one version is allowed"
+    assert polled.poll_times(9, report("actor-0", 3), newest=4) == [], "a lag of one version is allowed"
     found = [alert for step in range(9) for alert in polled.poll(report("actor-0", 3 + step), newest=5 + step)]
     (alert,) = found
     assert (alert.kind, alert.source, alert.action) == ("behind", "actor-0", None)
@@ -279,8 +279,12 @@ def test_a_reward_that_times_out_five_times_in_a_row_stops_the_run():
     polled = PolledAlerts()
     slow = {"timeout_s": 60.0, "why": "took longer than 60 s"}
     assert polled.poll(report("actor-0", 0, failing=[failing(20, for_s=299.0, **slow)])) == []
-    assert polled.poll(report("actor-0", 0, failing=[failing(4, for_s=900.0, **slow)])) == [], "fewer than 5 timeouts"
-    assert polled.poll(report("actor-0", 0, failing=[failing(20, for_s=900.0)])) == [], "fast failures need 200"
+    assert polled.poll(report("actor-0", 0, failing=[failing(4, for_s=900.0, **slow)])) == [], (
+        "4 timeouts are below the limit of 5"
+    )
+    assert polled.poll(report("actor-0", 0, failing=[failing(20, for_s=900.0)])) == [], (
+        "20 fast failures are below the limit of 200"
+    )
     (alert,) = polled.poll(report("actor-0", 0, failing=[failing(5, for_s=300.0, **slow)]))
     assert (alert.kind, alert.action) == ("failing", "stop")
 
@@ -296,7 +300,7 @@ def test_failing_rewards_are_reported_during_an_evaluation():
 
 @pytest.fixture
 def run(tmp_path, request):
-    """A factory of runs that do nothing but handle polls; `quarantined` lists the actors removed by the run."""
+    """Return a function that makes a run that only handles polls; `quarantined` lists its removed actors."""
 
     def make(*overrides: str) -> SimpleNamespace:
         plan = check(load_config(DEMO, ["--tracking.wandb", "disabled", *overrides]), tmp_path / "run")

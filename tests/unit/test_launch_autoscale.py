@@ -30,7 +30,7 @@ def pool(count, slots_used=1.0, tokens=64.0):
 
 
 def rows(num, step_s, set_aside=0, uses=1, stale=0, every_s=None):
-    """Yield steps of `step_s`, one every `every_s`; between them the learner waits for its batch."""
+    """Yield one step of `step_s` seconds every `every_s` seconds; between two steps the learner waits for its batch."""
     every_s = every_s or step_s
     for step in range(1, num + 1):
         start_s = every_s * step
@@ -54,7 +54,7 @@ def advised(mode, *overrides, room=100, step_s=0.2, count=2, steps=None, **of_po
 
 
 def needed(step_s):
-    """Return the number of actors at which generation takes as long as a step."""
+    """Return the number of actors that generate the samples of a step in the time of a training step."""
     return G * K * 64 * LAW.seconds(SLOTS, 0) / SLOTS / step_s
 
 
@@ -82,7 +82,7 @@ def test_growth_is_limited_by_free_resources():
     assert advised("advise", step_s=1e-3)[0].count == 2 * MOST_ADVISED
     none = advised("on", room=0)
     assert none[0].text.endswith("no pool can grow: no host or GPU has room for one more actor")
-    assert len(none) == 1, "advice without a remedy is given once"
+    assert len(none) == 1, "advice that cannot be followed is given once"
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,10 @@ class FakePip:
     """Fake `subprocess.run` for pip, uv and the Python of their environment.
 
     Args:
-        torch_cpu_at: the index with torch's CPU build; None if the configured indexes have it.
-        others_fail: every step after torch fails.
+        torch_cpu_at: the index with torch's CPU build; None if the configured indexes have this build.
+        others_fail: every installation after the installation of torch fails.
         venv_fails: venv creates a Python but no pip.
-        uv: "absent" (pip cannot install it), "works" or "fails".
+        uv: "absent" (pip cannot install uv), "works" or "fails".
     """
 
     def __init__(self, torch_cpu_at, others_fail=False, venv_fails=False, uv="absent"):
@@ -36,7 +36,7 @@ class FakePip:
         return subprocess.CompletedProcess(command, status, stdout=listing, stderr=stderr)
 
     def installs(self):
-        """Return the commands that install packages, except the one that installs uv."""
+        """Return the commands that install packages, except the command that installs uv."""
         return [words for words in self.commands if "install" in words and words[-1] != bootstrap.UV_VERSION]
 
     def _run(self, words):
@@ -141,7 +141,7 @@ def test_an_environment_keeps_its_extra_until_another_is_requested(pip, monkeypa
     num_commands = len(fake.commands)
     assert bootstrap.main([]) == 0
     assert fake.installed == {"pip", "torch", "vllm"}
-    assert len(fake.commands) == num_commands, "nothing was missing"
+    assert len(fake.commands) == num_commands, "a complete installation runs no command"
     assert bootstrap.main(["--repair"]) == 0
     assert len(fake.commands) > num_commands
     assert fake.installed == {"pip", "torch", "vllm"}

@@ -17,7 +17,7 @@ from tests.world.buffer_process import command, serving
 
 @pytest.fixture
 def run(tmp_path):
-    """A finished run of one training step, with eight groups of two, one quarantined row and one open group."""
+    """A finished run of one training step, with eight groups of two samples, one quarantined row and one open group."""
     folder = tmp_path / "runs" / "sums"
     buffer = InProcessBuffer(folder / "buffer", facts())
     buffer.begin()
@@ -34,7 +34,7 @@ def run(tmp_path):
 
 
 def damage(folder, table, number):
-    """Flip a bit of one row."""
+    """Flip the last bit of a stored row."""
     with lmdb.open(str(folder), max_dbs=64, map_size=2**26) as env:
         rows, key = env.open_db(table.encode(), create=False), number.to_bytes(8, "big")
         with env.begin(write=True) as txn:
@@ -153,7 +153,7 @@ def test_verify_checks_the_pages_of_the_file_like_the_service(tmp_path, leeway):
     data = tmp_path / "buffer" / "data.mdb"
     pages = bytearray(data.read_bytes())
     long_values = [at for at in range(0, len(pages), 4096) if pages[at + 10 : at + 12] == b"\x04\0"]
-    pages[long_values[0] + 12] += 1  # the page count of the value now includes a page of another value
+    pages[long_values[0] + 12] += 1  # the page count of this value now covers a page of another value
     data.write_bytes(pages)
     status, lines, error = leeway("verify", tmp_path)
     assert (status, lines[-1][-7:]) == (2, "1 fault")
@@ -242,7 +242,7 @@ def test_a_closed_output_pipe_is_no_error(run):
 
 
 class Live:
-    """A service in its own process and a thread that pushes to it."""
+    """A buffer service in its own process, and a thread that pushes samples to the service."""
 
     def __init__(self, folder):
         self.facts = facts(num_prompts=1000, group_size=4, groups_per_step=64, max_lag="unbounded")
@@ -264,7 +264,7 @@ class Live:
         while not self.ended.is_set() and (leases := self.actor.lease(1).result(60).leases):
             rows = [make_trajectory(leases[0], index, seq=0) for index in range(4)]
             for future in [self.actor.push(row) for row in rows]:
-                assert future.result(60).outcome in ("committed", "duplicate")  # slow pushes are resent
+                assert future.result(60).outcome in ("committed", "duplicate")  # the client sends a slow push twice
                 self.num_committed += 1
             self.ended.wait(0.005)
 
@@ -280,7 +280,8 @@ class Live:
 
 @pytest.mark.process
 def test_a_live_run_is_read_while_its_service_writes(tmp_path, leeway, monkeypatch):
-    monkeypatch.setattr(inspecting, "READ_S", 0.0)  # one transaction per group; the service commits in between
+    # With READ_S = 0, the reader opens one transaction per group, and the service commits between two transactions.
+    monkeypatch.setattr(inspecting, "READ_S", 0.0)
     live = Live(tmp_path / "buffer")
     try:
         while live.num_committed < 40:

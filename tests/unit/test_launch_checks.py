@@ -192,7 +192,7 @@ def test_a_file_task_needs_a_reward_function(capsys, file_task):
 
 
 def examples() -> list:
-    """Return all examples; those with a reward file get the mark `process`, because it runs in a process."""
+    """Return all examples; an example with a reward file has the mark `process`, as the file runs in a process."""
     paths = sorted((ROOT / "examples").glob("*.toml"))
     return [
         pytest.param(path, id=path.stem, marks=[pytest.mark.process] if "reward.py:" in path.read_text() else [])
@@ -302,7 +302,7 @@ def test_a_tokenizer_whose_end_token_does_not_end_generation_is_noted(capsys, tm
 def test_model_overrides_of_the_engine_alone_are_noted(tmp_path):
     override = "--actors.engine_args.hf_overrides={rope_theta = 1e6, head_dtype = 'model'}"
     notes = check(load_config(DEMO, [override]), tmp_path / "run").notes
-    assert [note for note in notes if "hf_overrides sets rope_theta for the engine alone" in note]
+    assert [note for note in notes if "hf_overrides sets rope_theta only for the engine" in note]
     same = load_config(DEMO, ["--actors.engine_args.hf_overrides={head_dtype = 'model'}"])
     assert not check(same, tmp_path / "run").notes
 

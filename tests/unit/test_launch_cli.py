@@ -92,7 +92,7 @@ def test_wrong_arguments_are_one_sentence_and_status_2(capsys, words, expected):
         ("leeway pro", {"profile"}),
         ("leeway status fir", {"first", "first-2"}),
         ("leeway buffer show fir", {"first", "first-2"}),
-        ("leeway train ", set()),  # the shell completes files
+        ("leeway train ", set()),  # the shell itself completes file names
     ],
 )
 def test_a_shell_completes_subcommands_and_runs(tmp_path, monkeypatch, typed, expected):

@@ -1,4 +1,4 @@
-"""Invalid input, one case each: one sentence that names the place, exit status 2, no folder, no process."""
+"""Each invalid input gives one sentence that names the place, and exit status 2; no folder or process is created."""
 
 import codecs
 import json
@@ -38,7 +38,7 @@ OTHERS = {
 
 
 class Case(NamedTuple):
-    """Invalid input and the fragments of its error."""
+    """Invalid input, and the texts that its error message contains."""
 
     name: str
     make: Callable[[Path], list[object]]
@@ -47,7 +47,7 @@ class Case(NamedTuple):
 
 
 def demo(*overrides: str) -> Callable[[Path], list[object]]:
-    """Make the arguments of the demo with overrides."""
+    """Make the arguments that train the demo with these overrides."""
     return lambda folder: [DEMO, *overrides]
 
 
@@ -64,7 +64,7 @@ def toml(text: str | bytes) -> Callable[[Path], list[object]]:
 def task(
     rows: bytes | None = None, reward: str | bytes = REWARD, file: str = "rows.jsonl", **keys: str
 ) -> Callable[[Path], list[object]]:
-    """Make a task with a file beside its config."""
+    """Make a config whose task reads a file in the folder of the config."""
 
     def make(folder: Path) -> list[object]:
         (folder / file).write_bytes(json_lines(ROWS) if rows is None else rows)
@@ -82,7 +82,7 @@ def task(
 
 
 def model(change: Callable[[Path], object]) -> Callable[[Path], list[object]]:
-    """Make the arguments of the demo with a changed copy of its model."""
+    """Make the arguments that train the demo with a changed copy of the demo's model."""
 
     def make(folder: Path) -> list[object]:
         shutil.copytree(EXAMPLES / "demo_model", folder / "model")
@@ -93,7 +93,7 @@ def model(change: Callable[[Path], object]) -> Callable[[Path], list[object]]:
 
 
 def with_file(name: str, content: bytes) -> Callable[[Path], object]:
-    """Replace the content of a model file."""
+    """Replace the content of a file in the model folder."""
     return lambda folder: (folder / name).write_bytes(content)
 
 
@@ -108,7 +108,7 @@ def sets(**changes: object) -> Callable[[Path], object]:
 
 
 def with_eos(token: int) -> Callable[[Path], object]:
-    """Change the end-of-sequence token in both files that name it."""
+    """Change the end-of-sequence token in both files that contain this token."""
 
     def change(folder: Path) -> None:
         (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": token}))
@@ -145,12 +145,12 @@ def json_lines(rows: list) -> bytes:
 
 
 def after(line: bytes, rows: int = 7) -> bytes:
-    """Return a valid file with this line inserted after `rows` lines."""
+    """Return a valid file of rows with `line` inserted after the first `rows` lines."""
     return json_lines(ROWS[:rows]) + b"\n" + line + b"\n" + json_lines(ROWS[rows:])
 
 
 def written(path: str, content: bytes, *arguments: object) -> Callable[[Path], list[object]]:
-    """Write a file, and make arguments of the demo in which {file} stands for its path."""
+    """Write a file, and make arguments for the demo in which {file} is replaced by the path of the file."""
 
     def make(folder: Path) -> list[object]:
         (folder / path).write_bytes(content)
@@ -565,7 +565,8 @@ def test_a_failed_start_of_ray_is_one_sentence(monkeypatch, error):
 def test_a_sigterm_during_the_start_of_ray_stops_the_run(monkeypatch):
     import ray
 
-    def init(**_: object) -> None:  # like Ray's own handler if another thread received the signal
+    def init(**_: object) -> None:
+        # Ray's own signal handler exits like this if another thread received the signal.
         sys.exit(signal.SIGTERM)
 
     monkeypatch.setattr(ray, "init", init)

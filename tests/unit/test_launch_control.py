@@ -12,7 +12,7 @@ from leeway.launch.run_folder import Control, NoAnswer, send_request
 
 @pytest.fixture
 def answering(tmp_path):
-    """`answering(verbs)` starts a run that answers until the test ends."""
+    """`answering(verbs)` starts a thread that answers the requests `verbs` until the test ends."""
     stop = threading.Event()
     threads = []
 

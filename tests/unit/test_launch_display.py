@@ -1,4 +1,4 @@
-"""The display of the launcher: a redrawn progress line on a terminal, otherwise a line at intervals."""
+"""The display of the launcher: a redrawn progress line on a terminal, and a new line at intervals elsewhere."""
 
 import logging
 import os
@@ -25,7 +25,8 @@ def folder_at(path):
 def display(capsys, tmp_path):
     """A plain display with a fake clock; `display(snapshot, after_s)` returns its output."""
     now_s = 0.0
-    shown: list[Display] = []  # created by the first call: pytest replaces stdout after the fixtures
+    # The first call creates the display, because pytest replaces stdout after it sets up the fixtures.
+    shown: list[Display] = []
 
     def update(snapshot, after_s: float) -> str:
         nonlocal now_s
@@ -52,7 +53,7 @@ def test_a_line_is_printed_every_10_s_while_steps_arrive(display):
 
 def test_a_line_has_the_time_left_at_the_mean_pace_of_this_launch(display):
     written_s = snapshot(0).written_s
-    assert "left" not in display(snapshot(4, written_s=written_s), 10.0)  # resumed at step 4
+    assert "left" not in display(snapshot(4, written_s=written_s), 10.0)  # the run resumed at step 4
     assert "step 10/40, 1:00 left  " in display(snapshot(10, written_s=written_s + 12), 10.0)
     assert "left" not in display(snapshot(40, written_s=written_s + 99, phase="exporting the model"), 10.0)
 
@@ -168,7 +169,8 @@ def test_a_closed_output_ends_the_display_but_not_the_run(tmp_path, monkeypatch,
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setattr(module, "PLAIN_INTERVAL_S", 0.01)
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(module.log, "handlers", [logging.lastResort])  # writes to stderr, which is closed too
+    # This handler writes to stderr, which the test closes too.
+    monkeypatch.setattr(module.log, "handlers", [logging.lastResort])
     reader, writer = opened()
     with open(writer, "w") as screen, open(os.dup(screen.fileno()), "w") as errors:
         screen.isatty = lambda: mode == "live"

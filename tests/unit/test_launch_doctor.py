@@ -194,7 +194,7 @@ def test_exactly_one_build_of_the_engine_must_be_installed(monkeypatch, builds, 
     ],
 )
 def test_a_file_system_that_may_lose_the_buffer_is_a_warning(monkeypatch, tmp_path, kind, expected):
-    """The folder is on the file system of the deepest mount above it."""
+    """The file system of a folder is the file system of the deepest mount above the folder."""
     mounts = [("/", "ext4"), (str(tmp_path), kind), (str(tmp_path / "other"), "nfs4")]
     disks = [SimpleNamespace(mountpoint=place, fstype=each) for place, each in mounts]
     monkeypatch.setattr("psutil.disk_partitions", lambda all: disks)
@@ -261,7 +261,7 @@ def test_the_needs_of_the_demo_have_the_right_order_of_magnitude():
     more = MachineNeeds.of(load_config(DEMO, ["--actors.num_actors", "8"]))
     assert more.memory.size_bytes > needs.memory.size_bytes + 6 * 2**30
     split = MachineNeeds.of(load_config(DEMO, ["--actors.gpus", "2", "--actors.tensor_parallel_size", "2"]))
-    assert split.memory.size_bytes > needs.memory.size_bytes + 2 * 2**30, "processes on GPUs take host memory too"
+    assert split.memory.size_bytes > needs.memory.size_bytes + 2 * 2**30, "a process on a GPU also uses host memory"
 
 
 def test_a_large_prompt_file_is_counted_in_every_process_that_loads_it(tmp_path):
@@ -297,7 +297,7 @@ def smollm2(tmp_path):
 
 
 def test_the_estimated_memory_of_a_real_model_matches_its_measurement(smollm2):
-    assert smollm2().memory.size_bytes / 2**30 == pytest.approx(12.9, rel=0.05), "docs/results/smollm2.md"
+    assert smollm2().memory.size_bytes / 2**30 == pytest.approx(12.9, rel=0.05), "measured in docs/results/smollm2.md"
 
 
 def test_a_learner_on_gpus_needs_less_host_memory_and_a_critic_more(smollm2):
@@ -486,7 +486,7 @@ def test_leftover_processes_of_a_dead_run_are_reported_with_a_kill_command(tmp_p
     ],
 )
 def test_a_run_whose_launcher_writes_on_another_host_is_not_over(tmp_path, host, age_s, ended, is_over):
-    """The lock is free here, as on a network disk whose locks are per host."""
+    """The test leaves the lock free, because on some network disks a lock is visible only on its own host."""
     folder = RunFolder(tmp_path)
     seen = msgspec.structs.replace(read_status(RECORDED / "training.json"), host=host, written_s=time.time() - age_s)
     if ended:

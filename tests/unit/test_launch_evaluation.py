@@ -47,7 +47,7 @@ def test_an_actor_restarted_after_its_death_in_an_evaluation_is_kept(two_actors,
     for actor in (first, second):
         actor.handle.evaluate = SimpleNamespace(remote=lambda request: "an evaluation")
     evaluation = Evaluation([first], lambda: [second], 8, None, timeout_s=60, max_retries=1)
-    first.handle, first.running = Handle(), None  # as the pools do when they detect the death first
+    first.handle, first.running = Handle(), None  # set by the pools if they detect the death first
 
     def get(call):
         raise RayActorError
@@ -55,14 +55,14 @@ def test_an_actor_restarted_after_its_death_in_an_evaluation_is_kept(two_actors,
     monkeypatch.setattr(ray, "get", get)
     monkeypatch.setattr(evaluation_module, "done", lambda call: True)
     assert evaluation.poll() is None
-    assert first.running is None, "the ended call would count as a second death"
+    assert first.running is None, "a kept call would count as a second death"
 
 
 def test_an_actor_ended_by_sigterm_costs_no_retry_and_gets_no_request(two_actors, monkeypatch):
     first, second = two_actors
     for actor in (first, second):
         actor.handle.evaluate = SimpleNamespace(remote=lambda request, name=actor.name: f"{name} evaluates")
-    first.running = None  # training has not started
+    first.running = None  # no training call runs before training starts
     evaluation = Evaluation([first], lambda: [second], 8, None, timeout_s=60, max_retries=0)
 
     def get(call):

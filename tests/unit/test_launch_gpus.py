@@ -98,7 +98,9 @@ def test_an_actor_and_the_learner_share_one_gpu():
     config = demo(*ONE_GPU, *SHARES)
     check_gpus(config)
     assert colocated_share(config) == pytest.approx(0.9)
-    assert colocated_share(demo(*ONE_GPU, "--actors.gpu_memory_share", "0.4")) == pytest.approx(0.9), "learner has 0.5"
+    assert colocated_share(demo(*ONE_GPU, "--actors.gpu_memory_share", "0.4")) == pytest.approx(0.9), (
+        "the learner has a share of 0.5"
+    )
     assert colocated_share(demo("--learner.gpus", "1", "--actors.gpus", "1")) == 0.0
     (actors,), (stages,) = actor_pools(config), stage_pools(config)
     assert (actors.bundle["GPU"], actors.config.gpus, stages.bundle["GPU"]) == (0.5, 0.5, 0.5)
@@ -129,7 +131,7 @@ def test_a_shared_gpu_with_too_little_free_memory_is_refused():
     small = demo(*ONE_GPU, *SHARES)
     assert unfit(small, [card(24)]) == ""
     assert "learner on GPU 0 (H100, 12 GiB) leave 1.2 GiB free" in unfit(small, [card(80), card(12)])
-    assert unfit(demo("--learner.gpus", "1"), [card(12)]) == "", "a worker alone on a GPU may fill it"
+    assert unfit(demo("--learner.gpus", "1"), [card(12)]) == "", "the only worker of a GPU may use all memory"
 
 
 # --- capability -----------------------------------------------------------------------------------
@@ -215,7 +217,7 @@ def test_the_gpu_examples_fit_their_gpus(example, gib, shape, tmp_path):
     need = stage_need(config)
     assert need is not None
     assert too_small(config, need, [card(gib)]) == ""
-    assert need.size_bytes > gib * GIB / 4, "a smaller GPU would suffice"
+    assert need.size_bytes > gib * GIB / 4, "a GPU with a quarter of the memory would suffice"
     check_gpus(config)
     assert unfit(config, [card(gib)]) == ""
 

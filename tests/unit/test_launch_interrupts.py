@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM, SIGHUP and signals of job managers: the first ends a run in order, the second at once."""
+"""Ctrl-C, SIGTERM, SIGHUP and signals of job managers: the first signal ends a run in order, the second at once."""
 
 import contextlib
 import itertools
@@ -27,7 +27,7 @@ def interrupt(number: int = signal.SIGTERM) -> None:
 
 
 def ticking() -> Interrupts:
-    """Return Interrupts whose clock advances by 1 s per signal."""
+    """Return an `Interrupts` object whose clock advances by 1 s per signal."""
     times = itertools.count()
     return Interrupts(clock=lambda: next(times))
 
@@ -63,7 +63,7 @@ def test_before_training_a_signal_stops_code_that_catches_every_exception():
     def library() -> None:
         try:
             interrupt()
-        except Exception:  # ignores all errors
+        except Exception:  # the library ignores every error
             pytest.fail("Stopped was caught")
 
     with Interrupts(), pytest.raises(Stopped):

@@ -1,4 +1,4 @@
-"""Keys of a run: when its sockets need them, and that no file contains them."""
+"""Keys of a run: which sockets require keys, and that no text of the run contains a key."""
 
 import dataclasses
 import os
@@ -18,7 +18,7 @@ CLUSTER = ("--launch.ray_address", "10.0.0.1:6379")
 
 @pytest.fixture
 def plan(tmp_path, monkeypatch):
-    """`plan(*overrides)` plans the demo; every cluster address is reachable."""
+    """`plan(*overrides)` plans the demo as if every cluster address were reachable."""
     monkeypatch.setattr("leeway.launch.checks.is_reachable", lambda address: True)
     return lambda *overrides: check(load_config(DEMO, overrides), tmp_path / "run")
 

@@ -54,7 +54,9 @@ def test_a_path_through_a_symlink_is_kept_as_written(minimal, tmp_path, monkeypa
     assert load_config(Path("run.toml"), ["--model.reference_path", "other"]).model.reference_path == f"{data}/other"
     assert load_config(Path("run.toml")).model.path == f"{data}/models/first"
     monkeypatch.setenv("PWD", str(tmp_path))
-    assert load_config(Path("run.toml")).model.path == f"{data.resolve()}/models/first", "PWD names another folder"
+    assert load_config(Path("run.toml")).model.path == f"{data.resolve()}/models/first", (
+        "PWD is ignored because its value is another folder"
+    )
     assert str(config.model.path) in to_toml(config)
     config = load_config(minimal, ["--run.dir", f"{data}/runs", "--run.name", "first"])
     assert str(RunFolder(choose_root(config, minimal)).root) == f"{data}/runs/first"
@@ -68,7 +70,9 @@ def test_a_model_path_is_a_hub_name_unless_a_folder_has_the_organisations_name(m
     (tmp_path / "resolved.toml").write_text(to_toml(load_config(minimal, ["--model.path", name])))
     assert load_config(tmp_path / "resolved.toml").model == found
     (tmp_path / name).parent.mkdir(parents=True)
-    assert load_config(minimal, ["--model.path", name]).model.folder == tmp_path / name, "the name may be misspelt"
+    assert load_config(minimal, ["--model.path", name]).model.folder == tmp_path / name, (
+        "the name may be a misspelt path"
+    )
     (tmp_path / name).mkdir()
     assert load_config(minimal, ["--model.path", name]).model.folder == tmp_path / name
 

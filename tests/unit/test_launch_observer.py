@@ -1,4 +1,4 @@
-"""status.json: its content and how it is written."""
+"""The content of status.json, and how this file is written."""
 
 import contextlib
 import json
@@ -163,7 +163,7 @@ def test_the_status_lists_every_pool_actor_and_process(run):
     snapshot = run.poll(**poll)
     assert [(pool.engines.tokens_lost, pool.engines.requeue_at) for pool in snapshot.pools] == [(0, 0), (7, 420)]
     pools = [(p.name, p.working, p.wanted, p.running, p.tokens_per_s) for p in snapshot.pools]
-    assert pools == [("big", 1, 1, 30, 50.0), ("small", 1, 2, 0, 10.0)], "replaced actors do not count"
+    assert pools == [("big", 1, 1, 30, 50.0), ("small", 1, 2, 0, 10.0)], "replaced actors add no throughput"
     facts = [(a.name, a.pool, a.version, a.behind, a.restarts) for a in snapshot.actors]
     assert facts[:2] == [("actor-0", "big", "7", 0, 1), ("actor-1", "small", "5", 2, 0)]
     assert [a.state for a in snapshot.actors[2:]] == ["waiting for resources", "lost: given up: out of memory"]

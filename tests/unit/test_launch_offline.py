@@ -74,7 +74,7 @@ def test_the_buffer_is_filled_before_the_start_and_replaces_its_source(tmp_path)
     made = plan(path, tmp_path / "run")
     made.folder.create(made.config)
     facts = context(made).facts
-    assert (facts.group_size, facts.num_prompts) == (2, 6), "the samples set these facts, not the task"
+    assert (facts.group_size, facts.num_prompts) == (2, 6), "these values come from the samples, not from the task"
     fill_buffer(made.config, facts, made.folder, made.recorded)
     with Inspection.open(made.folder.buffer) as inspection:
         assert inspection.state().ledger.waiting == 12
@@ -90,14 +90,16 @@ def test_the_buffer_is_filled_before_the_start_and_replaces_its_source(tmp_path)
     with pytest.raises(ConfigError, match=r"learner.token_budget = 19, but .* has a sample of 20 tokens"):
         resume(made.folder, ["--learner.token_budget", "19"], print)
     older = identity.model_dump_json(exclude={"recorded": {"longest", "num_uninformative"}})
-    assert RunIdentity.model_validate_json(older).recorded.longest == 0, "older run folders lack these fields"
+    assert RunIdentity.model_validate_json(older).recorded.longest == 0, (
+        "the identity file of an older run lacks these fields"
+    )
     step = made.folder.checkpoints / "step-00000003"
     step.mkdir()
     (step / "meta.json").write_bytes(CheckpointMeta(TrainingProgress(3, 3, 0), 2, 1, "", {}).encode())
     made.folder.summary.write_text(json.dumps({"accuracy_after": None, "num_steps": 3}))
     with pytest.raises(ConfigError, match="raise it to continue"):
         resume(made.folder, ["--actors.num_actors", "0"], print)
-    assert resume(made.folder, ["--actors.num_actors", "1"], print).step == 3, "the final evaluation is still missing"
+    assert resume(made.folder, ["--actors.num_actors", "1"], print).step == 3, "the final evaluation can still run"
     with pytest.raises(ConfigError, match=r"buffer.source = .* cannot become .*the stored groups"):
         resume(made.folder, ["--buffer.source", "elsewhere.jsonl"], print)
 

@@ -45,7 +45,7 @@ BIG = [Host("big", frozenset(), 64.0, 0.0, is_here=True)]
 
 @pytest.fixture(autouse=True)
 def short_simulations(monkeypatch):
-    """Shorten simulations; their results are tested elsewhere."""
+    """Shorten the simulations, because other tests cover their results."""
     monkeypatch.setattr(planning, "NUM_SIMULATED", 4)
     monkeypatch.setattr(planning, "NUM_CLOSER", 2)
     monkeypatch.setattr(planning, "FEW_SAMPLES", 500)
@@ -53,7 +53,7 @@ def short_simulations(monkeypatch):
 
 
 def ignore(phase, share):
-    """Ignore progress."""
+    """Accept a progress report without displaying the report."""
 
 
 def made(*overrides, hosts=BIG, prices=None, measured=None):
@@ -174,7 +174,7 @@ def test_no_plan_reserves_more_of_this_machine_than_train_allows(short_simulatio
     for each in candidates:
         assert missing_resources(load_config(DEMO, [*plans.as_overrides(each.keys), *overrides])) == ""
     best = max(each.keys["learner.num_replicas"] for each in candidates)
-    assert best == 2, "the optional reservation of a scorer does not displace a replica"
+    assert best == 2, "a scorer's optional reservation leaves room for both replicas"
 
 
 def test_every_worker_has_its_reservation_on_one_host():
@@ -221,7 +221,9 @@ def test_memory_is_estimated_like_the_doctor_also_with_overrides_and_pools(monke
         assert {each["learner"].num_stages for each in possible(made(*overrides))} == stages
         assert {each["learner"].num_stages for each in possible(made(*overrides, *pools))} == counted
         elsewhere = possible(made(*overrides, hosts=[BIG[0]._replace(is_here=False)]))
-        assert {each["learner"].num_stages for each in elsewhere} == {1, 2}, "another host has its own memory"
+        assert {each["learner"].num_stages for each in elsewhere} == {1, 2}, (
+            "the memory of this machine does not limit another host"
+        )
 
 
 def test_gpus_of_this_machine_do_not_limit_the_hosts_of_a_file(monkeypatch):
@@ -230,7 +232,7 @@ def test_gpus_of_this_machine_do_not_limit_the_hosts_of_a_file(monkeypatch):
         hosts = [Host("h1", frozenset(), 64.0, 8.0, is_here=is_here)]
         overrides = ("--learner.gpus", "1", "--learner.num_replicas", "1", "--learner.token_budget", "1536")
         shapes = made(*overrides, hosts=hosts).space.dimensions["learner"]
-        assert (len(shapes) > 1) != is_here, "only the config's own shape, which train checks"
+        assert (len(shapes) > 1) != is_here, "on this machine, only the shape of the config is allowed"
 
 
 def test_a_host_runs_only_its_own_pools():
@@ -445,7 +447,7 @@ def test_scores_are_shared_by_the_stages_and_cost_nothing_without_a_reference():
 
 
 class SlowRun:
-    """A run with a fake clock that advances during waits; a step takes `step_s`."""
+    """A fake run whose clock advances during waits; a step takes `step_s` seconds."""
 
     def __init__(self, step_s):
         self.now_s, self.step_s = 0.0, step_s

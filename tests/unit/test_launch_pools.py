@@ -28,7 +28,7 @@ gpus = 1
 
 @pytest.fixture
 def load(tmp_path):
-    """`load(sections, *overrides)` loads the demo without num_actors and with these sections."""
+    """`load(sections, *overrides)` loads the demo's config with these sections in place of num_actors."""
 
     def loaded(sections: str = "", *overrides: str):
         path = tmp_path / "config.toml"

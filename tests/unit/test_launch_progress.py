@@ -90,7 +90,7 @@ def test_a_repeated_step_counts_once_with_its_last_values(observer, tmp_path):
 
 def test_the_summary_is_kept_if_a_restarted_learner_has_no_step_left(observer):
     observer.ingest(PollResult(steps=[step_row(step, 100, 0.0) for step in range(1, 8)]))
-    observer.ingest(PollResult(resumed_at=10, resumed_version=20))  # at the end of the run: no step remains
+    observer.ingest(PollResult(resumed_at=10, resumed_version=20))  # resumes after the last step
     no_answers = Accuracy(versions="0", greedy=None, sampled=None, num_problems=0)
     status = SimpleNamespace(
         ledger={"gap": 0, "trained": 80},

@@ -1,4 +1,4 @@
-"""The Prometheus endpoint and the metrics that it serves."""
+"""The Prometheus endpoint, and the metrics that this endpoint serves."""
 
 import re
 import socket
@@ -41,7 +41,7 @@ def port():
 
 
 def scraped(port: int) -> dict[str, dict[tuple, float]]:
-    """Return metric name -> label values, ordered by label name -> metric value."""
+    """Return the values of each metric by their label values, which are in the order of the label names."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
         text = answer.read().decode()
     return {
@@ -65,7 +65,9 @@ def test_metrics_of_the_newest_step_pools_and_actors_are_served(port):
     assert found["leeway_reward_part"] == {("exact",): 0.5, ("a/b",): 0.25}
     assert set(found["leeway_actor_tokens_per_s"]) == {(actor.name, actor.pool) for actor in snapshot.actors}
     assert found["leeway_trained_tokens"][("3", "exact")] == snapshot.lags["exact"][3]
-    assert found["leeway_buffer_issued"][()] == snapshot.buffer.ledger["issued"], "current, not from the last batch"
+    assert found["leeway_buffer_issued"][()] == snapshot.buffer.ledger["issued"], (
+        "the count is current, not that of the last batch"
+    )
     assert not {"leeway_mismatch_lag0_abs", "leeway_eval_version", "leeway_not_registered"} & found.keys()
     with pytest.raises(OSError, match="refused"):
         scraped(port)

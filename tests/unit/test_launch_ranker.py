@@ -1,4 +1,4 @@
-"""The ranker of a run: when it exists and how it is restarted."""
+"""The ranker of a run: which runs start a ranker, and how a dead ranker is restarted."""
 
 from types import SimpleNamespace
 

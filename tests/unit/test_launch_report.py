@@ -1,4 +1,4 @@
-"""The report page: its content, broken runs, and escaped text."""
+"""The report page: its content, its output for damaged run folders, and its escaping of text."""
 
 import html
 import json
@@ -44,7 +44,7 @@ def words(page):
 
 def test_the_page_of_a_complete_run_has_no_missing_data(page):
     assert "Missing data" not in page
-    assert re.findall(r'<section id="(\w+)">', page) == [*PARTS], "the parts are in order, the four questions first"
+    assert re.findall(r'<section id="(\w+)">', page) == [*PARTS], "the parts are in order, and the questions come first"
     assert "No values in this run" not in page
     text = words(page)
     assert "0.400 → 0.900" in text
@@ -62,10 +62,11 @@ def test_the_page_is_self_contained(page):
 
 def test_text_of_a_model_a_run_or_an_event_is_escaped(page):
     assert NASTY not in page
-    assert page.count("&lt;script&gt;document.title=") == 3  # one event; one reason, in the headline and the table
+    # The text is in one event and in one reason; the headline and the table both have the reason.
+    assert page.count("&lt;script&gt;document.title=") == 3
     name = "</script><script>alert(1)</script>"
     chart = lines(RunData("sums", Path()), CHARTS["reward"], {name: [(1, 2.0)]})
-    assert name in json.dumps(chart.plot), "so the page has to escape it"
+    assert name in json.dumps(chart.plot), "the chart has the unescaped name"
 
 
 def test_the_values_of_the_charts_cannot_close_their_script(tmp_path):
@@ -263,7 +264,7 @@ def test_a_run_without_a_failed_sample_states_it_once(tmp_path):
     set_failures(run, {})
     text = words(render(collect(run)))
     assert text.count("No sample failed.") == 1
-    assert text.count("Failed samples") == 1, "only the chart has this title, no headline"
+    assert text.count("Failed samples") == 1, "the chart has this title, and no headline has it"
 
 
 def test_each_of_several_reward_functions_has_a_curve_beside_their_sum(tmp_path):
@@ -291,7 +292,7 @@ def test_the_bound_of_the_lag_is_a_line_over_all_steps(whole):
 
 def test_lag_control_is_described_and_the_drift_has_its_own_axis(tmp_path):
     run = make_run(tmp_path / "sums")
-    assert figure(run, "Lag").note == "", "lag was not controlled"
+    assert figure(run, "Lag").note == "", "the run has no lag control"
     control = [
         {"lag/allowed": min(4, 1 + step // 5), "lag/drift": 0.06, "brake/lr_scale": 0.9} for step in range(1, 21)
     ]
@@ -357,7 +358,7 @@ def test_noise_and_too_few_steps_give_no_answer(tmp_path):
 
 def test_the_page_has_its_numbers_without_javascript(page):
     text = words(page)
-    assert "reward 0.02 → 0.8" in text, "the first and the last value of a curve"
+    assert "reward 0.02 → 0.8" in text, "the text has the first and the last value of a curve"
     assert "waiting for a batch 40.0" in text
     assert "Charts require JavaScript." in text
 

@@ -120,7 +120,7 @@ def test_a_task_with_other_prompts_is_refused(folder):
 
 @pytest.fixture
 def user_run(tmp_path, monkeypatch):
-    """A run on user files in `tmp_path`: a reward that imports two modules, rows, two models."""
+    """A run on files of a user: a reward that imports two modules, a file of rows, and two models."""
     from leeway.launch.checks import check
 
     monkeypatch.setattr("leeway.actors.tasks.try_imports", lambda *_, **__: None)
@@ -255,7 +255,7 @@ def test_a_finished_run_requires_more_steps(folder):
         resume(folder, [], print)
     assert resume(folder, ["--learner.num_steps", "150"], print).step == 120
     folder.summary.write_text(json.dumps({"accuracy_after": 0.8, "num_steps": 100}))
-    assert resume(folder, [], print).step == 120, "the extended run was killed before its evaluation"
+    assert resume(folder, [], print).step == 120, "the extended run still needs its evaluation"
     no_actors = ["--actors.num_actors", "0"]
     with pytest.raises(ConfigError, match="generates no samples"):  # the run is not finished
         resume(folder, no_actors, print)
@@ -263,7 +263,7 @@ def test_a_finished_run_requires_more_steps(folder):
     with pytest.raises(ConfigError, match="is finished"):
         resume(folder, no_actors, print)
     folder.summary.unlink()
-    assert resume(folder, [], print).step == 120, "the run was killed before its evaluation"
+    assert resume(folder, [], print).step == 120, "a run without a summary still needs its evaluation"
 
 
 def test_a_torn_last_line_is_removed_before_appending(folder):
@@ -295,7 +295,9 @@ def test_the_history_has_the_evaluations_and_the_wall_time(folder, versions):
     other.folder.status.rename(folder.status)
     history = History.read(folder)
     assert [each.policy_version for each in history.evaluations] == [*versions]
-    assert history.before == (accuracy(0) if 0 in versions else None), "without 0, the run had no actors at first"
+    assert history.before == (accuracy(0) if 0 in versions else None), (
+        "without version 0, the run started without actors"
+    )
     assert (history.wall_s, history.last_step) == (80.0, 2)
 
 
@@ -307,7 +309,7 @@ def test_the_observer_continues_the_counts_of_earlier_launches(folder):
     made = replace(plan(folder.root.with_name("other")), folder=folder)
     observer = Observer(made, clock=lambda: 7.0, started_s=0.0, earlier=earlier)
     observer.phase("starting")
-    assert read_status(folder.status).evaluations == [accuracy(0)], "kept if this launch ends during its start"
+    assert read_status(folder.status).evaluations == [accuracy(0)], "a launch keeps the evaluations of earlier launches"
     observer.resume_at(3, 3, num_redone=2)
     summary = observer.summary(Accuracy(versions="0", greedy=None, sampled=None, num_problems=0), None, status())
     assert (summary["num_steps"], summary["version"], summary["wall_s"]) == (3, 3, 100.0)

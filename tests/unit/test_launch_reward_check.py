@@ -1,4 +1,4 @@
-"""`leeway check-reward`: problems of reward functions that it finds before a run."""
+"""Problems of reward functions that `leeway check-reward` finds before a run."""
 
 import json
 import re
@@ -32,7 +32,7 @@ reward_timeout_s = 60
 
 @pytest.fixture(autouse=True)
 def no_processes(monkeypatch):
-    """Call functions in this process; tests/integration covers functions that harm their process."""
+    """Call rewards in this process; tests/integration covers functions that crash or block their process."""
     monkeypatch.setattr(reward_check, "Scorer", partial(Scorer, start=InThisProcess.load))
 
 
@@ -108,7 +108,9 @@ def test_a_slow_function_is_a_problem_before_it_times_out(check, monkeypatch):
     code += "    return [float(completions[0] == answer[0])]\n"
     status, output = check(code, "slow")
     assert status == ExitStatus.FAILED
-    assert "slow is slow: it took 16.0 s for a completion (empty), with" in output, "a quarter of the timeout is slow"
+    assert "slow is slow: it took 16.0 s for a completion (empty), with" in output, (
+        "a call is slow from a quarter of the timeout on"
+    )
 
 
 def test_a_function_that_hangs_is_stopped_after_one_timeout(check):
@@ -159,7 +161,7 @@ def test_many_problems_are_summarized_with_an_example_of_each_failure(check):
     status, output = check(code, "mixed", options=("--num", "64"))
     assert status == ExitStatus.FAILED
     assert re.search(r"mixed failed on \d+ of \d+ completions \(.*empty.*\)", output), output
-    assert output.count("FAILED mixed, ") == 2, "one of KeyError('') and one of KeyError('4')"
+    assert output.count("FAILED mixed, ") == 2, "one line for KeyError('') and one for KeyError('4')"
     assert "FAILED mixed, empty: KeyError: ''" in output
     assert "prompt: '10+10'; completion: ''" in output
     assert len(output) < 3000

@@ -57,7 +57,7 @@ def test_an_unresponsive_process_is_reported_once_per_silence_limit(clock):
     clock.ask_at(131)
     assert clock.events == [("silent", "actor.1 has not responded for 31 s; see logs/actor.1.log")]
     clock.ask_at(160)
-    assert len(clock.events) == 1, "once per silence limit, not per poll"
+    assert len(clock.events) == 1, "a silence is reported once per limit, not once per poll"
     clock.ask_at(162)
     assert len(clock.events) == 2
 
@@ -163,7 +163,7 @@ KV = (
     "ValueError: No available memory for the cache blocks.\n"
     "2026-11-29 01:27:02,282 WARNING launch.processes.actor_role: actor-0 received SIGTERM and shuts down\n"
 )
-"""From the log of an actor whose actors.kv_cache_gib was too small."""
+"""A part of the log of an actor whose actors.kv_cache_gib was too small."""
 WORKER = (
     "(Worker_TP0 pid=12) ERROR 01-01 00:00:00 [w.py:1] torch.OutOfMemoryError: CUDA out of memory. Tried 2 GiB\n"
     "(EngineCore pid=11) ERROR 01-01 00:00:01 [core.py:2] RuntimeError: Worker failed; see above for the root cause\n"

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    """A folder with the run runs/first, and beside `runs` a folder `first` that is not a run."""
+    """A folder that contains the run runs/first, and a folder `first` that is not a run."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "first" / "buffer").mkdir(parents=True)
     (tmp_path / "runs" / "first" / "config.toml").touch()

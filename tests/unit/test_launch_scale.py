@@ -23,7 +23,7 @@ def run(tmp_path):
 
 @pytest.fixture
 def live(run):
-    """A run whose launcher is alive and answers like the pools."""
+    """A run whose launcher is alive and answers requests to scale as the actor pools do."""
     folder, _ = run
     ready, stop = threading.Event(), threading.Event()
 

@@ -1,6 +1,6 @@
-"""Services are restarted on their folder and with their keys, up to a limit.
+"""A dead service is restarted on the same folder and with the same keys, up to a limit.
 
-The tests of the services cover that a service finds its port in its folder.
+The tests of each service check that the service reads its port from a file in its folder.
 """
 
 import subprocess
@@ -109,7 +109,7 @@ def test_a_new_launch_takes_any_port_because_the_old_one_may_be_in_use(weights, 
     port.parent.mkdir(parents=True)
     port.write_text("4711")
     service.start(deadline=1e9)
-    assert port.read_text() == "0"  # kept: a port file means that a store was served
+    assert port.read_text() == "0"  # the file is kept, because its existence means that a store was served
     port.write_text("4321")
     run.made[0].has_ended = True
     service.watch()
@@ -132,7 +132,7 @@ def test_deaths_that_are_hours_apart_never_end_the_run(weights, monkeypatch):
     run.service.start(deadline=float("inf"))
     now_s = time.monotonic()
     for hours in range(1, 3 * MAX_RESTARTS):
-        monkeypatch.setattr(time, "monotonic", lambda: now_s + hours * 3601.0)  # noqa: B023 -- read before it changes
+        monkeypatch.setattr(time, "monotonic", lambda: now_s + hours * 3601.0)  # noqa: B023 -- read before a change
         run.made[-1].has_ended = True
         run.service.watch()
     assert run.service.processes[0].restarts.total == 3 * MAX_RESTARTS - 1

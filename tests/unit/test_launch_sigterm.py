@@ -41,7 +41,7 @@ class RoleHere(ActorRole):
 
 
 async def running(monkeypatch, engine):
-    """Return a role whose engine is full with two groups, its buffer, and its pending `run` call."""
+    """Return a role whose engine is full with two groups, the role's fake buffer, and the pending `run` call."""
     buffer = FakeBuffer(2)
     role = RoleHere(make_actor(buffer, engine), monkeypatch)
     await role.start(None, 0, "actors")
@@ -51,7 +51,7 @@ async def running(monkeypatch, engine):
 
 
 async def test_on_sigterm_samples_are_requeued_before_calls_end_and_the_process_exits(monkeypatch):
-    monkeypatch.setattr("leeway.actors.loop._LEASE_POLL_S", (0.0, 0.0))  # leases in every iteration
+    monkeypatch.setattr("leeway.actors.loop._LEASE_POLL_S", (0.0, 0.0))  # every iteration requests leases
     engine, num_leases = FakeEngine(600), []
     role, buffer, work = await running(monkeypatch, engine)
 
@@ -65,7 +65,7 @@ async def test_on_sigterm_samples_are_requeued_before_calls_end_and_the_process_
         with pytest.raises(Terminated, match=f"^exited on SIGTERM, {2 * K} samples requeued$"):
             await asyncio.wait_for(call, 60)
     assert sorted((lease, indices) for lease, indices, _, _ in buffer.requeued) == [(n, list(range(K))) for n in (1, 2)]
-    assert all(len(rows) == K for _, _, rows, _ in buffer.requeued), "tokens are requeued too"
+    assert all(len(rows) == K for _, _, rows, _ in buffer.requeued), "samples are requeued with their tokens"
     assert num_leases == [len(buffer.requests)] * 2, "no lease during shutdown"
     assert (buffer.closed, engine.stopped) == (True, True)
     await asyncio.wait_for(role.exited.wait(), 60)
@@ -125,7 +125,7 @@ async def test_samples_that_do_not_end_in_time_are_requeued(monkeypatch):
     jump(monkeypatch, 140.0)
     with pytest.raises(Terminated, match=f"^exited on SIGTERM, {2 * K} samples requeued$"):
         await asyncio.wait_for(work, 60)
-    assert [len(rows) for _, _, rows, _ in buffer.requeued] == [K, K], "tokens are requeued too"
+    assert [len(rows) for _, _, rows, _ in buffer.requeued] == [K, K], "samples are requeued with their tokens"
 
 
 async def test_requeued_samples_are_reported_if_the_engine_fails_to_stop(monkeypatch):
@@ -227,11 +227,11 @@ def end_repeatedly(pools: ActorPools, times: int) -> None:
     first = pools.actors[0]
     for number in range(times):
         end_by_sigterm(pools, f"work {number + 2}")
-        pools.watch()  # exited
-        pools.watch()  # starting
+        pools.watch()  # the actor has exited
+        pools.watch()  # its next process starts
         if not first.lost:
             first.starting = "ready"
-            pools.watch()  # working
+            pools.watch()  # the next process works
             assert first.state == "working"
 
 

@@ -12,7 +12,7 @@ from leeway.launch.observe.status import PollResult
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo.toml"
 NOISE = 0.03
-"""Standard deviation of a step's mean reward, as of 256 samples in 32 groups."""
+"""Standard deviation of a step's mean reward, as measured with 256 samples in 32 groups."""
 
 
 def rows(rewards, ess=0.4, k3=0.01, first=1):
@@ -58,7 +58,7 @@ def test_a_reward_that_falls_on_stale_samples_is_reported_once_with_a_remedy(see
 
 def test_a_falling_reward_is_reported_before_the_fall_ends():
     steps = rows(noisy(COLLAPSE))
-    assert alerts_of(steps[: 30 + WINDOW + 5])  # within the 30 steps of the fall
+    assert alerts_of(steps[: 30 + WINDOW + 5])  # the alert comes during the fall
 
 
 @pytest.mark.parametrize(

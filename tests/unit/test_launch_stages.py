@@ -44,7 +44,7 @@ def test_watching_never_waits_for_a_restarting_learner(learner):
     learner.start()
     learner.ranks[1]("run").end(error=RayActorError())
     learner.stages.watch()
-    for _ in range(3):  # a wait would fail the test: it calls `sleep` of the fixture
+    for _ in range(3):  # a wait would call the fixture's `sleep`, which fails the test
         learner.stages.watch()
         assert "the restart" in learner.stages.poll(0.0).learner_waits_for
     assert not learner.stages.are_finished
@@ -204,7 +204,7 @@ def test_rows_of_steps_before_a_loss_are_kept_with_their_number_of_restarts(lear
 
 def test_a_wait_of_the_publisher_is_reported_and_unknown_without_a_reply(learner):
     learner.start()
-    assert learner.stages.poll(0.0).publishing is None, "the call is pending"
+    assert learner.stages.poll(0.0).publishing is None, "the poll call is pending"
     learner.ranks[1]("poll").end(StagePoll("", "space in /w"))
     assert learner.stages.poll(0.0).publishing == "space in /w"
     assert learner.stages.poll(0.0).publishing is None
@@ -274,7 +274,7 @@ def test_an_unfinished_checkpoint_is_not_the_newest(tmp_path):
     write_checkpoint(tmp_path, 10)
     write_checkpoint(tmp_path, 2)
     write_checkpoint(tmp_path, 14).rename(tmp_path / "damaged-step-00000014")
-    for name in (".step-00000012.tmp", "step-x", "step-00000016"):  # the last folder has no metadata
+    for name in (".step-00000012.tmp", "step-x", "step-00000016"):  # step-00000016 has no metadata
         (tmp_path / name).mkdir()
     assert steps_in(tmp_path) == [2, 10]
     assert newest_progress(tmp_path) == TrainingProgress(10, 20, 0)

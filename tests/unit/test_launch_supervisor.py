@@ -55,7 +55,7 @@ class Admission:
 
 
 class RestartedLearner:
-    """Fake stages; each restart opens admission like a new incarnation."""
+    """Fake stages; each restart opens admission, as a new incarnation of the learner does."""
 
     def __init__(self, *_: object) -> None:
         self.polls: list[PollResult] = []
@@ -132,7 +132,7 @@ def test_after_an_interrupt_admission_stays_closed_across_restarts(run):
 
 def test_an_interrupt_during_a_restart_closes_admission_after_it(run):
     run.supervisor.poll()
-    run.supervisor.request_stop()  # the learner is restarting
+    run.supervisor.request_stop()  # the request comes while the learner restarts
     run.learner.restart(run.admission, 4)
     run.supervisor.poll()
     assert not run.admission.is_open
@@ -193,7 +193,7 @@ def test_services_stop_after_the_actors_which_return_their_leases(two_actors, mo
 
 @pytest.fixture
 def ended(monkeypatch):
-    """Mapping of each ended call to its error, or to '' if it succeeded."""
+    """Mapping of each ended call to its error, or to '' if the call succeeded."""
     calls: dict[str, str] = {}
     monkeypatch.setattr(pools_module, "done", lambda call: call in calls)
     monkeypatch.setattr(pools_module, "outcome", lambda call: calls[call])
@@ -202,7 +202,7 @@ def ended(monkeypatch):
 
 @pytest.fixture
 def started(two_actors, monkeypatch):
-    """Handles of all started actors, which are placed by `Room`."""
+    """Handles of all started actors; `Room` gives each actor a place."""
     handles: list[Handle] = []
 
     def spawn(*_: object, variables: dict[str, str], **__: object) -> Handle:
@@ -234,7 +234,7 @@ def test_a_larger_pool_starts_actors_with_new_numbers_on_free_hosts(two_actors, 
     pools.watch()
     assert states(two_actors)["actor.3"] == "lost: given up: no host has room"
     assert two_actors.events[-1] == ("given_up", "actor.3 is given up: no host has room")
-    assert [actor.number for actor in pools.watch()] == [0, 1], "the run continues with the others"
+    assert [actor.number for actor in pools.watch()] == [0, 1], "the run continues with two actors"
 
 
 def test_an_actor_receives_the_engine_timeout_and_the_variables_of_the_config(two_actors, started, ended):
@@ -289,7 +289,7 @@ def test_a_smaller_pool_drains_its_newest_actor_and_releases_its_place(two_actor
     pools.scale("actors", 1)
     assert (states(two_actors)["actor.1"], two_actors.killed) == ("leaving", [])
     assert [actor.number for actor in pools.watch()] == [0]
-    assert not leaving.is_ready, "an actor that is leaving gets no evaluation"
+    assert not leaving.is_ready, "a leaving actor gets no evaluation"
     ended["a stop call"] = ""
     pools.watch()
     assert (states(two_actors).keys(), two_actors.killed) == ({"actor.0"}, [leaving.handle])
@@ -393,7 +393,7 @@ def test_an_actor_has_a_state_before_it_works_and_reports_while_it_evaluates(run
     monkeypatch.setattr(actor, "ask", lambda method, patience_s, notify: answers.pop() if answers else None)
     report = SimpleNamespace(task_fingerprint=run.supervisor._plan.task.fingerprint)
     assert (actor.state, run.supervisor.poll_actors().working) == ("starting", frozenset())
-    ended["a call"] = ""  # the call that starts the actor
+    ended["a call"] = ""  # the call that starts the actor has ended
     assert actor.state == "ready"
     actor.handle.evaluate = SimpleNamespace(remote=lambda request: "an evaluation")
     run.supervisor.actors.ready = lambda: [actor]
@@ -424,7 +424,7 @@ def test_a_dead_ray_is_not_called_at_the_end(two_actors, monkeypatch):
     watch = SimpleNamespace(is_dead=False, end_all=lambda: calls.append("ended"), close=lambda: calls.append("closed"))
 
     def check() -> None:
-        watch.is_dead = True  # detected only now
+        watch.is_dead = True  # the check detects the death of Ray
         raise RunFailed("Ray's node manager died")
 
     watch.check = check

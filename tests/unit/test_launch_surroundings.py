@@ -131,7 +131,7 @@ def test_an_internal_error_keeps_its_traceback():
 
 @pytest.fixture
 def spare(tmp_path, monkeypatch):
-    """The replacement for the home folder; the fake `os.access` ignores the rights of root."""
+    """The folder that replaces an unwritable home; the fake `os.access` ignores the rights of root."""
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path / "tmp"))
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr("os.access", lambda path, _: not str(path).startswith(str(tmp_path / "fixed")))
@@ -187,7 +187,7 @@ def test_without_locks_a_new_run_is_refused_and_an_old_one_is_shown(tmp_path, mo
     monkeypatch.setattr("fcntl.flock", flock)
     with pytest.raises(ConfigError, match=r"run.dir = .* does not support locks \(No locks available\)"):
         check_writable(tmp_path / "runs", "run.dir")
-    assert owner_of(folder) == os.getpid(), "the process is alive"
+    assert owner_of(folder) == os.getpid(), "the claim names a live process"
     folder.claim.write_text(f"{2**31 - 1}\n")
     assert owner_of(folder) is None
     assert view_run(find_run(folder.root)).is_healthy

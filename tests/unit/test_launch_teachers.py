@@ -39,7 +39,7 @@ wandb = "disabled"
 
 
 def rows() -> list[dict[str, object]]:
-    """Return sums; those with an odd first number have the domain "code"."""
+    """Return sums; a sum with an odd first number has the domain "code"."""
     return [
         {"question": f"{a}+{b}", "answer": str(a + b), "domain": "code" if a % 2 else "math"}
         for a in range(10, 40)
@@ -49,7 +49,7 @@ def rows() -> list[dict[str, object]]:
 
 @pytest.fixture
 def write(tmp_path):
-    """`write((old, new), ..., rows=rows())` writes the config with replaced text, and the rows beside it."""
+    """`write((old, new), ..., rows=rows())` writes the config with replaced text, and a file with the rows."""
 
     def written(*replaced: tuple[str, str], rows=rows()) -> Path:  # noqa: B008 -- never changed
         (tmp_path / "questions.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -117,7 +117,7 @@ LONE = f'[model.teachers]\nmath = "{STUDENT}"\ncode = "{STUDENT}"\n'
         (
             [("[model.teachers]", f'reference_path = "{STUDENT}"\n[model.teachers]')],
             rows(),
-            "model.reference_path scores every prompt, but each of model.teachers only its own: set one of the two",
+            "model.reference_path scores all prompts, but each teacher scores only its own: set one of the two keys",
         ),
         ([(f'math = "{STUDENT}"', 'math = "nowhere"')], rows(), "model.teachers.math: model "),
         ([(f'math = "{STUDENT}"', 'math = "other"')], rows(), "model.teachers.math has a vocabulary of 48 tokens, but"),
@@ -126,7 +126,7 @@ LONE = f'[model.teachers]\nmath = "{STUDENT}"\ncode = "{STUDENT}"\n'
 )
 def test_invalid_teachers_are_one_sentence_and_status_2(write, tmp_path, capsys, replaced, data, expected):
     Model("llama", tied=True).save(tmp_path / "other", max_position_embeddings=64)
-    capsys.readouterr()  # discard the output of saving
+    capsys.readouterr()  # discards the output of saving the model
     status = main(["train", str(write(*replaced, rows=data)), "--run.dir", str(tmp_path / "runs")])
     error = capsys.readouterr().err
     assert (status, expected in error, error.count("\n")) == (ExitStatus.WRONG_INPUT, True, 1), error

@@ -1,4 +1,4 @@
-"""timeline.json: the events of a poll and the bound of the file."""
+"""timeline.json: the events that a poll adds, and the size limit of the file."""
 
 import json
 
@@ -44,7 +44,7 @@ def test_a_step_and_its_wait_are_spans_of_the_learner(tmp_path, clock):
     assert (wait["who"], wait["what"], step["what"], step["step"]) == ("learner", "wait_for_batch", "step", 7)
     assert (wait["start_s"], wait["end_s"]) == (START_S + 1, START_S + 1.4)
     assert (step["start_s"], step["end_s"], step["lag_mean"]) == (START_S + 1.4, START_S + 2, 1.5)
-    assert json.loads((tmp_path / "t").read_text().rstrip(",\n") + "]"), "with a closing bracket, it is valid JSON"
+    assert json.loads((tmp_path / "t").read_text().rstrip(",\n") + "]"), "with a bracket, the file is valid JSON"
 
 
 def test_adjacent_intervals_are_one_span_with_their_totals(tmp_path, clock):
@@ -117,7 +117,7 @@ def test_phases_and_evaluations_have_durations(tmp_path, clock):
         timeline.evaluating()
         clock.now_s += 2
         timeline.evaluated("0.4")
-        timeline.evaluated("0.4")  # no evaluation is running
+        timeline.evaluated("0.4")  # ignored, because no evaluation is running
     assert [(line["name"], line["end_s"] - START_S) for line in lines(tmp_path / "t", "phase")] == [
         ("starting", 3.0),
         ("training", 5.0),
@@ -182,4 +182,4 @@ def test_a_torn_last_line_is_skipped_by_the_reader(tmp_path, clock):
         ingest(timeline, steps=[row(1, START_S + 1), row(2, START_S + 3)])
     whole = (tmp_path / "t").read_bytes()
     (tmp_path / "t").write_bytes(whole[:-20])
-    assert len(list(read(tmp_path / "t"))) == len(whole.splitlines()) - 2, "bracket and torn line are not events"
+    assert len(list(read(tmp_path / "t"))) == len(whole.splitlines()) - 2, "the bracket and the torn line are skipped"

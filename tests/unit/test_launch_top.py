@@ -1,4 +1,4 @@
-"""`leeway top`: fits any screen, follows its size, and restores the terminal."""
+"""`leeway top` fits any screen, follows changes of the screen size, and restores the terminal."""
 
 import io
 import os
@@ -21,7 +21,7 @@ from leeway.launch.run_folder import RunFolder
 from tests.world.terminal import ALTERNATE_SCREEN, CURSOR, Terminal, new_attributes
 
 RECORDED = Path(__file__).parents[1] / "data" / "status"
-"""Statuses of real runs of the demo: in training with two pools, and done."""
+"""Statuses of real runs of the demo: one in training with two pools, and one that is done."""
 SIZES = [(80, 24), (120, 40), (40, 12), (200, 50), (132, 10), (20, 3), (1, 1)]
 
 
@@ -209,10 +209,10 @@ def shows_the_run(grid) -> bool:
 @pytest.mark.parametrize("size", [(80, 24), (120, 40), (40, 12)])
 def test_a_terminal_of_any_size_shows_the_run_and_q_restores_it(top, size):
     terminal = top(*size)
-    before = new_attributes()  # `leeway top` may have changed those of `terminal`
+    before = new_attributes()  # `leeway top` may have changed `terminal` already
     terminal.wait_for(shows_the_run)
     assert terminal.grid.lines[0].startswith("demo  ")
-    assert terminal.attributes() != before, "the terminal is set to pass on single keys"
+    assert terminal.attributes() != before, "the terminal passes on single keys"
     terminal.press("q")
     assert terminal.end() == 0
     assert terminal.attributes() == before
@@ -246,7 +246,7 @@ def test_the_view_follows_the_size_of_the_screen_and_the_status(top):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_restores_the_terminal(top, number):
     terminal = top(80, 24)
-    before = new_attributes()  # `leeway top` may have changed those of `terminal`
+    before = new_attributes()  # `leeway top` may have changed `terminal` already
     terminal.wait_for(shows_the_run)
     os.kill(terminal.pid, number)
     assert terminal.end() == 128 + number

@@ -18,7 +18,8 @@ def run(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def events(run):
-    return json.loads(run.timeline.read_text().rstrip(",\n") + "]")  # the file may lack the bracket, as Perfetto allows
+    # The file may lack the closing bracket, which Perfetto does not need.
+    return json.loads(run.timeline.read_text().rstrip(",\n") + "]")
 
 
 def pick(events, phase):

@@ -120,7 +120,7 @@ def test_cudnn_attention_is_disabled():
     "options", [{}, {"sliding_window": 4}, {"softcap": 2.0}, {"softcap": 2.0, "sliding_window": 6}]
 )
 def test_a_shared_prompt_equals_a_separate_copy_for_each_sequence(options, prompt, is_packed, monkeypatch):
-    """A grid queries the shorter prompt again for each sequence; one packed call queries each prompt once."""
+    """Grids compute the queries of the shorter prompt for each sequence; a packed call computes them once."""
     own = [prompt + 4, 0, 13, 9, 20]  # unshared tokens per sequence; the first number includes the prompt
     ends = np.cumsum(own)
     places = [
@@ -133,7 +133,7 @@ def test_a_shared_prompt_equals_a_separate_copy_for_each_sequence(options, promp
     apart = attend(*(each.index_select(2, torch.from_numpy(places)) for each in inputs), bounds=bounds, **options)
     firsts = np.unique(places, return_index=True)[1]
     alone = [apart[:, firsts], *torch.autograd.grad((apart[:, firsts] * weights).sum(), inputs)]
-    monkeypatch.setattr(attention, "SCORES_MIB", 1e-2)  # a few queries per block
+    monkeypatch.setattr(attention, "SCORES_MIB", 1e-2)  # each block has a few queries
     if is_packed and "softcap" not in options:
         monkeypatch.setattr(attention, "_supports_varlen", lambda query: True)
         monkeypatch.setattr(attention, "varlen_attn", by_sequence)

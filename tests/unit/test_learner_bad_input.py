@@ -49,7 +49,7 @@ def test_a_missing_behaviour_logprob_raises_an_error_only_if_the_loss_reads_it(l
 
 
 def result(*kinds: str) -> StepResult:
-    """Return a step result with one update per letter: t is taken, n is not finite."""
+    """Return a step result with one update per letter: "t" is a taken update, "n" a non-finite update."""
     updates = tuple(Update(batch(), UpdateResult(kind == "t", (1.0,), 1e-3, 1.0), {}) for kind in "".join(kinds))
     return StepResult(sum(update.result.taken for update in updates), updates, {})
 

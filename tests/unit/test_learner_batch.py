@@ -1,4 +1,4 @@
-"""A step batch built from Arrow columns is bit-identical to one built trajectory by trajectory."""
+"""A step batch built from Arrow columns is bit-identical to a batch built trajectory by trajectory."""
 
 import hashlib
 import json
@@ -26,7 +26,7 @@ VERSION = 9
 
 
 def random_rows(seed: int) -> list[Trajectory]:
-    """Return groups of three samples with one to four versions each; some have reference scores."""
+    """Return groups of three samples; a sample has one to four versions, and some samples have reference scores."""
     random = np.random.default_rng(seed)
     rows = []
     for group in random.permutation(12):

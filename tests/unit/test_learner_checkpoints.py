@@ -141,7 +141,9 @@ def save(checkpoints: Checkpoints, networks: Networks, step: int) -> None:
 def test_the_checkpoint_writer_does_not_wait_for_the_gpu(tmp_path, model, monkeypatch):
     networks, checkpoints = networks_of(model), checkpoints_in(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(filesystem, "_OverlappingCpuLoader", lambda *_, **__: pytest.fail("waits for a stream"))
+    monkeypatch.setattr(
+        filesystem, "_OverlappingCpuLoader", lambda *_, **__: pytest.fail("the writer waits for the GPU")
+    )
     save(checkpoints, networks, 1)
     assert checkpoints.steps() == [1]
 

@@ -1,4 +1,4 @@
-"""Value heads, beside the LM head of the policy or on a critic model without an LM head: training and storage."""
+"""Training and storage of value heads, which belong to the policy or to a critic model without an LM head."""
 
 import numpy as np
 import pytest
@@ -55,7 +55,7 @@ def test_an_untrained_critic_returns_zero_and_does_not_change_the_policy(models)
 def test_values_are_computed_in_float32_even_if_the_model_runs_in_bfloat16(models):
     stage = load(models / "untied", "token_and_value", dtype=torch.float32)
     stage.compute_in_bfloat16()
-    # a value that bfloat16 would round to 1
+    # bfloat16 would round this value to 1
     torch.nn.init.constant_(stage.value_head.bias, 1.001)
     stage.batch = DeviceBatch(build(make_rows(0)).packed, CPU)
     output = stage(stage.batch.tokens_ML[:1], torch.tensor([0]))
@@ -66,7 +66,7 @@ def test_values_are_computed_in_float32_even_if_the_model_runs_in_bfloat16(model
 
 @pytest.mark.parametrize("baseline", ["value_head", "critic"])
 def test_a_critic_learns_to_predict_the_reward(models, baseline, monkeypatch):
-    """Rewards depend only on the prompt, so values can predict them and the value loss falls."""
+    """Rewards depend only on the prompt, so values can predict the rewards, and the value loss falls."""
     monkeypatch.setattr("leeway.algorithms.off_policy_ppo.VALUE_CLIP", 100.0)  # a clip of 0.2 needs many more batches
     algorithm = OffPolicyPPOConfig(baseline=baseline, gae_lambda=1.0)
     rates = {"learning_rate": 1e-6, "critic_learning_rate": 3e-2, "warmup_steps": 0}

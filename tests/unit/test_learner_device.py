@@ -30,7 +30,7 @@ QWEN_7B = {
 
 
 class Kept:
-    """Counter of bytes that autograd saves in a block: each storage once, casts of parameters apart, no parameters."""
+    """Counts the bytes that autograd saves: each storage once, casts of parameters separately, and no parameters."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._own = {parameter.untyped_storage()._cdata for parameter in module.parameters()}
@@ -155,7 +155,7 @@ def test_a_forward_only_pass_holds_states_between_stages_but_no_activations():
     assert divided.parts["between stages"] == whole.parts["between stages"] > 20 * 2**30
     assert "activations" in whole.parts
     assert "activations" not in divided.parts
-    # if the activations are larger than the states, they determine the peak
+    # if the activations are larger than the states, the activations determine the peak
     kept = need(num_minibatches=8, activation_checkpointing=False)
     assert kept.parts["activations"] > divided.parts["between stages"] > 7 * kept.parts["between stages"]
 
@@ -209,7 +209,7 @@ def test_a_critic_model_is_counted_by_its_own_split_of_layers(schedule):
 def test_each_schedule_has_its_number_of_micro_batches_in_flight(schedule, in_flight):
     config = LearnerConfig(num_stages=4, num_chunks=2 if schedule == "interleaved_1f1b" else 1, schedule=schedule)
     assert micro_batches_in_flight(config, 0, 32) == in_flight
-    assert micro_batches_in_flight(config, 0, 2) == (4 if schedule == "fused" else 2)  # fused has two networks
+    assert micro_batches_in_flight(config, 0, 2) == (4 if schedule == "fused" else 2)  # a fused pass has two networks
     assert micro_batches_in_flight(config, 3, 32) == (1 if schedule == "1f1b" else in_flight)
 
 

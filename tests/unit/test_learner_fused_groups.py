@@ -1,6 +1,6 @@
-"""Messages of fused passes: on NCCL a group executes them in the order in which they are issued.
+"""Fused passes have no deadlock on NCCL, which executes the messages of a group in the order in which they are issued.
 
-The groups here are only names; messages between real processes are tested with gloo, which imposes no such order.
+The groups of these tests are only names. Tests with real processes use gloo, which imposes no order on messages.
 """
 
 from collections import Counter
@@ -45,7 +45,7 @@ class Recorded:
         self.connected.append((kind, other, group))
 
     def of(self, rank):
-        """Return the messages of one rank's training pass; those sent before it are in `connected`."""
+        """Return the messages of one rank's training pass; messages sent before the pass are in `connected`."""
         self.issued, self.connected = [], []
         self.num_created.clear()
         stage = rank % self.num_stages
@@ -97,7 +97,7 @@ def test_a_send_never_queues_behind_a_receive_from_another_rank(monkeypatch, num
 
 
 def completes(issued):
-    """Return whether all ranks complete, assuming that a send ends only when it is received (a rendezvous).
+    """Return whether all ranks complete if a send ends only when its message is received (a rendezvous).
 
     A group executes the messages of a rank in the order in which they are issued; a rank blocks only in a wait.
     """
@@ -144,7 +144,7 @@ def test_every_group_is_connected_before_a_pass_without_a_deadlock(monkeypatch, 
 
 
 def connects(issued):
-    """Return whether all ranks complete, assuming that a group's first message waits for that of the other rank."""
+    """Return whether all ranks complete if the first message of a group waits for the first one of the other rank."""
     at, connected = dict.fromkeys(issued, 0), set()
     moved = True
     while moved:

@@ -1,4 +1,4 @@
-"""Pinned host memory for tensors of a GPU: one block of their size. CUDA is faked."""
+"""Pinned host memory for tensors of a GPU: one block that is as large as all tensors together. CUDA is faked."""
 
 import gc
 import logging

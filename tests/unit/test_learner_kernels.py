@@ -1,4 +1,4 @@
-"""Fused kernels compute the same results as a decoder's own modules: fakes for liger-kernel, Triton for our own."""
+"""Fused kernels compute the results of a decoder's own modules; liger-kernel is faked, our kernels run in Triton."""
 
 import functools
 import importlib.util
@@ -151,14 +151,14 @@ def test_the_fused_softmax_gives_the_log_probabilities_and_gradients_of_torch(so
     assert not count
     found = all_of(replace(rule, is_fused=True))
     chunks = 20 // rule.chunk_tokens(50, torch.bfloat16, "cpu") or 1
-    assert count == {"softmax": 2 * chunks}, "the scoring call and the forward pass of the training call"
+    assert count == {"softmax": 2 * chunks}, "one call scores, and one is the forward pass of training"
     for one, other in zip(found, expected, strict=True):
         assert one.dtype == other.dtype
         assert float((one - other).norm()) <= (1e-6 if one.dtype == torch.float32 else 2e-3) * float(other.norm())
 
 
 def plainness(stage):
-    """Return a function that returns whether no module or rotary embedding of the stage is replaced."""
+    """Return a predicate that is true while the stage has its original modules and rotary embedding."""
     file = sys.modules["transformers.models.llama.modeling_llama"]
     rotation = getattr(file, ROTATION)
     return lambda: (

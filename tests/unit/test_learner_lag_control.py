@@ -26,7 +26,7 @@ def control(max_lag=16, updates_per_step=1, **knobs):
 
 
 def train(control, num_updates, rate=1e-3, pace=PACE, history=None):
-    """Simulate a policy whose drift is the sum of the rates since sampling; return (drift, lag, scale) per update.
+    """Simulate a policy; its drift is the sum of learning rates since sampling. Return (drift, lag, scale) per update.
 
     Every update fills the queue to the current allowance; data stay in the queue if the allowance falls.
     """

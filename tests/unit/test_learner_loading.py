@@ -30,7 +30,7 @@ def by_layer(name: str) -> str:
 
 
 def test_a_stage_opens_only_the_files_of_its_own_tensors(tmp_path):
-    # 48 layers of 4.7 million weights: 900 MB, of which the stage in the middle reads one layer
+    # The model has 48 layers of 4.7 million weights (900 MB); the stage in the middle reads one layer.
     config = config_of(num_hidden_layers=48, hidden_size=512, intermediate_size=2048, vocab_size=64)
     config.save_pretrained(tmp_path)
     one = config_of(num_hidden_layers=1, hidden_size=512, intermediate_size=2048, vocab_size=64)
@@ -43,7 +43,7 @@ def test_a_stage_opens_only_the_files_of_its_own_tensors(tmp_path):
         "model.norm.weight",
     ]
     (tmp_path / INDEX_NAME).write_text(json.dumps({"weight_map": {name: by_layer(name) for name in names}}))
-    Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak of resident memory
     before = status_kib("VmRSS")
     stage = load(tmp_path, 20, 48, dtype=torch.float32)
     size_kib = sum(parameter.numel() for parameter in stage.parameters()) * 4 // 1024
@@ -115,7 +115,7 @@ def test_a_damaged_checkpoint_is_reported_with_its_file(tmp_path):
                 load(folder)
         file.write_bytes(good)
         load(folder)
-    # a missing file affects only stages with tensors in it
+    # a missing file affects only the stages whose tensors are in that file
     one.unlink()
     load(sharded, 0, 3)
     with pytest.raises(ValueError, match=rf"{one} is missing.*Download"):

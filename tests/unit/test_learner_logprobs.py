@@ -90,7 +90,7 @@ def test_at_most_one_chunk_of_logits_exists_at_a_time():
 
 
 def test_gradients_of_states_and_of_the_head_are_computed_separately_and_once(monkeypatch):
-    """A zero-bubble schedule computes them one after the other; values kept by the first pass are not recomputed."""
+    """A zero-bubble schedule computes the gradients in two passes; the second reuses values that the first kept."""
     recomputed = []
     monkeypatch.setattr(products, "_shares_again", lambda *args: recomputed.append(1) or shares_again(*args))
     hidden, weight = torch.randn(6, 4, requires_grad=True), torch.randn(9, 4, requires_grad=True)
@@ -117,7 +117,7 @@ def test_the_number_of_kept_probabilities_respects_its_limit():
 
 
 def peaked(num_tokens=64, width=128, vocabulary=2000):
-    """Return states and a head, exact in 16 bits, and tokens sampled from them, from uncertain to almost certain."""
+    """Return states and a head that are exact in 16 bits, and sampled tokens, from uncertain to almost certain."""
     torch.manual_seed(0)
     hidden = torch.randn(num_tokens, width) * torch.linspace(1, 14, num_tokens)[:, None]
     hidden, weight = (each.bfloat16().float() for each in (hidden, torch.randn(vocabulary, width) * width**-0.5))
@@ -176,7 +176,7 @@ def test_float32_sums_make_log_probabilities_exact_and_gradients_nearly_so(softc
     certain = exact[0] > -0.02
     assert 5 < int(certain.sum()) < len(tokens) / 2
     left = (found[1] - exact[1])[certain].norm() / exact[1][certain].norm()
-    assert float(left) < 0.005, "1 - p would vanish in 16 bits"
+    assert float(left) < 0.005, "16 bits would round 1 - p to 0"
 
 
 def test_only_cuda_has_16_bit_products_with_float32_sums():
@@ -184,7 +184,7 @@ def test_only_cuda_has_16_bit_products_with_float32_sums():
     rule = LogitRule(1.0)
     exact, *_ = log_probabilities_and_gradients(hidden.double(), weight.double(), tokens, rule, autocast=False)
     found, *_ = log_probabilities_and_gradients(hidden, weight, tokens, rule)
-    assert 0.005 < float((found - exact).abs().mean()) < 0.05, "update docs/learner.md if this changes"
+    assert 0.005 < float((found - exact).abs().mean()) < 0.05, "update docs/learner.md if the error changes"
     for device, dtype, wide in (("cuda", torch.bfloat16, True), ("cuda", torch.float32, False)):
         assert products.sums_in_float32(SimpleNamespace(device=torch.device(device), dtype=dtype)) == wide
 

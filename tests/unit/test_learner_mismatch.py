@@ -1,4 +1,4 @@
-"""Lag-0 mismatch and lags of the tokens used for training, per actor."""
+"""For each actor, the mismatch of its tokens at lag 0, and the lags of its tokens used for training."""
 
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ VERSION = 3
 
 
 def rows_of_two_actors(*, wrong_by: float):
-    """Return rows of two actors: 'good' recorded the learner's -2 for every token, 'bad' `wrong_by` less."""
+    """Return rows of two actors: 'good' recorded the learner's log-probability -2, 'bad' -2 minus `wrong_by`."""
     rows = []
     for number, row in enumerate(make_rows(0)):
         length = row.num_completion_tokens

@@ -1,4 +1,4 @@
-"""Stages: split and packed models of every family equal the whole model; padding, split by cost, off-loading."""
+"""Split and packed models of every family equal the whole model; also padding, splits by cost, and offloading."""
 
 from contextlib import contextmanager
 from dataclasses import replace
@@ -38,7 +38,7 @@ from tests.unit.small_models import (
 )
 
 FEW_LOGITS = 7 * VOCABULARY * 8 / 2**20
-"""A chunk of 7 tokens in float64."""
+"""Size in MiB of the float64 logits of 7 tokens."""
 
 MODELS = [
     Model("llama", False),
@@ -61,7 +61,7 @@ MODELS = [
 
 
 def gradients_of(stages: list[StageModule]) -> dict[str, torch.Tensor]:
-    """Return gradients by parameter name of the whole model; those of a tied weight are summed."""
+    """Return gradients by parameter name of the whole model; the gradients of a tied weight are summed."""
     gradients: dict[str, torch.Tensor] = {}
     for stage in stages:
         for name, parameter in stage.named_parameters():
@@ -204,7 +204,8 @@ def test_layers_are_balanced_by_cost_with_embedding_and_head():
 def test_a_large_vocabulary_moves_layers_away_from_the_last_chunk():
     small = config_of(num_hidden_layers=12, vocab_size=8)
     assert split_layers(small, 3) == [(0, 4), (4, 8), (8, 12)]
-    # the head costs as much as three layers: 4 passes over V * hidden, against 3 over a layer's weights and attention
+    # The head costs as much as three layers: the head takes 4 passes over V * hidden weights, and a layer takes 3
+    # passes over its weights and attention.
     large = config_of(num_hidden_layers=12, vocab_size=1500)
     (_, first), *_, (last, _) = split_layers(large, 3)
     assert 12 - last < first
@@ -216,7 +217,7 @@ def test_the_cost_shares_of_chunks_measure_the_balance_of_a_split():
     balanced = cost_shares(config, split_layers(config, 3))
     assert sum(balanced) == pytest.approx(1)
     assert max(balanced) < max(cost_shares(config, [(0, 4), (4, 8), (8, 12)]))
-    # recomputation raises the cost of a layer by a third, but not that of the head
+    # recomputation raises the cost of a layer by a third, but not the cost of the head
     assert cost_shares(config, [(0, 6), (6, 12)], recomputed=True)[0] > cost_shares(config, [(0, 6), (6, 12)])[0]
 
 
@@ -296,7 +297,7 @@ MIXED = ["sliding_attention", "full_attention", "full_attention"]
     ],
 )
 def test_a_key_that_vllm_and_the_learner_interpret_differently_is_rejected_by_name(family, changes, key):
-    """The keys were found by comparing the models of vLLM 0.32 with those of Transformers 5.19."""
+    """The keys were found by a comparison of the models of vLLM 0.32 and of Transformers 5.19."""
     with pytest.raises(ValueError, match=rf"^config.json has {key} = .*: set it to "):
         check_served(config_of(family, **changes))
 

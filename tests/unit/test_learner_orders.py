@@ -1,4 +1,4 @@
-"""Schedules of fused passes: free of deadlocks, within memory, as long as predicted, and nearly optimal."""
+"""Schedules of fused passes have no deadlock, stay within memory, take the predicted time, and are nearly optimal."""
 
 from hashlib import blake2b
 
@@ -108,4 +108,6 @@ def test_the_schedule_search_is_bounded_for_long_schedules(monkeypatch, num_stag
     tries, make = [], fused._ListScheduler.run
     monkeypatch.setattr(fused._ListScheduler, "run", lambda self: tries.append(1) or make(self))
     find_schedule(num_stages, num_micro_batches, works(0.625), default_most_held(num_stages))
-    assert len(tries) * num_stages * num_micro_batches <= 20_000, "a micro-batch of a stage takes about 28 us"
+    assert len(tries) * num_stages * num_micro_batches <= 20_000, (
+        "the search takes about 28 us per micro-batch and stage"
+    )

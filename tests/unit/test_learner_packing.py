@@ -49,7 +49,7 @@ def sequences(lengths):
 
 
 def log_normal(number, seed=0):
-    """Return lengths distributed like those of answers: median 200, sigma 1.0, at most 2048."""
+    """Return lengths that are distributed like lengths of answers: median 200, sigma 1.0, at most 2048."""
     drawn = np.exp(np.random.default_rng(seed).normal(np.log(200), 1.0, number))
     return np.clip(drawn, 2, 2048).astype(int).tolist()
 
@@ -97,7 +97,7 @@ def test_required_micro_batches_are_filled_and_only_surplus_ones_are_empty():
 
 
 def test_best_fit_is_used_if_even_costs_do_not_fit():
-    lengths = [6, 5, 4, 3, 2]  # fill two bins of 10; after 6 + 3 and 5 + 4 the last would not fit
+    lengths = [6, 5, 4, 3, 2]  # two bins of 10 are full; length 2 would not fit after 6 + 3 and 5 + 4
     assert spread(lengths, np.array(lengths, float), 10, 2) is None
     assert [sum(lengths[i] for i in members) for members in plan(lengths, np.array(lengths), PackingRule(10))] == [
         10,
@@ -142,10 +142,10 @@ def test_samples_of_a_prompt_are_packed_together_with_one_copy_of_the_prompt():
     packed = pack(rows, [10] * 8, PackingRule(48, min_micro_batches=2), units)
     assert sorted(sorted(members.tolist()) for members in packed.members) == [[0, 2, 4, 6], [1, 3, 5, 7]]
     assert packed.cost_M.tolist() == [10 + 4 * 2] * 2
-    assert packed.unit == "sequence", "the rule sets no other unit"
+    assert packed.unit == "sequence", "the packing rule sets no other unit"
     assert packed.shared_frac == 2 * 3 * 10 / 96
     apart = pack(rows, [10] * 8, PackingRule(24, min_micro_batches=2), units)
-    assert [len(members) for members in apart.members] == [2] * 4, "a whole group does not fit"
+    assert [len(members) for members in apart.members] == [2] * 4, "a group of 48 tokens does not fit"
     assert (apart.num_tokens, apart.efficiency) == (96, 1.0)
 
 
@@ -222,7 +222,7 @@ def test_a_part_of_a_batch_keeps_its_token_columns_and_packing_rule():
 
 
 class Echo:
-    """Pipeline whose log-probability of a token is its negated id; records the tokens of each pass."""
+    """Pipeline whose log-probability of a token is the negated token id; counts the tokens of each pass."""
 
     modules = ()
 
@@ -263,7 +263,7 @@ def test_the_reference_scores_only_samples_without_stored_scores():
 
 
 class Shifted(Echo):
-    """Echo with log-probabilities lower by a thousand."""
+    """An `Echo` whose log-probabilities are lower by a thousand."""
 
     def forward_only(self, batch):
         return super().forward_only(batch) - 1000
@@ -277,7 +277,7 @@ def test_each_teacher_scores_the_samples_of_its_own_prompts():
     ]
     rows[1] = replace(rows[1], reference_logprobs=np.full(4, -0.5, np.float32))
     math, code = Echo(), Shifted()
-    table = bytes([0, 0, 1])  # prompt 2 belongs to code
+    table = bytes([0, 0, 1])  # prompt 2 belongs to the teacher `code`
     reference_T, scores = score(
         StepBatch.build(to_batch(rows, "run"), 0, {0: 0}, PackingRule(8)), math, code, teacher_of_prompt=table
     )
@@ -294,12 +294,12 @@ def test_scoring_packs_for_one_forward_pass_even_if_the_loss_compares_groups():
     rows = [replace(row, token_ids=row.token_ids + i) for i, row in enumerate(of_lengths(*[(0, 3)] * 4, *[(1, 3)] * 2))]
     rule = PackingRule(12, min_micro_batches=2, unit="group", num_stages=2)
     batch = StepBatch.build(to_batch(rows, "run"), 0, {0: 0}, rule)
-    assert batch.packed.cost_M.tolist() == [6, 12], "whole groups are uneven, but need one pass instead of two"
+    assert batch.packed.cost_M.tolist() == [6, 12], "bins of whole groups are uneven, but save a pass"
     assert batch.pack(np.arange(6)).cost_M.tolist() == [9, 9]
 
 
 class OffLoaded(Echo):
-    """Echo that fetches its weights for a pass and counts the fetches."""
+    """An `Echo` that fetches its weights for a pass and counts the fetches."""
 
     is_here, num_fetched = False, 0
 
@@ -329,7 +329,7 @@ def test_off_loaded_references_are_fetched_one_at_a_time_and_released_before_tra
 
 
 class Third(Echo):
-    """Echo with a third of the log-probabilities, which float32 rounds."""
+    """An `Echo` whose log-probabilities are divided by 3, so that float32 rounds the values."""
 
     def forward_only(self, batch):
         return super().forward_only(batch) / 3
@@ -388,7 +388,7 @@ def test_a_step_reports_the_mean_of_each_of_several_reward_functions():
     )  # fmt: skip
     assert report["reward/part/exact"] == 0.5
     alone = [trajectory(one, reward_parts={"exact": 1.0})]
-    assert part_metrics(StepBatch.build(to_batch(alone, "run"), 3, {0: 0}, RULE)) == {}, "reward/mean already has it"
+    assert part_metrics(StepBatch.build(to_batch(alone, "run"), 3, {0: 0}, RULE)) == {}, "reward/mean has a single part"
     many = [trajectory(one, reward_parts={f"f{number}": 1.0 for number in range(MAX_PARTS + 9)})]
     assert len(part_metrics(StepBatch.build(to_batch(many, "run"), 3, {0: 0}, RULE))) == MAX_PARTS
 
@@ -413,7 +413,7 @@ def test_a_step_reports_the_packing_of_its_batch():
     assert report["batch/cost_balance"] == pytest.approx(18 / 22)
     assert report["batch/shared_frac"] == 0
     assert report["buffer/filtered_too_long"] == 4
-    assert list(report["lag_by_actor"].values()) == [{3: 36 - 3 * 2}], "completion tokens"
+    assert list(report["lag_by_actor"].values()) == [{3: 36 - 3 * 2}], "only completion tokens count"
     skipped = replace(taken, result=UpdateResult(False, (1.0,), 1e-5, 1.0))
     report = step_report(
         batch, StepResult(3, (skipped,), {}), 1, 3, StepTimes(0.0, 1.0, 2.0), ledger, LengthFidelity(0.1, 0.8)

@@ -30,7 +30,7 @@ NO_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 G
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pipeline")
-    make_models(folder, num_layers=4)  # one layer for each of two chunks on two stages
+    make_models(folder, num_layers=4)  # one layer for each of two chunks on each of two stages
     return folder
 
 

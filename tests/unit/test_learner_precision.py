@@ -76,7 +76,7 @@ def test_no_weight_is_cast_per_micro_batch_and_every_product_is_in_bfloat16(tmp_
     for stage in stages:
         stage.rule = replace(stage.rule, chunk_mib=7 * VOCABULARY * 4 / 2**20)
     named = [each for stage in stages for each in (*stage.named_parameters(), *stage.masters.items())]
-    # excludes weights of norms, which have a few kB: the code of Gemma casts them to float32
+    # excludes the small weights of norms, which Gemma's code casts to float32
     with Watch(weight for name, weight in named if not name.endswith("norm.weight")) as seen:
         run(stages, packed_batch()).sum().backward()
     assert len(seen.products) > 3 * 7 * 3

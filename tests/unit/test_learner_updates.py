@@ -38,7 +38,7 @@ MODEL = OffPolicyPPOConfig(baseline="critic")
 
 @pytest.fixture
 def train_step(tmp_path):
-    """Return a function that builds the step of one process and returns it with its networks."""
+    """Return a function that builds the step of one process and returns the step with its networks."""
     make_models(tmp_path)
     with single_rank():
 
@@ -142,9 +142,9 @@ def test_the_gradient_of_an_update_does_not_depend_on_its_micro_batches(train_st
         ({"num_epochs": 2, "one_pass": False}, OffPolicyPPOConfig(), 2),  # one pass for the batch, one for epoch 2
         ({"num_epochs": 2}, OffPolicyPPOConfig(), 1),
         ({}, OffPolicyPPOConfig(), 0),
-        ({}, OffPolicyPPOConfig(kl_beta=0.1), 1),  # the KL is in the reward, and so in the group's baseline
+        ({}, OffPolicyPPOConfig(kl_beta=0.1), 1),  # the KL is part of the reward and of the baseline
         ({}, TrajectoryBalanceConfig(), 1),
-        # no pass for the start of the step, which this loss does not read: one pass per update
+        # One pass per update: this loss does not need the log-probabilities at the start of the step.
         ({"num_minibatches": 2}, TrajectoryBalanceConfig(), 2),
         ({"num_epochs": 2}, OffPolicyPPOConfig(proximal="interpolated"), 0),
         ({"num_epochs": 2}, DistillationConfig(), 0),
@@ -172,7 +172,7 @@ def test_no_pass_copies_from_the_host_after_its_batch_is_on_the_device(train_ste
     assert all(layout.grids for layout in on_device.layouts)  # grids are built at their first use, and only on a CPU
     buckets = [each for layout in on_device.layouts for each in layout.grids.buckets]
     assert any(each.queries.shape != each.keys.shape for each in buckets), "a shared prompt is queried once"
-    monkeypatch.setattr(torch, "from_numpy", lambda _: pytest.fail("such a copy waits for all queued GPU work"))
+    monkeypatch.setattr(torch, "from_numpy", lambda _: pytest.fail("a copy from the host waits for queued GPU work"))
     leaves = networks.forward_only(on_device)
     networks.train(on_device, Leaves(torch.ones_like(leaves.logprobs_T)))
     indices = []
@@ -314,7 +314,7 @@ def test_the_mismatch_covers_the_first_update_if_no_loss_reads_the_start_of_the_
 
 
 def poison(networks, num_calls_before: int, network="policy") -> None:
-    """Make one gradient of one parameter NaN, once."""
+    """Make the gradient of one parameter NaN once, after `num_calls_before` calls."""
     _, parameter = next(iter(getattr(networks, network).named_weights()))
     calls = []
 

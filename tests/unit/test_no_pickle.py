@@ -1,4 +1,4 @@
-"""Received messages cannot execute code: no package unpickles data or calls a library function that does."""
+"""Received messages cannot execute code: no package unpickles data or calls a library function that unpickles."""
 
 import re
 from pathlib import Path

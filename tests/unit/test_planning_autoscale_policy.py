@@ -1,4 +1,4 @@
-"""The scaling policy: pools grow by the shortfall if generation is the slower side, and noise changes nothing."""
+"""The scaling policy: pools grow by the shortfall if generation is slower than training; noise changes nothing."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""The three throughput bounds: a simulated run reaches each bound if nothing else limits it, and no run exceeds one."""
+"""A simulated run reaches each of the three throughput bounds if nothing else limits it; no run exceeds a bound."""
 
 import itertools
 from dataclasses import replace
@@ -57,7 +57,7 @@ def test_admission_reaches_the_staleness_bound_if_engines_have_room(max_lag):
 
 @pytest.mark.parametrize(("explained", "max_lag"), [(0.0, 4), (0.8, 1), (0.8, 8)])
 def test_the_staleness_bound_includes_the_cost_of_drops(explained, max_lag):
-    """The mean of the longest lengths alone would give bounds of 1.3, 2.8 and 2.9 times the simulated throughput."""
+    """A bound from only the mean of the longest lengths would be 1.3, 2.8 and 2.9 times the simulated throughput."""
     made = world(
         engines=20, slots=64, law=type(LAW)(4e-3), step_s=0.05, max_lag=max_lag,
         lengths=lognormal(100, 0.9, 2000, explained),

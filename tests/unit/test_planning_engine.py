@@ -1,4 +1,4 @@
-"""TokenClock against a step-by-step engine and closed forms."""
+"""`TokenClock` agrees with a step-by-step engine and with closed forms."""
 
 import math
 import random
@@ -67,7 +67,9 @@ def test_the_clock_matches_a_step_by_step_engine_for_random_arrivals():
                 del running[number]
                 stepped[number] = now_s
     for number, at_s in stepped.items():
-        assert found[number] == pytest.approx(at_s, abs=3 * law.seconds(40, 20_000, 60)), "at most a few steps apart"
+        assert found[number] == pytest.approx(at_s, abs=3 * law.seconds(40, 20_000, 60)), (
+            "the times differ by a few steps"
+        )
 
 
 def test_stalls_and_cancellations_shift_end_times():

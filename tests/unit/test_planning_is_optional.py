@@ -1,4 +1,4 @@
-"""No process of a run imports `planning` unless a config key or a subcommand needs it."""
+"""A process of a run imports `planning` only if a config key or a subcommand needs `planning`."""
 
 import re
 import subprocess

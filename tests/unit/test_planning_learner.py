@@ -1,4 +1,4 @@
-"""Predicted step times: closed forms against simulated schedules, and packing as in the learner."""
+"""Predicted step times agree with simulated schedules and with the packing of the learner."""
 
 import numpy as np
 import pytest
@@ -35,9 +35,9 @@ def one_forward_one_backward(num_stages, num_micro_batches, forward_s, backward_
 
 @pytest.mark.parametrize(("num_stages", "num_micro_batches"), [(1, 3), (2, 2), (2, 8), (4, 4), (4, 9), (8, 16)])
 def test_the_time_of_1f1b_matches_its_schedule(num_stages, num_micro_batches):
-    work_s = 0.5  # per micro-batch, forward and backward through all stages
+    work_s = 0.5  # time of a micro-batch, forward and backward through all stages
     shape = LearnerShape(num_stages, schedule="1f1b", token_budget=100)
-    lengths = [100] * num_micro_batches  # one per micro-batch
+    lengths = [100] * num_micro_batches  # one sequence per micro-batch
     law = LearnerTime(step=0.0, token=work_s / 100)
     stage_s = work_s / num_stages
     expected_s = one_forward_one_backward(num_stages, num_micro_batches, stage_s / 3, 2 * stage_s / 3)
@@ -47,7 +47,7 @@ def test_the_time_of_1f1b_matches_its_schedule(num_stages, num_micro_batches):
 
 
 def test_bubbles_match_known_values_per_schedule():
-    """tests/unit/test_benchmarks_learner.py compares them with torch's own tables."""
+    """tests/unit/test_benchmarks_learner.py compares the bubbles with torch's own tables."""
     assert bubble_in_micro_batches("1f1b", 4, 1) == 3
     assert bubble_in_micro_batches("interleaved_1f1b", 4, 2) == 1.5
     assert bubble_in_micro_batches("zero_bubble", 4, 1) == 1

@@ -1,4 +1,4 @@
-"""A simulated run against closed forms (generation, training, Little's law), and guarantees of its policies."""
+"""A simulated run agrees with closed forms (generation, training, Little's law) and keeps its policies' guarantees."""
 
 from dataclasses import replace
 
@@ -68,7 +68,7 @@ def test_synchronous_training_alternates_with_generation():
     """With max_lag = 0, the groups of a step are generated after the previous step's weights are served."""
     costs = Costs(publish_s=0.5, fetch_s=0.25, pause_s=0.125)
     found = Simulation(world(slots=G * K, step_s=3.0, max_lag=0, costs=costs)).run(40, warm_up=10)
-    # samples are leased when the weights are published, and start when the engine serves them
+    # samples are leased when the weights are published, and start when the engine serves these weights
     turn_s = 3.0 + 0.5 + 0.25 + 0.125 + 100 * LAW.seconds(G * K, 0)
     assert found.seconds / found.num_steps == pytest.approx(turn_s, rel=1e-9)
     assert set(found.lags) == {0}
@@ -181,7 +181,7 @@ def test_a_faster_pool_generates_more_and_prices_add_up():
 
 
 class CacheWatcher(Simulation):
-    """Records the cache usage of an engine at each advance; contexts only grow in between."""
+    """Records the cache usage of an engine at each advance, because contexts only grow between two advances."""
 
     def _advance(self, engine):
         super()._advance(engine)
@@ -205,7 +205,7 @@ def test_a_run_stops_at_its_time_limit():
 
 
 def simulated(dispatch, unlike, max_lag=2, on_stale="wait", num_prompts=256):
-    """Simulate eight engines; with `unlike`, two are twice as fast. Prompts explain 65 % of the spread of lengths."""
+    """Simulate eight engines, two of them twice as fast if `unlike`. Prompts explain 65 % of the spread of lengths."""
     law, config = TokenTime(0.04, 0.001), ActorsConfig(group_size=8, max_running_samples=16, max_new_tokens=2000)
     pools = [EnginePool("slow", 6, law, config), EnginePool("fast", 2, TokenTime(0.02, 0.0005), config)]
     world = World(
@@ -241,7 +241,7 @@ def test_overlong_samples_move_to_fast_engines_if_lengths_are_unknown(monkeypatc
 
 @pytest.mark.parametrize(("explained", "of_the_bound", "of_in_order"), [(0.65, 0.75, 1.12), (1.0, 0.95, 1.15)])
 def test_longest_first_comes_near_the_work_bound_if_samples_exceed_slots(explained, of_the_bound, of_in_order):
-    """A synchronous step takes at least the time of its tokens over all slots, and that of its longest sample alone."""
+    """A synchronous step takes at least the time of its tokens over all slots, and the time of its longest sample."""
     law, config = TokenTime(0.04, 0.001), ActorsConfig(group_size=8, max_running_samples=8, max_new_tokens=2000)
 
     def shares(dispatch):

@@ -1,4 +1,4 @@
-"""The public API: what `import leeway` offers and loads, and how it reports errors. Whole runs are in tests/e2e."""
+"""The public API: what `import leeway` offers and loads, and how errors are reported. tests/e2e has whole runs."""
 
 import dataclasses
 import subprocess

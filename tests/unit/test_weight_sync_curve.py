@@ -40,7 +40,7 @@ class Locked:
             setattr(client, name, value)
         client.connect(self.address)
         self._clients.append(client)
-        with contextlib.suppress(zmq.Again):  # already refused and disconnected
+        with contextlib.suppress(zmq.Again):  # the server may have refused the client already
             client.send(b"hello", zmq.NOBLOCK)
         return client
 
@@ -130,7 +130,7 @@ def test_a_silent_connection_times_out(locked):
     with socket.create_connection((host, int(port)), timeout=60) as connection:
         began = time.monotonic()
         while connection.recv(64):
-            pass  # the greeting of the service
+            pass  # discards the greeting of the service
         assert time.monotonic() - began < 25.0  # the default of libzmq is 30 s
 
 

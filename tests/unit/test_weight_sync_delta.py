@@ -1,4 +1,4 @@
-"""Delta files: small if few weights changed, exact, and bounded in memory whatever their headers say."""
+"""Delta files are small if few weights changed, are exact, and use bounded memory for any header."""
 
 import struct
 import tracemalloc
@@ -120,7 +120,7 @@ def test_an_incompressible_tensor_is_not_retried_before_the_next_full_version(fo
     for version, tensors in enumerate(versions):
         tensors["frozen"][0] = version
     publish_all(folder, versions, full_every=4, dtypes=["float32"])
-    # full versions: 0 and 4; a delta of the noise is tried in versions 1 and 5
+    # Versions 0 and 4 are full; a delta of the noise is tried in versions 1 and 5.
     assert [size for size in tried if size == 2000] == [2000] * 2
     for version in (1, 2, 3, 5, 6):
         assert encodings(folder, version, "float32") == {"noise": "raw", "frozen": "xor"}

@@ -1,4 +1,4 @@
-"""Weights over ZeroMQ: versions published on one machine are staged on another despite losses and damage."""
+"""Weights over ZeroMQ: versions published on one machine are staged on another machine despite losses and damage."""
 
 import threading
 from pathlib import Path
@@ -158,7 +158,7 @@ def test_a_restarted_service_continues_a_transfer_on_the_same_port(machine: Mach
     assert bytes(received) == (machine.folder / "0.0" / WHOLE).read_bytes()
     sent = sent_before + machine.read_bytes()["0.0"][WHOLE]
     assert 0 < sent_before < total
-    # one window is lost with the service; another is requested twice, by the old connection and by the new one
+    # one window is lost with the service; another window is requested by the old and by the new connection
     assert sent <= total + 2 * 2 * 2**14
 
 

@@ -132,7 +132,7 @@ def test_unused_versions_are_removed_if_the_disk_is_full_and_the_update_succeeds
 
 
 def test_a_process_that_joins_while_a_folder_is_removed_gets_a_complete_folder(tmp_path: Path, monkeypatch):
-    """The removal is slow; before it ends, another process joins and writes."""
+    """Before a slow removal of the folder ends, another process joins and writes."""
     path = tmp_path / f"leeway-{os.geteuid()}-run"
     removing, joined = threading.Event(), threading.Event()
     rmtree = shutil.rmtree

@@ -245,8 +245,8 @@ def test_sixty_four_clients_are_served_in_turn(tmp_path: Path, raw):
         for connection in light:
             for number in range(4):
                 connection.send(encode_request(number, p.ReadRequest("0.0", WHOLE, number * 2**14, 2**14)))
-        # each side has one I/O thread, which handles a new connection after the messages of older connections; once two
-        # new connections are open, all messages have arrived, and only the order of the socket matters
+        # Each side has one I/O thread, which handles a new connection after the messages of older connections. Once two
+        # new connections are open, all messages have arrived, and only the order in which the socket is read matters.
         connect(), connect()
         served = dict.fromkeys(light, 0)
         for round_number in range(1, 5):

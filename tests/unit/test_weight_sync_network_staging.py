@@ -71,7 +71,7 @@ def test_folders_of_killed_processes_are_removed_by_the_next_process(tmp_path: P
     HostFolder(tmp_path / f"leeway-{os.geteuid()}-mine").close()
     assert not left.exists()
     assert used.exists()
-    assert foreign.exists(), "without users.lock it is foreign, or just being created"
+    assert foreign.exists(), "a folder without users.lock may be foreign, or new"
     holder.close()
 
 

@@ -68,7 +68,7 @@ def test_only_files_with_deltas_are_uploaded_as_deltas(machine: Machine):
 
 
 def test_a_remote_learner_publishes_for_remote_actors_in_every_dtype(machine: Machine):
-    """The real publisher with two stages; its versions are uploaded and fetched as deltas."""
+    """The publisher is the real one, with two stages; its versions are uploaded and fetched as deltas."""
     tensors = [{f"{rank}.{name}": torch.from_numpy(w) for name, w in weights(0).items()} for rank in range(2)]
     publishers = [
         Publisher(upload_sink(machine, f"stage-{rank}"), rank, 2, BOTH, keep_versions=4, full_every=3)

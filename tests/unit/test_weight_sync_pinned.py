@@ -28,7 +28,7 @@ Init, Update = TypeVar("Init"), TypeVar("Update")
 
 
 class Cuda:
-    """Records registered memory with its GPU, and unregistered memory; an error persists in its thread."""
+    """Records registered memory with its GPU, and unregistered memory; an error persists in the failing thread."""
 
     def __init__(self, monkeypatch) -> None:
         self.registered: list[tuple[int, int, torch.device | None]] = []
@@ -54,7 +54,7 @@ class Cuda:
         return self.error
 
     def launch_kernel(self) -> None:
-        """Fail after an earlier error in this thread, as CUDA does."""
+        """Fail if an earlier call of the thread failed, as CUDA does."""
         assert not getattr(self._current, "last_error", 0)
 
 
@@ -126,7 +126,7 @@ class World:
         return refusal
 
     def load(self, version) -> dict[str, torch.Tensor]:
-        """Load a version as in the pause and return the weights of the model."""
+        """Load a version as the engine does in its pause, and return the weights of the model."""
         self.engine.receive_weights(self.info(version))
         self.engine.finish_weight_update()
         return self.engine.model.loaded
@@ -153,7 +153,7 @@ def test_a_gpu_loads_verified_weights_from_pinned_memory_after_one_host_copy(wor
     world.begin(FIRST)
     assert world.verified() == ""
     assert world.num_copied == SIZE_BYTES
-    world.spoil(FIRST)  # the file is not read again
+    world.spoil(FIRST)  # the load must not read the file
     assert same(world.load(FIRST), weights(1))
     assert world.num_copied == SIZE_BYTES
     assert world.are_pinned
@@ -212,7 +212,7 @@ def test_a_damaged_version_is_refused_and_a_later_verification_succeeds(world: W
 
 
 def overtake(world: World, blocked: threading.Event, resume: threading.Event, threads: list[threading.Thread]) -> None:
-    """Verify the second version while that of the first is blocked, and load it when the first has ended."""
+    """Verify the second version while the first verification is blocked; load the second after both have ended."""
     world.begin(FIRST)
     assert blocked.wait(60)
     world.begin(SECOND)
@@ -223,7 +223,7 @@ def overtake(world: World, blocked: threading.Event, resume: threading.Event, th
 
 
 def test_an_abandoned_verification_does_not_overwrite_a_later_one(world: World, monkeypatch):
-    """The first verification is blocked while it copies, until the second is about to be loaded."""
+    """The first verification is blocked in its copy until the second version is about to be loaded."""
     copied, blocked, resume = store.copy_and_hash, threading.Event(), threading.Event()
     threads: list[threading.Thread] = []
 
@@ -243,7 +243,7 @@ def test_an_abandoned_verification_does_not_overwrite_a_later_one(world: World, 
 
 
 def test_an_abandoned_verification_that_continues_late_finds_its_memory_in_use(world: World, monkeypatch):
-    """The first verification is blocked before it reads its manifest, until the second is verified."""
+    """The first verification is blocked before it reads its manifest, until the second version is verified."""
     manifest, blocked, resume = store.WeightStore.manifest, threading.Event(), threading.Event()
     threads: list[threading.Thread] = []
 

@@ -193,7 +193,7 @@ def test_a_version_that_cannot_be_removed_is_reported_once_and_publishing_contin
         publish(folder, v(2), v(3), keep_versions=1)
     assert (len([path for path in leftovers if folder in path.parents]), WeightStore(folder).newest()) == (1, v(3))
     publish(folder, v(4), keep_versions=1)
-    assert not (folder / "0.1").exists(), "the next publish tries again"
+    assert not (folder / "0.1").exists(), "the next publication removes the version"
 
 
 def test_versions_increase_across_publishers(folder: Path):

@@ -13,7 +13,7 @@ from leeway.weight_sync import vllm_engine
 
 @pytest.fixture
 def register(monkeypatch):
-    """`register(owner)` runs the plugin in this process, which is the owner or a child of it."""
+    """`register(owner)` runs the plugin in this process, which is the owner or a child of the owner."""
     registry = SimpleNamespace(_registry={vllm_engine.BACKEND: None})
     stand_in = SimpleNamespace(WeightTransferEngineFactory=registry)
     monkeypatch.setitem(sys.modules, "vllm.distributed.weight_transfer", stand_in)
