@@ -6,16 +6,20 @@
 Each cell is one `leeway train`; cells run one after another on the same machine. Cells of one algorithm and seed differ
 only in `weight_sync.max_lag`. `--on sums` trains an ordinary model (examples/sums.toml) and sets only the algorithm, so
 all other keys have their defaults. `--on demo` runs the demos, whose model was first trained on the right answer.
-`--on steady`, `sorting` and `adding` train at a constant rate of 1e-4 on 128 samples per step, so the last versions
-stay apart: on the same sums, and on the models of `lib/small_tasks.py`. `--control off on` adds cells with lag control.
+`--on steady`, `--on sorting` and `--on adding` train at a constant learning rate of 1e-4 on 128 samples per step. At a
+constant rate, the last policy versions differ as much as earlier versions. `steady` trains on the sums; `sorting` and
+`adding` train the models of `lib/small_tasks.py`. `--control off on` adds cells with lag control.
+
 Accuracy and the realised lag are read from the files of the run. If a run evaluates during training, its accuracy is
-the mean of its last five evaluations. `--work` stores finished cells; a call with the same overrides runs only missing
-ones. Any other key is an override for every cell. A step is one update in every cell, including PPO: with several
-updates per step, synchronous training (`max_lag = 0`) is impossible.
+the mean of its last five evaluations. `--work` stores finished cells. A later call with the same overrides runs only
+the missing cells, and its page has the stored cells too. Any other `--section.key VALUE` is an override for every cell.
+A step has one update in every cell, because PPO with several updates per step does not permit synchronous training
+(`max_lag = 0`).
 
 Writes docs/results/accuracy_over_lag.md (accuracy_over_lag_NAME.md for `--on NAME`) or the file given by `--page`, and
-beside it a plot (.svg) and the figures of every cell (.json). The JSON line has means over seeds for each algorithm:
-`accuracy_lagL`, `accuracy_lagL_minus_lag0` and `accuracy_lagL_minus_start`, greedy, for every bound L.
+beside it a plot (.svg) and the figures of every cell (.json). For each algorithm and each value L of `max_lag`, the
+JSON line has greedy accuracies as means over seeds: `accuracy_lagL`, `accuracy_lagL_minus_lag0` and
+`accuracy_lagL_minus_start`.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ import json
 import math
 import os
 import platform
+import re
 import shlex
 import shutil
 import sys
@@ -53,7 +58,7 @@ STYLES = {
 }
 """Algorithm -> colour (safe for colour blindness), marker, and horizontal shift that separates close lines."""
 WRONG_INPUT = 2
-"""Exit status of `leeway` if config validation rejects a cell; no process was started."""
+"""Exit status of `leeway` if config validation rejects the config of a cell, before a process starts."""
 COLUMNS = {
     "greedy before": ("greedy_before", "{:.3f}"),
     "greedy after": ("greedy", "{:.3f}"),
@@ -68,7 +73,7 @@ COLUMNS = {
     "dropped as stale": ("dropped_stale", "{:.0f}"),
     "wall s": ("seconds", "{:.0f}"),
 }
-"""Column -> figure of a run, and its format."""
+"""Column of the table -> figure of a run, and the format of this figure."""
 
 Figures = dict[str, float]
 """Figures of one run, by name."""
@@ -82,9 +87,9 @@ class Ground:
     """Algorithm -> arguments of `leeway train`."""
     page: Path
     what: str
-    """Description of the examples on the page."""
+    """Description of the training setups, for a sentence of the page."""
     limits: str
-    """Limits of the figures, for the page."""
+    """Sentences of the page on the limits of the figures."""
     wanted: dict[str, float] = field(default_factory=dict)
     """Figure of the JSON line -> its required minimum."""
     makes: str = ""
@@ -94,7 +99,9 @@ class Ground:
 STEADILY = ["--actors.eval_every", "10", "--learner.num_steps", "200", "--learner.lr_schedule", "constant"]
 NUM_LATE = 5
 """Number of final evaluations whose mean is the accuracy of a run that evaluates during training."""
-NO_WORSE = {"accuracy_lag4_minus_lag0": -0.05, "accuracy_lag16_minus_lag0": -0.05, "accuracy_lag64_minus_lag0": -0.05}
+NO_WORSE = {
+    f"accuracy_lag{lag}_minus_{of}": bar for lag in (4, 16, 64) for of, bar in (("lag0", -0.05), ("start", 0.0))
+}
 STEADY = "One model and one task, at one constant learning rate."
 
 
@@ -108,10 +115,10 @@ GROUNDS = {
     "sums": Ground(
         {name: ["examples/sums.toml", "--algorithm.type", name] for name in STYLES},
         RESULTS / "accuracy_over_lag.md",
-        "`examples/sums.toml` with `--algorithm.type` and no other key, so each algorithm with its defaults,",
+        "`examples/sums.toml` with `--algorithm.type` and no other override, so that each algorithm has its defaults",
         "The model is small, answers have two to four tokens, and a sum is right or wrong. The learning rate decays to "
-        "0, which brings the last versions close together; [stability.md](stability.md) measures constant learning "
-        "rates. The same lag has a larger effect with long answers and large steps.",
+        "0, so the last policy versions differ little; [stability.md](stability.md) measures constant learning rates. "
+        "The same lag has a larger effect with long answers and large steps.",
         {"accuracy_lag4": 0.85, "accuracy_lag4_minus_lag0": -0.03, "accuracy_lag16_minus_start": 0.15},
     ),
     "steady": Ground(
@@ -129,12 +136,12 @@ GROUNDS = {
             for name in STYLES
         },
         RESULTS / "accuracy_over_lag_steady.md",
-        "`examples/sums.toml` at a constant rate of 1e-4 after its warm-up, on 128 samples per step,",
+        "`examples/sums.toml` with 128 samples per step and a constant learning rate of 1e-4 after its warm-up",
         STEADY,
         NO_WORSE,
     ),
-    "sorting": _small("sorting", "A model of 0.9 M parameters that sorts five digits correctly half of the time,"),
-    "adding": _small("adding", "A model of 0.9 M parameters that adds two numbers and shows 20 to 52 tokens of work,"),
+    "sorting": _small("sorting", "a model of 0.9 M parameters that sorts five digits correctly half of the time"),
+    "adding": _small("adding", "a model of 0.9 M parameters that adds two numbers and shows 20 to 52 tokens of work"),
     "demo": Ground(
         {
             "trajectory_balance": ["examples/demo.toml"],
@@ -142,10 +149,10 @@ GROUNDS = {
             "off_policy_ppo": ["examples/demo-ppo.toml", *ONE_UPDATE],
         },
         RESULTS / "accuracy_over_lag_demo.md",
-        f"The demos (`examples/demo.toml`, `demo-dpo.toml`, `demo-ppo.toml`, PPO with `{' '.join(ONE_UPDATE)}`)",
-        "The task is easy: the initial model already contains the right rule ([demo.md](demo.md)), answers have three "
-        "or four tokens, and with enough steps greedy accuracy approaches its ceiling at any lag. The learning rate "
-        "decays to 0, which brings the last versions close together.",
+        f"the demos (`examples/demo.toml`, `demo-dpo.toml`, and `demo-ppo.toml` with `{' '.join(ONE_UPDATE)}`)",
+        "The task is easy: the samples of the initial model already follow the right rule in a minority of cases "
+        "([demo.md](demo.md)), and answers have three or four tokens. With enough steps, greedy accuracy approaches "
+        "its maximum at any lag. The learning rate decays to 0, so the last policy versions differ little.",
     ),
 }
 
@@ -180,9 +187,11 @@ def main() -> None:
     parser.add_argument("--algorithms", nargs="+", choices=STYLES, help="default: all")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--control", nargs="+", choices=("on", "off"), default=["off"], help="lag control, default off")
-    parser.add_argument("--steps", type=int, help="learner.num_steps of every cell; default: the value of each config")
-    parser.add_argument("--work", type=Path, help="store finished cells; use a new folder for new code (default: none)")
-    parser.add_argument("--page", type=Path, help="page to write; the plot and the cells are written beside it")
+    parser.add_argument("--steps", type=int, help="learner.num_steps of every cell (default: the value in its config)")
+    parser.add_argument("--work", type=Path, help="folder for finished cells; after a code change, use a new one")
+    parser.add_argument(
+        "--page", type=Path, help="page to write; plot and figures (.json) are written next to the page"
+    )
     args, overrides = parser.parse_known_args()
     ground = GROUNDS[args.on]
     args.algorithms = args.algorithms or list(ground.arguments)
@@ -201,6 +210,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as fresh:
         kept = KeptResults(args.work or Path(fresh), "overrides.json", overrides)
         done, missing = run_all(kept, ground, overrides, cells)
+        done |= {cell: kept.load(cell.name) for cell in stored(kept.folder) if cell not in done}
     if not done:
         sys.exit("no cell has figures: " + "; ".join(f"{cell.name}: {why}" for cell, why in missing.items()))
     path: Path = args.page or ground.page
@@ -216,10 +226,16 @@ def main() -> None:
     print(json.dumps(by_algorithm(results)))
 
 
+def stored(folder: Path) -> list[Cell]:
+    """Return the finished cells in the folder of `--work`."""
+    names = (re.fullmatch(r"(\w+)-lag(\d+)-seed(\d+)(-on)?", path.stem) for path in folder.glob("*.json"))
+    return [Cell(name[1], int(name[2]), int(name[3]), "on" if name[4] else "off") for name in names if name]
+
+
 def run_all(
     kept: KeptResults, ground: Ground, overrides: list[str], cells: list[Cell]
 ) -> tuple[dict[Cell, dict[str, Any]], dict[Cell, str]]:
-    """Run all cells; return the results of the finished cells and the failure reasons of the others."""
+    """Run all cells; return the results of finished cells and the failure reasons of failed cells."""
     done: dict[Cell, dict[str, Any]] = {}
     missing: dict[Cell, str] = {}
     for number, cell in enumerate(cells, 1):
@@ -233,7 +249,7 @@ def run_all(
 
 
 def run(kept: KeptResults, ground: Ground, overrides: list[str], cell: Cell) -> dict[str, Any]:
-    """Return the figures and the commit of a cell; if none are stored, run it and store its metrics as well.
+    """Return the figures and the commit of a cell. If no figures are stored, run the cell and store its metrics too.
 
     Raises:
         MeasurementFailed: the config was rejected, or the run failed or timed out.
@@ -265,9 +281,10 @@ def figures(run: FinishedRun) -> Figures:
     """Return the reported figures of a run.
 
     Returns:
-        Accuracies in [0, 1]; `lag_*` in policy versions, `lag_mean` over all training tokens and `lag_late` over the
-        second half of the steps; `ess_lowest`: the lowest effective sample share of a step, over sequences, on raw
-        weights; `seconds` from the command to the last evaluation.
+        Accuracies are in [0, 1]. `lag_*` are in policy versions: `lag_mean` is the mean over all training tokens,
+        `lag_late` the mean over the second half of the steps. `ess_lowest` is the lowest effective sample share of a
+        step, computed from the raw importance weights of sequences. `seconds` is the time from the command to the last
+        evaluation.
 
     Raises:
         MeasurementFailed: the run ended before its last evaluation.
@@ -311,7 +328,7 @@ def over_seeds(results: dict[Cell, Figures]) -> dict[tuple[str, int], dict[str, 
 
 
 def by_algorithm(results: dict[Cell, Figures]) -> dict[str, Figures]:
-    """Return the JSON line: algorithm -> greedy accuracies, means over seeds, and their differences."""
+    """Return the JSON line: algorithm -> greedy accuracies as means over seeds, and differences of accuracies."""
     line: dict[str, Figures] = {}
     greedy = {key: fmean(values["greedy"]) for key, values in over_seeds(results).items()}
     start = {key: fmean(values["greedy_before"]) for key, values in over_seeds(results).items()}
@@ -335,12 +352,12 @@ def page(ground: Ground, results: dict[Cell, Figures], missing: dict[Cell, str],
     num_seeds = len({cell.seed for cell in results})
     num_heldout = int(next(iter(results.values()))["num_heldout"])
     steps = " or ".join(str(int(n)) for n in sorted({found["num_steps"] for found in results.values()}))
-    seeds = "One seed." if num_seeds == 1 else f"Means over {num_seeds} seeds, in brackets the lowest and the highest."
+    seeds = "One seed." if num_seeds == 1 else f"Means over {num_seeds} seeds; brackets hold minimum and maximum."
     return [
         "# Accuracy against `max_lag`, measured",
         f"{origin} on {len(os.sched_getaffinity(0))} cores ({platform.machine()}), no GPU, Python "
-        f"{platform.python_version()}. {ground.what} on the real system: {steps} steps per run, one run after "
-        "another. Runs of one algorithm and seed differ only in `weight_sync.max_lag`. Accuracy is over "
+        f"{platform.python_version()}. The real system trains {ground.what}. Each run has {steps} steps, and one run "
+        "follows another. Runs of one algorithm and seed differ only in `weight_sync.max_lag`. Accuracy is over "
         f"{num_heldout} held-out problems. {seeds}",
         f"![Held-out accuracy and realised lag against max_lag]({figure})",
         cells_table(results),
@@ -348,10 +365,11 @@ def page(ground: Ground, results: dict[Cell, Figures], missing: dict[Cell, str],
             f"No figures ({why}): {', '.join(cell.name for cell in missing if missing[cell] == why)}"
             for why in dict.fromkeys(missing.values())
         ],
-        "Lag is in policy versions, over trained tokens. It starts at 0 and grows only as far as the actors run "
-        "ahead, so the mean of the second half is listed too. ESS is the effective sample share of whole "
-        "completions, 1 / mean((w / mean w)^2) with w = pi_prox / mu, at the step with the lowest value. It measures "
-        "the effect of lag on the data; 1 is on-policy. The wall time ends with the last evaluation.",
+        "Lag is in policy versions, over trained tokens. The lag starts at 0 and grows while actors generate "
+        "faster than the learner trains, so the table also has the mean over the second half of the steps. ESS is the "
+        "effective sample share of whole completions, 1 / mean((w / mean w)^2) with w = pi_prox / mu, at the step with "
+        "the lowest value. The ESS of on-policy data is 1, and lag lowers it. The wall time ends with the last "
+        "evaluation.",
         *([wanted_table(ground, results)] if ground.wanted else []),
         *shows(ground, results, num_heldout),
     ]
@@ -394,10 +412,10 @@ def shows(ground: Ground, results: dict[Cell, Figures], num_heldout: int) -> lis
         changes.append(f"- {name}, `max_lag` {min(lags)} to {max(lags)}: greedy {greedy:+.3f}, sampled {sampled:+.3f}.")
     error = math.sqrt(0.9 * 0.1 / num_heldout)
     return [
-        "Findings: the change in accuracy on this task from the lowest to the highest bound of each algorithm.",
+        "Findings: the change in accuracy from the lowest to the highest `max_lag` of each algorithm.",
         *(["\n".join(changes)] if changes else []),
-        f"Limits: on {num_heldout} problems an accuracy of 0.90 has a standard error of {error:.3f}, and seeds add "
-        f"variance; smaller changes are not significant. {ground.limits}",
+        f"Limits: on {num_heldout} problems, an accuracy of 0.90 has a standard error of {error:.3f}, and seeds add "
+        f"variance. Changes below this error are not significant. {ground.limits}",
     ]
 
 
@@ -430,7 +448,7 @@ def draw(results: dict[Cell, Figures], path: Path) -> None:
 
 
 def _line(axis: Any, algorithm: str, cells: dict[float, dict[str, list[float]]], key: str, line: str) -> None:  # noqa: ANN401 -- matplotlib API
-    """Plot means over seeds by x position; error bars span the lowest to the highest value."""
+    """Plot the mean over seeds at each x position, with error bars from the lowest to the highest value."""
     spreads = [(fmean(values[key]), min(values[key]), max(values[key])) for values in cells.values()]
     bars = [[middle - low for middle, low, _ in spreads], [high - middle for middle, _, high in spreads]]
     name, is_controlled, _ = algorithm.partition(",")

@@ -2,20 +2,20 @@
 
     python benchmarks/autoscale.py [--quick] [--seeds 100] [--only fleets|response] [--keep FOLDER] [--page [FILE]]
 
-Fleets: real `leeway train` runs with simulated engines and a simulated learner that sleep (`fleet_parts`). Completion
-lengths double within 40 steps. One run scales automatically. Three static runs keep the number of actors that is best
-at the end, one less, and one more. The best number is the smallest one whose engines, with all slots full, generate
-the samples of a step within the time of a step.
+Fleets are real `leeway train` runs whose engines and learner sleep instead of computing (`fleet_parts`). Completion
+lengths double within 40 steps. One run scales automatically. Three static runs have a constant number of actors: the
+best number for the final lengths, one actor less, and one actor more. The best number is the smallest number of engines
+that, with all slots full, generate the samples of a step within the time of a step.
 
-    grows_within_steps     maximum steps from the step whose lengths need another actor to the advice that adds it
-    rate_over_best_static  samples per second after growth, over those of the best static run in the same steps
+    grows_within_steps     maximum number of steps from the need for another actor to the advice that adds this actor
+    rate_over_best_static  samples per second of the scaled run after its growth, over those of the best static run
 
-Response: the same `ScalingPolicy` drives simulated runs; engine speed, lengths, steps and noise vary with the seed.
+A response is a simulated run with the same `ScalingPolicy`; engine speed, lengths, step time and noise vary by seed.
 
-    steps_worst            steps that the pool stays more than one actor from the best number, by kind of change
-    rate_over_best_worst   samples per second in the last 60 steps, over those with the best number or one more
+    steps_worst            maximum number of consecutive steps with a pool over one actor away from the best number
+    rate_over_best_worst   samples per second in the last 60 steps, over those of the best static run
 
-Admission never limits the simulated runs: their facts state that all slots are in use.
+Admission never limits the simulated runs: the inputs of the policy state that all slots are in use.
 
 `--quick` is for development; its figures are meaningless. `--page` writes docs/results/autoscale.md.
 """
@@ -62,10 +62,10 @@ BARS: Mapping[str, Mapping[str, float]] = {
 LAW, SLOTS, STEP_S, K, GROUPS, PROMPT_TOKENS = TokenTime(0.08, 0.002), 16, 2.1, 8, 8, 8
 LENGTHS = lognormal(12, 0.4, 27, 0.5)
 DOUBLES, AFTER = Stretch(20, 40, 2.0), 50
-"""Change of completion lengths in the fleets, and the number of steps after it."""
+"""Change of completion lengths in the fleets, and number of steps after this change."""
 CHANGES = {"sudden doubling": Stretch(20, 1, 2.0), "slow doubling": DOUBLES, "sudden halving": Stretch(20, 1, 0.5)}
 NUM_STEPS, LAST, SEEDS = 160, 60, 100
-"""Number of steps of a simulated run, of steps at its end whose rate counts, and of runs per kind of change."""
+"""Steps of a simulated run, last steps of the run whose rate counts, and runs per kind of change."""
 
 Figures = dict[str, Any]
 
@@ -76,9 +76,9 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="short fleets and two seeds, for development")
     parser.add_argument("--seeds", type=int, default=SEEDS, help="number of seeds of the simulated response")
     parser.add_argument("--only", choices=("fleets", "response"), help="run only this part")
-    parser.add_argument("--keep", type=Path, help="keep the run folders here (default: remove them)")
+    parser.add_argument("--keep", type=Path, help="keep the run folders in this folder (default: remove them)")
     parser.add_argument(
-        "--page", type=Path, nargs="?", const=PAGE, metavar="FILE", help="write the page; default: to docs/results/"
+        "--page", type=Path, nargs="?", const=PAGE, metavar="FILE", help="write the page (default: in docs/results/)"
     )
     args = parser.parse_args()
     is_full = not args.quick and args.seeds >= SEEDS
@@ -117,7 +117,7 @@ def reversals(counts: Sequence[int]) -> int:
 
 
 def fleets(folder: Path, *, quick: bool) -> Figures:
-    """Return the figures of the run that scales automatically, compared with the static runs.
+    """Run the fleets; return figures that compare the automatically scaled run with the static runs.
 
     Raises:
         MeasurementFailed: a run failed.
@@ -160,7 +160,7 @@ def fleets(folder: Path, *, quick: bool) -> Figures:
 
 
 def grown(rows: Sequence[Row], changes: Sequence[Row], stretch: Stretch) -> list[Figures]:
-    """Return, per number of actors, the steps at which it is needed, advised and running; the last step if never."""
+    """Return the steps at which each number of actors is needed, advised and running; the last step if it never is."""
     train_s = median(two["finished_s"] - one["finished_s"] - two["time/wait_for_batch"] for one, two in pairwise(rows))
     needed = [best_count(LAW, SLOTS, LENGTHS.mean * stretch.at(row["step"]), GROUPS, train_s) for row in rows]
     last, found = rows[-1], []
@@ -183,7 +183,7 @@ def rate(rows: Sequence[Row], since: int) -> float:
 
 
 def first_wait(rows: Sequence[Row], start: int) -> int | None:
-    """Return the first of five steps in which the mean wait for samples exceeds noise; None if there are none."""
+    """Return the first of five steps whose mean wait for samples exceeds noise; None if the wait never does."""
     for at in range(start, len(rows) - 5):
         if fmean(row["time/wait_for_batch"] for row in rows[at : at + 5]) > ABOVE * STEP_S:
             return int(rows[at]["step"])
@@ -201,7 +201,7 @@ class Case(NamedTuple):
     stretch: Stretch
     step_s: float
     start_s: float
-    """Seconds until a new actor runs."""
+    """Seconds from the decision to add an actor until the actor runs."""
 
     def best(self, step: int) -> int:
         """Return the best number of actors for the lengths of a step."""
@@ -219,7 +219,7 @@ class AtStep(NamedTuple):
 
 
 def made_up(seed: int, stretch: Stretch) -> Case:
-    """Return a random run that needs 2 to 4 actors for the shorter lengths and about twice as many for the longer."""
+    """Return random parameters of a run: shorter lengths need 2 to 4 actors, longer lengths about twice as many."""
     random = Random(seed)
     least, groups, tokens = random.randint(2, 4), random.choice((8, 16, 32)), random.uniform(100, 400)
     slots, base_s = max(8, round(random.uniform(0.2, 0.5) * K * groups / least)), random.uniform(5e-3, 3e-2)
@@ -271,7 +271,7 @@ def simulated(case: Case, count: int, *, follows: bool) -> list[AtStep]:
 
 
 def response(case: Case) -> Figures:
-    """Compare autoscaling with static runs that have the best number of actors for the final lengths, or one more."""
+    """Compare autoscaling with two static runs: the best number of actors for the final lengths, and one actor more."""
     found, end = simulated(case, case.best(0), follows=True), case.best(NUM_STEPS)
     statics = [simulated(case, count, follows=False) for count in (end, end + 1)]
     off = [abs(at.working - case.best(step)) > 1 for step, at in enumerate(found)]
@@ -291,7 +291,7 @@ def response(case: Case) -> Figures:
 
 
 def responses(num_seeds: int) -> Figures:
-    """Return the figures over all seeds by kind of change, with the worst seed of each."""
+    """Return the figures over all seeds for each kind of change, with the worst seed of each kind."""
     changes = {}
     for name, stretch in CHANGES.items():
         found = [response(made_up(seed, stretch)) for seed in range(num_seeds)]
@@ -315,11 +315,12 @@ def page(result: Figures) -> list[str]:
     """Return the paragraphs of the page."""
     made = origin("python benchmarks/autoscale.py --page", result["machine"], result["machine"]["commit"])
     head = (
-        f"{made} Fleets are real runs with engines and a learner that sleep, with {K * GROUPS} samples per step of "
-        f"{STEP_S:g} s and lengths that double between steps {DOUBLES.start} and {DOUBLES.start + DOUBLES.over}. An "
-        f"actor takes {result['actor_start_s']:.1f} s to start, and ran at most {result['has_within_steps']} steps "
-        f"after the lengths needed it. Rates count from step {result['counted_from_step']} on. Responses are "
-        f"simulated with {result['seeds']} seeds; lengths change at step {DOUBLES.start}."
+        f"{made} Fleets are real runs whose engines and learner sleep instead of computing. A step has {K * GROUPS} "
+        f"samples and takes {STEP_S:g} s. Completion lengths double between steps {DOUBLES.start} and "
+        f"{DOUBLES.start + DOUBLES.over}. An actor takes {result['actor_start_s']:.1f} s to start. Each added actor "
+        f"ran at most {result['has_within_steps']} steps after the lengths required this actor. Rates cover the steps "
+        f"from {result['counted_from_step']} on. The second table has runs simulated with {result['seeds']} seeds, "
+        f"whose lengths change at step {DOUBLES.start}."
     )
     keys = ("count", "asked", "advised", "had")
     growth = [[*(str(each[key]) for key in keys), f"{each['start_s']:.1f}"] for each in result["growth"]]
@@ -329,14 +330,14 @@ def page(result: Figures) -> list[str]:
         for name, each in result["changes"].items()
     ]
     targets = [bars_table({key: result["wanted"][key] for key in bars}, word) for word, bars in BARS.items()]
-    columns = ["change of lengths", "steps off by more than one actor, median", "worst", "reversals, worst"]
+    columns = ["change of lengths", "steps over one actor off, median", "their worst", "reversals, worst"]
     return [
         "# Autoscaling of actor pools",
         head,
         *targets,
         table(["actors", "needed in step", "advised in step", "running in step", "start-up, s"], growth),
         table(["run", "samples/s"], [[name, f"{each:.2f}"] for name, each in result["rates"].items()]),
-        table([*columns, "rate over best static, worst", "same since the change, worst"], responses),
+        table([*columns, "rate over best static, worst", "that rate since the change, worst"], responses),
     ]
 
 

@@ -1,15 +1,16 @@
-"""Compare the replay buffer's throughput with alternatives and with hardware limits. Prints one JSON line last.
+"""Compare the throughput of the replay buffer with other systems and hardware limits. Prints one JSON line last.
 
     python benchmarks/buffer.py [--quick] [--only NAME ...] [--rounds 3] [--num-trajectories 20000]
 
 Every system receives the same long-tailed trajectories (`buffer_peers/workload.py`), with the producer and the service
 or consumer in separate processes. Rounds are interleaved, ratios are taken within a round, and medians over rounds are
 reported. The buffer runs at its default durability. Among the peers, acknowledged data survives a power cut only in
-Redis with `appendfsync always` and in plain LMDB; the others lose it on kill -9. The settings of each peer are in the
-docstring of its file. Peers that are not dependencies of Leeway are installed into a separate environment
-(`buffer_peers/measuring.py`).
+Redis with `appendfsync always` and in plain LMDB; the other peers lose acknowledged data on kill -9. The settings of
+each peer are in the docstring of its file. Peers that are not dependencies of Leeway are installed into a separate
+environment (`buffer_peers/measuring.py`).
 
-`--quick` is for development: smaller counts, flagged in the result. `--only` selects measurements.
+`--quick` is for development: it measures fewer trajectories and sets `quick` in the result. `--only` selects
+measurements.
 A full run writes its section of docs/results/buffer.md.
 """
 
@@ -60,7 +61,7 @@ SIZED_ALONE = {
     "restart": "scale:measure_restart",
     "hostile": "hostile:measure",
 }
-"""Measurements taken once, each with its own sizes."""
+"""Measurements taken once, each with sizes of its own."""
 ONCE = {"syncs": "leeway:count_syncs", **SIZED_ALONE}
 MEASUREMENTS = {**IN_ROUNDS, **ONCE}
 BARS = {
@@ -74,11 +75,11 @@ BARS = {
     "sample_over_ray_actor": 3.0,
     "sample_over_torchrl": 2.0,
 }
-"""Ratio -> minimum target."""
+"""Ratio of two figures -> minimum target."""
 ALONE_BARS = {"hostile_over_quiet": 0.9}
-"""Figure measured once -> minimum target."""
+"""Figure of a measurement that is taken once -> minimum target."""
 CEILINGS = {"draw_cost_1e6_over_1e4": 3.0, "rss_anon_growth": 1.1, "restart_s": 2.0}
-"""Figure measured once -> maximum target."""
+"""Figure of a measurement that is taken once -> maximum target."""
 
 
 def main() -> None:
@@ -87,7 +88,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="smaller counts, for development")
     parser.add_argument("--only", nargs="+", choices=[*MEASUREMENTS], metavar="NAME", help=" ".join(MEASUREMENTS))
     parser.add_argument("--rounds", type=int, help="number of rounds; default: 3, or 1 with --quick")
-    parser.add_argument("--num-trajectories", type=int, help="total number; default: 20000, or 4000 with --quick")
+    parser.add_argument("--num-trajectories", type=int, help="default: 20000 trajectories, or 4000 with --quick")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="parent folder of the stores")
     args = parser.parse_args()
     end_at_sigterm()
@@ -119,7 +120,7 @@ def main() -> None:
 
 
 class Measurer:
-    """Sequential runner of measurements that records the failed ones."""
+    """Sequential runner of measurements, which records failed measurements."""
 
     def __init__(self, folder: Path, num_trajectories: int, *, quick: bool) -> None:
         self._folder = folder
@@ -136,7 +137,7 @@ class Measurer:
         ]
 
     def one(self, name: str) -> Figures:
-        """Return the figures of one measurement; empty if it failed."""
+        """Return the figures of one measurement, or an empty dict if the measurement failed."""
         if name in self.failed:
             return {}
         try:
@@ -159,7 +160,7 @@ class Measurer:
 
 
 def ratios(rounds: list[dict[str, Figures]]) -> dict[str, float | None]:
-    """Return the ratios that have targets, as medians over rounds; None if a side is missing."""
+    """Return the ratios that have targets, as medians over rounds. A ratio is None if one of its figures is missing."""
     found = {}
     for key in BARS:
         verb, name = key.split("_over_")
@@ -184,14 +185,14 @@ def beside(rounds: list[dict[str, Figures]]) -> dict[str, float | None]:
 
 
 def ratio(rounds: list[dict[str, Figures]], ours: str, name: str, theirs: str) -> float | None:
-    """Return the median over rounds of Leeway's figure divided by the peer's; None if a side is missing."""
+    """Return the median over rounds of Leeway's figure divided by the peer's figure; None if one of them is missing."""
     pairs = [(each.get("leeway", {}).get(ours), each.get(name, {}).get(theirs)) for each in rounds]
     quotients = [mine / other for mine, other in pairs if mine and other]
     return statistics.median(quotients) if quotients else None
 
 
 def medians(rounds: list[dict[str, Figures]]) -> dict[str, Figures]:
-    """Return the median over rounds of each figure of each measurement; for non-numbers, the last value."""
+    """Return the median over rounds of each figure of each measurement. A text has the value of the last round."""
 
     def middle(values: list[Any]) -> Any:  # noqa: ANN401 -- a number or a word
         return statistics.median(values) if all(isinstance(value, (int, float)) for value in values) else values[-1]
@@ -205,7 +206,7 @@ def medians(rounds: list[dict[str, Figures]]) -> dict[str, Figures]:
 
 
 def judgements(result: Figures) -> Figures:
-    """Compare figures with their targets; those measured once are judged only at full size."""
+    """Compare figures with their targets. Figures of measurements that are taken once are judged only at full size."""
     return {
         **judged(result, BARS, "at least", at_full_size=True),
         **judged(result, ALONE_BARS, "at least", at_full_size=not result["quick"]),
@@ -230,8 +231,8 @@ TITLE = "# The replay buffer, measured"
 HEADING = "## Speed compared with alternatives"
 NAMES = {
     "leeway": "**Leeway**, durable before acknowledgement",
-    "lmdb_alone": "limit: plain LMDB in the producer's process, 256 per commit",
-    "raw_zmq_arrow": "limit: ZeroMQ with Arrow, validated, not stored",
+    "lmdb_alone": "limit: plain LMDB in the producer's process, 256 trajectories per commit",
+    "raw_zmq_arrow": "limit: ZeroMQ with Arrow; trajectories are validated, not stored",
     "mp_queue": "`multiprocessing.Queue` into a list",
     "torchrl": "TorchRL `ReplayBuffer`, memory-mapped, behind a queue",
     "redis_aof_always": "Redis stream, `appendfsync always`",
@@ -240,11 +241,11 @@ NAMES = {
     "transferqueue": "TransferQueue",
 }
 SURVIVES = {"leeway": "power cut", "lmdb_alone": "power cut", "redis_aof_always": "power cut"}
-"""The failure that an acknowledged trajectory survives; the other systems keep it in memory or unsynced."""
+"""System -> failure that an acknowledged trajectory survives. Other systems keep trajectories in memory or unsynced."""
 
 
 def write_section(path: Path, result: dict[str, Any]) -> None:
-    """Replace or append the section of this benchmark; create the page if it is missing."""
+    """Replace or append the section of this benchmark on the page; create a missing page."""
     text = path.read_text(encoding="utf-8") if path.exists() else f"{TITLE}\n"
     before, _, old = text.partition(HEADING)
     _, next_heading, after = old.partition("\n## ")
@@ -259,11 +260,12 @@ def section(result: dict[str, Any]) -> str:
     parts = [
         HEADING,
         f"Written by `benchmarks/buffer.py` on {machine['cores']} cores, no GPU, Python {machine['python']}, file "
-        f"system {machine['file_system']}: {result['num_rounds']} interleaved rounds of {result['num_trajectories']:,} "
-        "log-normal trajectories (median 512 tokens, at most 8,192), 32 per call for every system, producer and "
-        "service in separate processes. Each peer uses the fastest settings that we found; they are in the docstring "
-        "of its file in `benchmarks/buffer_peers`. Ratios are medians of the rounds' ratios. Absolute figures depend "
-        "on the machine and its load; compare within the table only.",
+        f"system {machine['file_system']}. The systems take turns in {result['num_rounds']} rounds of "
+        f"{result['num_trajectories']:,} trajectories each. Lengths are log-normal with a median of 512 tokens and a "
+        "maximum of 8,192. Every system receives 32 trajectories per call, and producer and service are separate "
+        "processes. The docstring of each peer's file in `benchmarks/buffer_peers` has the fastest settings that we "
+        "found. Ratios are medians of the rounds' ratios. Absolute figures depend on the machine and its load, so "
+        "compare only figures of this table.",
         _bars(result),
         _beside(result),
         _rates(result["rounds"]),
@@ -288,7 +290,7 @@ def _bars(result: dict[str, Any]) -> str:
 def _beside(result: dict[str, Any]) -> str:
     known = [f"`{key}` {value:.2f}" for key, value in result["beside"].items() if value is not None]
     return (
-        "Further ratios without a target ('plain' is the straightforward use of the peer, not the fastest): "
+        "Further ratios have no target ('plain' is the straightforward use of the peer, not the fastest): "
         f"{', '.join(known)}."
     )
 
@@ -309,16 +311,16 @@ def _latencies(result: dict[str, Any]) -> list[str]:
     if not ours:
         return []
     text = (
-        f"If the leases are requested within the timed part, Leeway stores {ours['push_with_leasing_per_s']:,.0f}/s; "
-        f"with one call per trajectory, {ours['push_plain_per_s']:,.0f}/s. Median acknowledgement latency, including "
-        f"{1000 * COALESCE_S:g} ms of coalescing: {ours['ack_ms_lone']:.1f} ms for a single push in flight, "
-        f"{ours['ack_ms_half_load']:.1f} ms at half of the maximum rate, {ours['ack_ms_saturated']:.0f} ms with as "
-        "many pushes in flight as the credit allows."
+        f"Leeway stores {ours['push_with_leasing_per_s']:,.0f} trajectories/s if the timed part includes the requests "
+        f"for leases, and {ours['push_plain_per_s']:,.0f}/s with one call per trajectory. The median acknowledgement "
+        f"latency includes {1000 * COALESCE_S:g} ms of coalescing. The latency is {ours['ack_ms_lone']:.1f} ms for a "
+        f"single push in flight, {ours['ack_ms_half_load']:.1f} ms at half of the maximum rate, and "
+        f"{ours['ack_ms_saturated']:.0f} ms with as many pushes in flight as the credit of the client allows."
     )
     if syncs := result.get("syncs"):
         calls = syncs["fsync_calls_per_1000"]
         text += f" Per 1,000 trajectories: {syncs['commits_per_1000']:.2f} commits"
-        text += "." if calls is None else f", {calls:.2f} `fdatasync` calls, as many synced writes of LMDB's meta page."
+        text += "." if calls is None else f" and {calls:.2f} `fdatasync` calls, each with a synced meta page write."
     return [text]
 
 
@@ -329,7 +331,7 @@ def _stages(result: dict[str, Any]) -> list[str]:
         return []
     rows = [[stage, what, f"{ours[f'push_us_{stage}']:.1f}"] for stage, what in STAGES.items()]
     return [
-        "Microseconds of the service per pushed trajectory, by stage (`spent_s` of its status):\n\n"
+        "Microseconds that the service takes per pushed trajectory, by stage (`spent_s` of its status):\n\n"
         + table(["stage", "work", "us"], rows)
     ]
 
@@ -339,8 +341,8 @@ def _scale(result: dict[str, Any]) -> list[str]:
     if clients := result.get("clients"):
         lines.append(
             f"- {clients['num_clients']} client processes: {clients['push_per_s']:,.0f} trajectories/s, Jain's index "
-            f"of fairness {clients['jain']:.3f}, slowest client at {clients['slowest_over_mean']:.2f} of the mean; the "
-            f"service's anonymous memory grew from {clients['service_rss_anon_mib_before']:.0f} to "
+            f"of fairness {clients['jain']:.3f}, slowest client at {clients['slowest_over_mean']:.2f} of the mean "
+            f"rate; the service's anonymous memory grew from {clients['service_rss_anon_mib_before']:.0f} to "
             f"{clients['service_rss_anon_mib_after']:.0f} MiB."
         )
     if draws := result.get("draw_cost"):

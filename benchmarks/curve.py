@@ -2,8 +2,8 @@
 
     python benchmarks/curve.py [--rounds 5] [--num-trajectories 4096]
 
-The service is a separate process on loopback; the trajectories are those of `buffer_peers/workload.py`. Each round
-measures with and without keys, in alternating order; the ratio is the median of the rounds' ratios.
+The service is a separate process on loopback, and the trajectories are those of `buffer_peers/workload.py`. Each round
+measures the rate with and without encryption keys, in alternating order. The ratio is the median of the rounds' ratios.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def push_rate(work: Workload, keys: RunKeys | None) -> float:
 
 
 def client(address: str, role: Literal["learner", "actor"], keys: RunKeys | None) -> BufferClient:
-    """Return a connected client, with or without the keys of a run."""
+    """Return a connected client, with or without the encryption keys of a run."""
     made = BufferClient(address, run_id=RUN_ID, role=role, name=role, keys=keys.clients if keys else None)
     made.connect()
     return made

@@ -42,7 +42,7 @@ COLUMNS = {
     "lag-0 mismatch": "{mismatch_lag0_abs:.1e}",
     "ledger gap": "{ledger_gap}",
 }
-"""Column -> format string for a run's summary."""
+"""Column of the table -> format string, filled from the summary of a run."""
 
 
 def main() -> None:
@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def start_ups(folder: Path, before: Path | None) -> dict[str, list[dict[str, float]]]:
-    """Return starts by column: warm starts of the checkouts in turn, then cold starts if this user is root."""
+    """Measure starts by column: warm starts of the checkouts in turn, then cold starts if this user is root."""
     checkouts = {"before": before, "now": ROOT} if before is not None else {"now": ROOT}
     is_root = os.geteuid() == 0
     starts: dict[str, list[dict[str, float]]] = {}
@@ -89,15 +89,15 @@ def page(summaries: list[dict[str, Any]]) -> list[str]:
         "# Results of the demo",
         f"Written by `benchmarks/demo_seeds.py` on {os.cpu_count()} cores ({platform.machine()}), no GPU, "
         f"Python {platform.python_version()}. Accuracy is over {summaries[0]['num_heldout']} held-out problems, "
-        "split by question hash: neither the training data of the starting model nor a training prompt contains them. "
-        "Wall time runs from the start of the command to the end of the last evaluation.",
+        "split by question hash: no held-out problem is in the training data of the starting model or in a training "
+        "prompt. Wall time runs from the start of the command to the end of the last evaluation.",
         table([*COLUMNS], [[form.format(**summary) for form in COLUMNS.values()] for summary in summaries]),
         "Scope of the demo: the starting model was trained on correct answers first, and then on answers that omit the "
         "carry, the borrow and the sign three times out of four (`examples/demo_model/make_checkpoint.py`). Its "
         "answers are well formed, its greedy answers follow the wrong rule, and its samples follow the correct rule in "
         "a minority of cases. The run learns from the verifier which rule is rewarded; it does not learn arithmetic "
         "from scratch. The demo therefore shows that the system learns, not how much it can learn. For that, see "
-        "[accuracy_over_lag.md](accuracy_over_lag.md), with a model whose ordinary training was only stopped early.",
+        "[accuracy_over_lag.md](accuracy_over_lag.md), with a model whose training was ordinary and stopped early.",
     ]
 
 

@@ -1,25 +1,25 @@
-"""Measure the gain from dispatching long completions to fast engines. Prints one JSON line last.
+"""Measure the gain from leasing long completions to fast engines. Prints one JSON line last.
 
     python benchmarks/dispatch.py [--quick] [--rounds 3] [--first 0] [--only NAME ...] [--after FILE ...]
                                   [--keep FOLDER] [--page [FILE]]
 
-A fleet (`fleet_parts`) has eight engines that sleep instead of computing, two of them twice as fast as the others;
-everything except the engines and the learner's arithmetic is real. In every round a fleet runs with
+A fleet (`fleet_parts`) is a training run whose eight engines sleep instead of computing. Two engines are twice as fast
+as the other six. Only the engines and the arithmetic of the learner are replaced. In every round, a fleet runs with
 `buffer.dispatch = "in_order"` and with "by_deadline" on the same engines. Before the counted steps, lengths are learned
-from completed groups over a few epochs of a small set of prompts. Each fleet is also simulated. Ratios are samples
-used for training per second, by_deadline over in_order:
+from completed groups over a few epochs of a small set of prompts. Each fleet is also simulated. A ratio divides the
+samples used for training per second with "by_deadline" by those with "in_order":
 
     wait_over_in_order, lag0_over_in_order, drop_over_in_order    on_stale = "wait", max_lag = 0, on_stale = "drop"
-    wait_over_all_fast, lag0_over_all_fast    by_deadline over eight fast engines with in_order
-    unknown_over_in_order    "wait" with prompts that never repeat: only requeued samples can gain
+    wait_over_all_fast, lag0_over_all_fast    by_deadline, over eight fast engines with in_order
+    unknown_over_in_order    "wait" with prompts that never repeat, for which only requeued samples can be faster
     like_engines     eight identical engines, for which no gain is possible
     vllm_over_in_order    two pools of one real engine each; one engine shares its core with the learner
-    vllm_over_simulated    gain of `vllm` over the gain in simulation, which uses a profile of the same runs
-    ks_over_in_order `length/fidelity_ks` of the runs that drop: distance between trained-on and generated lengths
+    vllm_over_simulated    gain of `vllm`, over the gain in a simulation with a profile of the same runs
+    ks_over_in_order    `length/fidelity_ks` of the `drop` runs: distance between lengths trained on and generated
 
-`--quick` is for development: one short round; the figures are meaningless. A full run takes an hour. `--after` adds
-the output of earlier calls on this machine, with other cases or other rounds, whose numbers start at `--first`.
-`--page` writes docs/results/dispatch.md; it needs all cases.
+`--quick` is for development: it runs one short round, whose figures are meaningless. A full run takes an hour.
+`--after` adds the output of earlier calls on this machine. The rounds of a call are numbered from `--first`. `--page`
+writes docs/results/dispatch.md; it needs all cases.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Steps(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """A fleet without its dispatch policy."""
+    """Settings of a fleet, except for its dispatch policy."""
 
     name: str
     lag: int
@@ -109,11 +109,11 @@ class Case:
 
     @property
     def variants(self) -> tuple[str, ...]:
-        """Policies that the case runs with."""
+        """Names of the runs of each round: the two policies, and ALL_FAST if the case has a ceiling."""
         return (*POLICIES, *([ALL_FAST] if self.has_ceiling else []))
 
     def fleet(self, policy: str, number: int, steps: Steps) -> Fleet:
-        """Return the fleet with a policy, or with fast engines only; its seed is the number of the round."""
+        """Return the fleet with a policy, or with fast engines only. Its seed is the number of the round."""
         is_unlike = self.unlike and policy != ALL_FAST
         laws = {"slow": SLOW, "fast": FAST} if is_unlike else {"actors": FAST if policy == ALL_FAST else SLOW}
         overrides = (
@@ -125,7 +125,7 @@ class Case:
         return Fleet(f"{self.name} {policy} {number}", setting, overrides, steps.total)
 
     def simulated(self, number: int, costs: Costs, steps: Steps) -> float:
-        """Return the ratio of a round in simulation."""
+        """Simulate a round with both policies; return the ratio of by_deadline to in_order."""
         rates = []
         for policy in POLICIES:
             fleet = self.fleet(policy, number, steps)
@@ -150,11 +150,11 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one short round, for development")
     parser.add_argument("--rounds", type=int, default=3, help="number of rounds, each with one run per policy")
     parser.add_argument("--first", type=int, default=0, help="number of the first round, which is also its seed")
-    parser.add_argument("--only", nargs="+", choices=[*(case.name for case in CASES), VLLM], help="only these cases")
-    parser.add_argument("--after", type=Path, nargs="+", default=[], metavar="FILE", help="output of earlier calls")
-    parser.add_argument("--keep", type=Path, help="keep the run folders here (default: remove them)")
+    parser.add_argument("--only", nargs="+", choices=[*(case.name for case in CASES), VLLM], help="cases to run")
+    parser.add_argument("--after", type=Path, nargs="+", default=[], metavar="FILE", help="outputs of earlier calls")
+    parser.add_argument("--keep", type=Path, help="keep the run folders in this folder (default: remove them)")
     parser.add_argument(
-        "--page", type=Path, nargs="?", const=PAGE, metavar="FILE", help="write the page; default: to docs/results/"
+        "--page", type=Path, nargs="?", const=PAGE, metavar="FILE", help="write the page (default: in docs/results/)"
     )
     args = parser.parse_args()
     machine, names = describe_machine(), [*(case.name for case in CASES), VLLM]
@@ -198,7 +198,7 @@ def add_rounds(rows: dict[str, Figures], more: dict[str, Figures]) -> None:
 
 
 def measured(folder: Path, cases: Sequence[Case], rounds: range, steps: Steps) -> dict[str, Figures]:
-    """Run all cases; return, by case, the figures by policy and round and the ratio of each round.
+    """Run all cases; return for each case the figures by policy and round, and the ratio of each round.
 
     Raises:
         MeasurementFailed: a run failed.
@@ -216,7 +216,7 @@ def measured(folder: Path, cases: Sequence[Case], rounds: range, steps: Steps) -
 
 
 def measured_vllm(folder: Path, rounds: range, steps: Steps) -> Figures:
-    """Run two pools with real engines; the simulation uses a profile of their in-order runs.
+    """Run two pools with real engines, and simulate them with a profile of their in-order runs.
 
     Raises:
         MeasurementFailed: a run failed.
@@ -277,12 +277,13 @@ def page(result: Figures) -> list[str]:
     few = f"{PROMPTS} prompts ({CASES[3].num_prompts:,} in the case whose prompts never repeat)"
     command = "python benchmarks/dispatch.py --page"
     head = (
-        f"{origin(command, result['machine'], result['machine']['commit'])} A fleet has eight engines that sleep "
-        f"instead of computing, two of them twice as fast as the others, and a learner that sleeps; {few}, {GROUPS} "
-        "of them per step, with 8 samples each; the prompt explains 65 % of the variance of lengths. Lengths are "
-        f"learned in the first {LEARNED} steps; the next {COUNTED} count. Ratios are medians over rounds. In the case "
-        "`vllm` the engines are real: one has its own core, the other shares its core with the learner and all other "
-        "processes. Its simulation uses a profile of its own runs; the other simulations use the engines' sleep times."
+        f"{origin(command, result['machine'], result['machine']['commit'])} A fleet has eight engines and "
+        "a learner that sleep instead of computing; two engines are twice as fast as the other six. There are "
+        f"{few}. A step has {GROUPS} prompts with 8 samples each. The prompt explains 65 % of the variance of lengths. "
+        f"Lengths are learned in the first {LEARNED} steps; the next {COUNTED} steps count. Ratios are medians over "
+        "rounds. In the case `vllm` the engines are real: one engine has its own core, and the second engine shares "
+        "its core with the learner and all other processes. The simulation of `vllm` uses a profile of its own runs; "
+        "the other simulations use the sleep times of the engines."
     )
     cells = []
     for name, row in result["fleets"].items():
@@ -302,8 +303,8 @@ def page(result: Figures) -> list[str]:
         bars_table(result["wanted_at_least"], "at least"),
         bars_table(result["wanted_at_most"], "at most"),
         table(columns, cells),
-        "`predicted` is the fraction of the variance among group means that was predicted; `covered` is the fraction "
-        "of groups whose longest completion was no longer than predicted, for which 90 % is ideal.",
+        "`predicted` is the fraction of the variance among group means that was predicted. `covered` is the fraction "
+        "of groups whose longest completion was at most as long as predicted; its ideal value is 90 %.",
     ]
 
 

@@ -2,18 +2,19 @@
 
     python benchmarks/fill.py [--quick] [--rounds 3] [--keep FOLDER] [--page [FILE]]
 
-The benchmark runs `leeway train` on the long-tailed model of `benchmarks/overlap.py`, with the only actor on one core
-and everything else on another, groups of 8 samples, and an engine with 16 slots. In every round the actor leases by two
-rules:
+The benchmark runs `leeway train` on the long-tailed model of `benchmarks/overlap.py`. The only actor has one core, and
+all other processes share a second core. Groups have 8 samples, and the engine has 16 slots. In every round, the actor
+runs once with each of two lease rules:
 
-    old   lease a group when it fits as a whole, counting all leased samples not yet in the buffer
+    old   lease a group when the whole group fits, counting all leased samples not yet in the buffer
           (`fill_parts/roles.py`)
     new   lease a group as soon as a slot is free (`ActorsConfig.room`)
 
-The maximum lag is so large that admission is always open: generation never waits for the learner. Figures are those of
-actors.jsonl, whose rates cover about ten seconds before each step, averaged over the time after a warm-up.
+The maximum lag is so large that admission is always open and generation never waits for the learner. Figures are means
+of the rows of actors.jsonl after a warm-up. The rates in a row cover about ten seconds before its step.
 
-`--quick` is for development: one short round; the figures are meaningless. `--page` writes docs/results/fill.md.
+`--quick` is for development: it runs one short round, whose figures are meaningless. `--page` writes
+docs/results/fill.md.
 """
 
 from __future__ import annotations
@@ -44,11 +45,11 @@ OVERRIDES = (
     *("--weight_sync.max_lag", "1000"),
 )
 MODULES = {"old": "benchmarks.fill_parts.command", "new": "leeway.launch.cli"}
-"""Rule -> module whose `train` command applies it."""
+"""Lease rule -> module whose `train` command applies this rule."""
 NUM_STEPS = 30
 """Number of steps of a run, about two seconds each."""
 WARM_UP_S = 15.0
-"""Seconds after the first step that do not count; longer than the window of the rates."""
+"""Uncounted seconds after the first step; longer than the window over which actors measure their rates."""
 AT_LEAST = {"slots_used": 0.97, "new_over_old_tokens_per_s": 1.10}
 
 Figures = dict[str, Any]
@@ -59,7 +60,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one short round, for development")
     parser.add_argument("--rounds", type=int, default=3, help="number of rounds, each with one run per rule")
-    parser.add_argument("--keep", type=Path, help="keep the run folders here (default: remove them)")
+    parser.add_argument("--keep", type=Path, help="keep the run folders in this folder (default: remove them)")
     args = parsed(parser, PAGE)
     end_at_sigterm()
     num_rounds, num_steps = (1, 16) if args.quick else (args.rounds, NUM_STEPS)
@@ -95,9 +96,9 @@ def figures_of(run: FinishedRun) -> Figures:
     """Return the figures of one run, as means over the counted time.
 
     Returns:
-        `slots_used`: fraction of slots with a sample; `tokens_per_s`: completion tokens generated; `step_ms`: duration
-        of an engine step, which generates one token per sample; `waiting`: fraction of steps at whose end the actor
-        was waiting; `seconds`: counted time.
+        `slots_used` is the fraction of slots with a sample. `tokens_per_s` is the number of completion tokens generated
+        per second. `step_ms` is the duration of an engine step, which generates one token per sample. `waiting` is the
+        fraction of steps at whose end the actor waited. `seconds` is the counted time.
 
     Raises:
         MeasurementFailed: the run is too short.
@@ -106,7 +107,8 @@ def figures_of(run: FinishedRun) -> Figures:
     rows = [row for row in run.updates if row["finished_s"] >= began_s]
     if len(rows) < 3:
         raise MeasurementFailed(
-            f"{run.folder.name} has {len(rows)} steps after {WARM_UP_S:g} s of warm-up, expected at least 3"
+            f"{run.folder.name} has {len(rows)} steps after {WARM_UP_S:g} s of warm-up, expected at least 3: "
+            "increase NUM_STEPS"
         )
     spans_s = [float(after["finished_s"] - before["finished_s"]) for before, after in pairwise(rows)]
     names = ("slots_used", "tokens_per_s", "step_ms")
@@ -115,7 +117,7 @@ def figures_of(run: FinishedRun) -> Figures:
 
 
 def compared(rounds: Sequence[dict[str, Figures]]) -> Figures:
-    """Return the figures of the JSON line: medians of the new rule and the ratio; `old` and `new` as means."""
+    """Return the figures of the JSON line: medians of the new rule and of the ratio, and means of each rule."""
     ratios = [each["new"]["tokens_per_s"] / each["old"]["tokens_per_s"] for each in rounds]
     return {
         "rounds": len(rounds),
@@ -131,11 +133,12 @@ def page(result: Figures) -> list[str]:
     command, ratios = f"python benchmarks/fill.py --rounds {result['rounds']} --page", result["new_over_old_rounds"]
     head = (
         f"{origin(command, result['machine'], result['machine']['commit'])} The runs are `leeway train` on the model "
-        "and the machine of [overlap.md](overlap.md): one actor on its own core, everything else on the other, 8 "
-        "samples per prompt, 16 slots, admission always open. With the old rule the actor leases a group when it fits "
-        "as a whole, counting all leased samples not yet in the buffer; with the new rule, as soon as a slot is free. "
-        f"Figures cover the time from {WARM_UP_S:g} s after the first step of a run to its last step. Tokens per "
-        f"second, new over old, in each of {result['rounds']} rounds: {', '.join(f'{each:.2f}' for each in ratios)}."
+        "and the machine of [overlap.md](overlap.md). One actor has its own core, and all other processes share a "
+        "second core. Prompts have 8 samples, the engine has 16 slots, and admission is always open. With the old "
+        "rule, the actor leases a group when the whole group fits, counting all leased samples not yet in the buffer. "
+        "With the new rule, the actor leases a group as soon as a slot is free. Figures cover the time from "
+        f"{WARM_UP_S:g} s after the first step of a run to its last step. The ratios of tokens per second, new rule "
+        f"over old rule, in the {result['rounds']} rounds are {', '.join(f'{each:.2f}' for each in ratios)}."
     )
     lines = [
         ("fraction of slots with a sample", "slots_used", "{:.3f}"),

@@ -3,16 +3,17 @@
     python benchmarks/fleet.py [--quick] [--only N ...] [--keep FOLDER] [--page [FILE]]
 
 A fleet is a real `leeway train` run whose engines sleep according to a token-time model and whose learner sleeps for
-the rest of its step (`fleet_parts`). Loop, buffer, ledger, staleness, weights, Ray and supervisor are real. Ten fleets
-with different engines, lags, lengths and token times are run and simulated. The simulation uses the same token times,
-the same prompts in the same order and the same lengths; the costs of leases, rewards, steps and weights come from an
-eleventh fleet.
+the rest of its step (`fleet_parts`). Actor loop, buffer, ledger, staleness bound, weights, Ray and supervisor are real.
+Ten fleets with different engines, lags, lengths and token times are run and simulated. The simulation uses the same
+token times, the same lengths, and the same prompts in the same order. The costs of leases, rewards, steps and weights
+are measured in an eleventh fleet.
 
-    sim_over_fleet_worst_error   largest error of the samples used for training per second
+    sim_over_fleet_worst_error   largest relative error of the simulated samples per second used for training
     drop_share_worst             largest difference in the fraction of samples dropped as stale, percentage points
     sim_10M_s                    CPU seconds to simulate ten million completions on 896 engines
 
-`--quick` is for development: two short fleets; the figures are meaningless. `--page` writes docs/results/fleet.md.
+`--quick` is for development: it runs two short fleets, whose figures are meaningless. `--page` writes
+docs/results/fleet.md.
 """
 
 from __future__ import annotations
@@ -50,9 +51,9 @@ PAGE = RESULTS / "fleet.md"
 CONFIG = ROOT / "examples" / "demo.toml"
 AT_MOST = {"sim_over_fleet_worst_error": 0.03, "drop_share_worst": 0.02, "sim_10M_s": 300.0}
 WARM_UP = 6
-"""Number of uncounted steps: a run and its simulation start with empty engines, but not at the same instant."""
+"""Number of uncounted first steps, in which a run and its simulation differ by the time at which each starts."""
 STEPS, MANY_STEPS = 30, 90
-"""Numbers of counted steps; MANY_STEPS averages out chance if milliseconds decide which groups are dropped."""
+"""Numbers of counted steps. If milliseconds decide which groups are dropped, MANY_STEPS averages out this chance."""
 BASE = (
     *("--actors.max_new_tokens", "56", "--learner.num_stages", "1", "--learner.token_budget", "4096"),
     *("--learner.groups_per_step", "8", "--actors.group_size", "8", "--learner.learning_rate", "1e-9"),
@@ -106,7 +107,7 @@ def one_pool(name: str, count: int, slots: int, lag: object, law: TokenTime, len
 
 
 def two_pools(name: str, slots: int, lag: int, lengths: LengthDistribution, step_s: float) -> Fleet:
-    """Return a fleet of three equal engines and a fourth that is twice as fast."""
+    """Return a fleet of three equal engines and a fourth engine that is twice as fast."""
     fast = TokenTime(LAW.base / 2, LAW.per_sample / 2)
     setting = FleetSetting({"slow": LAW, "fast": fast}, lengths, step_s, 1e-4)
     overrides = ("--actors.max_running_samples", str(slots), "--weight_sync.max_lag", str(lag))
@@ -133,9 +134,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="two short fleets, for development")
     parser.add_argument("--only", type=int, nargs="+", metavar="N", help="run only these fleets, numbered from 1")
-    parser.add_argument("--keep", type=Path, help="keep the run folders here (default: remove them)")
+    parser.add_argument("--keep", type=Path, help="keep the run folders in this folder (default: remove them)")
     parser.add_argument(
-        "--page", type=Path, nargs="?", const=PAGE, metavar="FILE", help="write the page; default: to docs/results/"
+        "--page", type=Path, nargs="?", const=PAGE, metavar="FILE", help="write the page (default: in docs/results/)"
     )
     args = parser.parse_args()
     if args.page and (args.quick or args.only):
@@ -186,7 +187,7 @@ def run(folder: Path, fleet: Fleet) -> FinishedRun:
 
 
 def compared(folder: Path, fleet: Fleet, costs: Costs) -> Figures:
-    """Run and simulate a fleet; return the figures of both."""
+    """Run and simulate a fleet; return the figures of run and simulation."""
     rows = run(folder, fleet).updates
     first, last = rows[WARM_UP - 1], rows[-1]
     counted = rows[WARM_UP:]
@@ -256,9 +257,10 @@ def page(result: Figures) -> list[str]:
     """Return the paragraphs of the page."""
     command = "python benchmarks/fleet.py --page"
     head = (
-        f"{origin(command, result['machine'], result['machine']['commit'])} Each fleet is a real run with engines and "
-        "a learner that sleep instead of computing, with 64 samples per step. It is simulated with the same token "
-        "times, prompts and lengths; the costs of leases, commits, steps and weights were measured in another fleet."
+        f"{origin(command, result['machine'], result['machine']['commit'])} Each fleet is a real run with 64 "
+        "samples per step, whose engines and learner sleep instead of computing. The simulation of a fleet uses the "
+        "same token times, prompts and lengths. The costs of leases, commits, steps and weights were measured in "
+        "another fleet."
     )
     cells = [
         [

@@ -1,19 +1,20 @@
-"""Compare `actors.admission` = "cache" with "slots" on an engine with a small cache. Prints one JSON line last.
+"""Compare `actors.admission = "cache"` with "slots" on an engine with a small KV cache. Prints one JSON line last.
 
     python benchmarks/kv_gate.py [--quick] [--rounds 5] [--page [FILE]]
 
-A real vLLM engine runs the long-tailed model of `benchmarks/overlap.py` with a cache that is smaller than its slots may
-need. The engine is kept busy by the parts of a real actor: groups of 8 are leased according to `ActorsConfig.room`,
-samples start when the admission permits, and predictions of lengths come from `leeway.planning.lengths`. "slots" leaves
-the rest to vLLM, which starts every sample that fits at the moment, and preempts. In each round the admissions use the
-engine in turn, in two cases: prompts of 8 tokens, which are cheap to recompute, and prompts of 2,000 tokens, each used
-by one group only. Figures of a case end in `_short` or `_long`:
+A real vLLM engine runs the long-tailed model of `benchmarks/overlap.py` with a KV cache that cannot hold the samples of
+all slots. Parts of a real actor keep the engine busy. Groups of 8 samples are leased according to `ActorsConfig.room`,
+samples start when the admission permits, and lengths are predicted by `leeway.planning.lengths`. With "slots", vLLM
+starts every sample that fits at the moment, and preempts samples when the cache is full. In each round, each admission
+uses the engine once. There are two cases: prompts of 8 tokens, which are cheap to recompute, and prompts of 2,000
+tokens, each used by one group only. Names of figures end in the case, `_short` or `_long`:
 
     cache_over_slots         tokens per second with "cache", over those of "slots" with the default number of slots
-    cache_over_best          the same over the best number of slots, which is not known in advance
-    preempted_by_cache       preemptions per sample
+    cache_over_best          tokens per second with "cache", over those of "slots" with the best number of slots
+    preempted_by_cache       preemptions per sample with "cache"
 
-`--quick` is for development: one short round; the figures are meaningless. `--page` writes docs/results/kv_gate.md.
+`--quick` is for development: it runs one short round, whose figures are meaningless. `--page` writes
+docs/results/kv_gate.md.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ BLOCK_TOKENS = 32
 """Number of tokens per cache block; a token takes 4 KiB."""
 NUM_PROMPTS, GROUP_SIZE = 128, 8
 LEARNED_S = 20.0
-"""Seconds before the first turn, in which lengths are learned."""
+"""Seconds before the first turn, during which the actor learns lengths."""
 AT_LEAST = {"cache_over_slots_short": 1.0, "cache_over_slots_long": 1.0}
 AT_MOST = {"preempted_by_cache_short": 0.01, "preempted_by_cache_long": 0.01}
 CACHE, DEFAULT_SLOTS = "cache", f"slots {SLOTS}"
@@ -64,7 +65,7 @@ Figures = dict[str, Any]
 
 @dataclass(frozen=True)
 class Case:
-    """Prompts, cache size and turn length of a measurement."""
+    """Prompt length in tokens, cache size, and seconds per turn of a measurement."""
 
     prompt_tokens: int
     cache_gib: float
@@ -95,7 +96,7 @@ class Case:
 
 
 CASES = {"short": Case(long_tail.PROMPT_TOKENS, 0.0125, 12.0), "long": Case(2000, 0.05, 24.0)}
-"""The longest sample takes 8 of 102 blocks in `short`, and 70 of 409 in `long`, 62 of them shared by its group."""
+"""Cases by name. The longest sample takes 8 of 102 blocks in `short`, and 70 of 409 in `long`, where 62 are shared."""
 
 
 def main() -> None:
@@ -123,7 +124,7 @@ def main() -> None:
 async def measured(
     folder: Path, case: Case, num_rounds: int, seconds: float
 ) -> tuple[dict[str, list[Figures]], Figures]:
-    """Return the figures of each admission's turns, by its name, and the size of the cache."""
+    """Return the figures of each turn by the name of the admission, and the size of the cache."""
     long_tail.write_checkpoint(folder / "model", case.max_tokens)
     served = prepare_serving_model(folder / "model", folder / "served")
     engine = await Engine.start(served, case.config(SLOTS), version=PolicyVersion(0, 0), seed=0)
@@ -144,10 +145,10 @@ async def measured(
 
 
 class BusyActor:
-    """Actor that generates groups of successive prompts, and learns their lengths like the buffer."""
+    """Actor that generates groups of successive prompts, and learns the lengths of their samples like the buffer."""
 
     def __init__(self, engine: Engine, case: Case) -> None:
-        """Use an engine exclusively."""
+        """Initialize the actor; no other actor may use the engine."""
         self._engine = engine
         self._case = case
         self._lengths = LengthModel(NUM_PROMPTS)
@@ -155,11 +156,12 @@ class BusyActor:
         self._seeds = itertools.count()
 
     async def keep_busy(self, config: ActorsConfig, gate: KvGate[int], seconds: float) -> Figures:
-        """Keep the engine busy for `seconds`; samples still running then are finished and not counted.
+        """Keep the engine busy for `seconds`; samples that end later are finished and not counted.
 
         Returns:
-            `tokens_per_s`: tokens of ended completions per second; `running`: mean number of running samples;
-            `preempted`: preemptions per sample; `kv_usage`: as vLLM reports it.
+            `tokens_per_s` is the number of tokens of ended completions per second. `running` is the mean number of
+            running samples. `preempted` is the number of preemptions per sample. `kv_usage` is the used fraction of the
+            cache, as reported by vLLM.
         """
         slots, engine = CacheAdmission(gate, lambda: float(self._engine.stats.num_steps)), self._engine
         open_: dict[int, int] = {}
@@ -211,7 +213,7 @@ class BusyActor:
 
 
 def figures_of(turns: dict[str, list[Figures]]) -> Figures:
-    """Return the ratios of a case; the best number of slots has the highest median of tokens per second."""
+    """Return the ratios of a case; the best number of slots is the one with the highest median of tokens per second."""
     rates = {name: median(each["tokens_per_s"] for each in found) for name, found in turns.items()}
     best = max((name for name in turns if name != CACHE), key=lambda name: rates[name])
 
@@ -232,10 +234,10 @@ def page(result: Figures) -> list[str]:
     command = f"python benchmarks/kv_gate.py --rounds {result['rounds']} --page"
     head = (
         f"{origin(command, result['machine'], result['machine']['commit'])} A real vLLM engine runs the model of "
-        f"[overlap.md](overlap.md) on {NUM_PROMPTS} prompts in turn, {GROUP_SIZE} samples each. With "
-        '`actors.admission = "slots"` vLLM starts every sample that fits at the moment, and preempts one if the cache '
-        f'is full. With "cache" there are {SLOTS} slots, and a sample starts if the cache is likely to hold it to its '
-        f"end. Figures are means of {result['rounds']} rounds; ratios are medians over rounds."
+        f"[overlap.md](overlap.md) on {NUM_PROMPTS} prompts in turn, with {GROUP_SIZE} samples each. With "
+        '`actors.admission = "slots"`, vLLM starts every sample that fits at the moment, and preempts a sample if the '
+        f'cache is full. With "cache" there are {SLOTS} slots, and a sample starts if the cache is likely to hold the '
+        f"sample to its end. Figures are means of {result['rounds']} rounds; ratios are medians over rounds."
     )
     parts = ["# Admission by slots and by cache space", head]
     parts += [bars_table(result["wanted_at_least"], "at least"), bars_table(result["wanted_at_most"], "at most")]
@@ -244,11 +246,11 @@ def page(result: Figures) -> list[str]:
         longest = -(-case.max_tokens // found["cache"]["block_tokens"])
         parts.append(
             f"## Prompts of {case.prompt_tokens:,} tokens\n\nA cache of {found['cache']['num_blocks']} blocks of "
-            f"{found['cache']['block_tokens']} tokens; a sample takes up to {longest} blocks. Turns take "
-            f'{case.turn_s:g} s. Admission by "cache" generates '
-            f"{result[f'cache_over_slots_{name}']:.3f} of the tokens of {SLOTS} slots, and "
-            f"{result[f'cache_over_best_{name}']:.3f} of those of the best number, {result[f'best_{name}']}, which "
-            "only such a sweep can find."
+            f"{found['cache']['block_tokens']} tokens; a sample takes up to {longest} blocks. A turn takes "
+            f'{case.turn_s:g} s. In tokens per second, admission by "cache" generates '
+            f"{result[f'cache_over_slots_{name}']:.3f} of the rate of {SLOTS} slots, and "
+            f"{result[f'cache_over_best_{name}']:.3f} of the rate of the best setting in this sweep, "
+            f"{result[f'best_{name}']}."
         )
         cells = [
             [each, *(form.format(fmean(turn[key] for turn in turns)) for key, form in FORMS.items()),

@@ -2,14 +2,17 @@
 
     python benchmarks/lengths.py [--quick] [--only history features costs smollm2] [--page [FILE]]
 
-    history     repeated prompts, where the prompt explains 65 % of the variance: recall of the longest fifth after two
-                epochs, over that of a predictor with each prompt's true mean (Bayes) and of the exact posterior
-    features    unseen prompts of 16 classes that are encoded in their tokens: recall over Bayes
-    costs       seconds to predict a million prompts, microseconds to choose a prompt for a lease
-    smollm2     SmolLM2-135M on four tasks of reasoning-gym with real vLLM: unseen prompts
+Recall is the fraction of the longest fifth of groups that is in the fifth with the longest predictions.
 
-The length of a group of 8 is the sum over its samples. `covered` is the fraction of groups whose longest sample was no
-longer than predicted; 0.9 is ideal. `--quick` is for development; `--page` writes docs/results/lengths.md.
+    history     repeated prompts that explain 65 % of the variance: recall after two epochs, over the recall of a
+                predictor with each prompt's true mean (Bayes) and over the recall of the exact posterior
+    features    unseen prompts of 16 classes that are encoded in their tokens: recall over the recall of Bayes
+    costs       seconds to predict a million prompts, microseconds to choose a prompt for a lease
+    smollm2     recall on unseen prompts of SmolLM2-135M with real vLLM, on four tasks of reasoning-gym
+
+The length of a group of 8 is the sum over its samples. `covered` is the fraction of groups whose longest sample was at
+most as long as predicted; its ideal value is 0.9. `--quick` is for development; `--page` writes
+docs/results/lengths.md.
 """
 
 from __future__ import annotations
@@ -41,10 +44,10 @@ Figures = dict[str, Any]
 def main() -> None:
     """Run the benchmark and print the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="few real prompts, for development")
+    parser.add_argument("--quick", action="store_true", help="use few prompts of SmolLM2, for development")
     parser.add_argument("--only", nargs="+", choices=PARTS, help="run only these parts")
     parser.add_argument(
-        "--page", type=Path, nargs="?", const=PAGE, metavar="FILE", help="write the page; default: to docs/results/"
+        "--page", type=Path, nargs="?", const=PAGE, metavar="FILE", help="write the page (default: in docs/results/)"
     )
     args = parser.parse_args()
     if args.page and (args.quick or args.only):
@@ -77,7 +80,8 @@ def page(result: Figures) -> list[str]:
     head = (
         f"{origin(command, result['machine'], result['machine']['commit'])} Recall is the fraction of the longest "
         "fifth of groups of 8 that is in the fifth predicted to be longest; the length of a group is the sum over its "
-        "samples. Covered is the fraction of groups whose longest sample was no longer than predicted; 0.9 is ideal."
+        "samples. Covered is the fraction of groups whose longest sample was at most as long as predicted; 0.9 is "
+        "ideal."
     )
     epochs = [
         [str(number), *(f"{result[f'epochs_{number}'][key]:.3f}" for key in
@@ -96,18 +100,19 @@ def page(result: Figures) -> list[str]:
         bars_table(result["wanted_at_least"], "at least"),
         bars_table(result["wanted_at_most"], "at most"),
         "## Repeated prompts",
-        "There are 4,000 prompts; the prompt explains 65 % of the variance of the logarithm of a length. The posterior "
-        "uses the true distribution and the same groups: it ranks prompts by their means. Bayes uses the true mean of "
-        "each prompt.",
+        "There are 4,000 prompts, which explain 65 % of the variance of the logarithm of a length. The posterior uses "
+        "the true distribution and the generated groups, so it ranks prompts by their mean log length. Bayes uses the "
+        "true mean of each prompt.",
         table(["epochs", "recall", "recall of posterior", "recall of Bayes", "covered"], epochs),
         "## Unseen prompts",
-        f"Prompts of 16 classes that are encoded by two of their tokens, after one group of each of 2,000 other "
-        f"prompts: recall {result['features_recall']:.3f}, recall of Bayes {result['features_recall_of_bayes']:.3f}, "
-        f"covered {result['features_covered']:.3f}.",
-        f"SmolLM2-135M-Instruct on four tasks of reasoning-gym, completions of up to 128 tokens, "
-        f"{result['mean_tokens']:.0f} on average, {result['cut']:.0%} of them truncated; {result['num_prompts'] // 2} "
-        f"prompts seen once predict as many unseen ones. For {result['num_shorter']} groups the prediction is below "
-        f"128 tokens; covered, of these: {result['smollm2_covered'] or 'none to measure'}.",
+        f"Prompts belong to 16 classes, which two of their tokens encode. After one group of each of 2,000 other "
+        f"prompts, recall is {result['features_recall']:.3f}, recall of Bayes "
+        f"{result['features_recall_of_bayes']:.3f}, and covered {result['features_covered']:.3f}.",
+        "SmolLM2-135M-Instruct generates completions of up to 128 tokens on four tasks of reasoning-gym. Completions "
+        f"have {result['mean_tokens']:.0f} tokens on average, and {result['cut']:.0%} of them are truncated. "
+        f"{result['num_prompts'] // 2} prompts, each seen once, predict an equal number of unseen prompts. For "
+        f"{result['num_shorter']} groups the prediction is below 128 tokens; covered for these groups: "
+        f"{result['smollm2_covered'] or 'none to measure'}.",
         table(["ranked by", "recall"], real),
     ]
 

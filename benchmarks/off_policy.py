@@ -5,11 +5,11 @@
 Each cell trains a small transformer with one loss of `algorithms` at one lag (`off_policy_world/training.py`) and
 computes its exact KL to pi* and its expected reward by enumeration. The outcomes are stored in
 docs/results/off_policy.json, from which docs/results/off_policy.md and its figure are written. The last line of stdout
-is {algorithm: {lag: {"kl": ..., "reward": ...}}}, means over seeds, null if a seed became non-finite.
+is {algorithm: {lag: {"kl": ..., "reward": ...}}}. Values are means over seeds, or null if a seed became non-finite.
 
-`--quick` is for development: one seed and fewer draws, and no outcome is stored. `--only` selects rows; those of
-earlier calls stay on the page. `--page` only rewrites the page from stored outcomes. `--tune` instead runs a grid of
-learning rates at lag 0 with separate seeds, and prints {algorithm: {rate: kl}}.
+`--quick` is for development: it runs one seed and fewer draws, and stores no outcome. `--only` selects rows; rows of
+earlier calls stay on the page. `--page` only rewrites the page from stored outcomes. `--tune` runs a grid of learning
+rates at lag 0 with separate seeds instead of the matrix, and prints {algorithm: {rate: kl}}.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ NUM_DRAWS = 200
 QUICK_DRAWS = 50
 SEEDS = (0, 1, 2)
 TUNING_SEEDS = (100,)
-"""Seeds of tuning, whose worlds differ from those of the results."""
+"""Seeds of tuning. Their worlds differ from the worlds of the results."""
 CELL_LIMIT_S = 120.0
-"""Timeout in seconds per cell on average; on an idle core a cell takes 5 s."""
+"""Timeout in seconds, as a mean over cells; on an idle core a cell takes 5 s."""
 
 
 class Cell(NamedTuple):
@@ -47,14 +47,14 @@ class Cell(NamedTuple):
     seed: int
     num_draws: int
     learning_rate: float | None = None
-    """Learning rate; None: that of the row."""
+    """Learning rate; None for the learning rate of the row."""
 
 
 def main() -> None:
     """Run the matrix or the grid of learning rates, and print the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one seed and fewer draws, for development")
-    parser.add_argument("--only", nargs="+", choices=[row.name for row in ROWS], metavar="NAME", help="only these rows")
+    parser.add_argument("--quick", action="store_true", help="run one seed and fewer draws, for development")
+    parser.add_argument("--only", nargs="+", choices=[row.name for row in ROWS], metavar="NAME", help="rows to run")
     parser.add_argument("--tune", action="store_true", help="run the grid of learning rates at lag 0")
     parser.add_argument("--page", action="store_true", help="only rewrite the page from stored outcomes")
     parser.add_argument("--workers", type=int, default=2, help="number of processes of one thread each")
@@ -117,7 +117,7 @@ class Kept:
 
 
 def run_matrix(names: list[str], seeds: tuple[int, ...], num_draws: int, num_workers: int) -> Outcomes:
-    """Run all cells of some rows; return their outcomes."""
+    """Run all cells of some rows; return the outcomes of these rows."""
     cells = [Cell(name, lag, seed, num_draws) for seed in seeds for name in names for lag in LAGS]
     outcomes: Outcomes = {name: {lag: [] for lag in LAGS} for name in names}
     for cell, outcome in zip(cells, run(cells, num_workers), strict=True):
@@ -137,7 +137,7 @@ def tuned(names: list[str], num_workers: int) -> dict[str, dict[str, float | Non
 
 
 def run(cells: list[Cell], num_workers: int) -> list[Outcome]:
-    """Run cells in processes of one thread each; return their outcomes in order.
+    """Run cells in processes of one thread each; return the outcomes in the order of the cells.
 
     Raises:
         SystemExit: a process failed, or the timeout expired.

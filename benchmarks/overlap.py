@@ -2,13 +2,14 @@
 
     python benchmarks/overlap.py [--quick] [--rounds 3] [--steps 40] [--groups N] [--keep FOLDER] [--page [FILE]]
 
-The benchmark runs `leeway train` with `weight_sync.max_lag = 0` and then with the default, one after the other on the
-same machine. The only actor has its own core, everything else shares another, and both runs train on the same number
-of samples with the same seed. Completions end at random with a long tail of lengths (`overlap_parts/long_tail.py`).
-Rates are measured from the end of the warm-up to the last step, so start-up does not count. `--groups` sets the number
-of prompts per step, and so the ratio of training to generation time: `r` in the JSON line should be about 1.
+The benchmark runs `leeway train` with `weight_sync.max_lag = 0`, and then with the default, on the same machine. The
+only actor has its own core, and all other processes share a second core. Both runs train on the same number of samples
+with the same seed. Completions end at random with a long tail of lengths (`overlap_parts/long_tail.py`). Rates are
+measured from the end of the warm-up to the last step, so start-up does not count. `--groups` sets the number of prompts
+per step. This number sets `r` in the JSON line, the ratio of training time to generation time, which should be about 1.
 
-`--quick` is for development: one short round; the figures are meaningless. `--page` writes docs/results/overlap.md.
+`--quick` is for development: it runs one short round, whose figures are meaningless. `--page` writes
+docs/results/overlap.md.
 """
 
 from __future__ import annotations
@@ -41,12 +42,12 @@ from leeway.launch.observe.totals import Interval
 
 PAGE = RESULTS / "overlap.md"
 SIDES = {"sync": ("--weight_sync.max_lag", "0"), "async": ()}
-"""Name -> overrides."""
+"""Name of the run in a round -> its overrides."""
 GROUPS_PER_STEP = 12
 NUM_WARMUP = 5
 BAR = 1.6
 EQUAL = (0.8, 1.25)
-"""Range in which r counts as about 1."""
+"""Range of r that counts as about 1."""
 
 Figures = dict[str, Any]
 
@@ -58,7 +59,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="number of pairs of synchronous and asynchronous runs")
     parser.add_argument("--steps", type=int, default=40, help="number of counted steps of each run")
     parser.add_argument("--groups", type=int, default=GROUPS_PER_STEP, help="number of prompts per step")
-    parser.add_argument("--keep", type=Path, help="keep the run folders here (default: remove them)")
+    parser.add_argument("--keep", type=Path, help="keep the run folders in this folder (default: remove them)")
     args = parsed(parser, PAGE)
     end_at_sigterm()
     num_rounds, num_steps = (1, 8) if args.quick else (args.rounds, args.steps)
@@ -78,7 +79,7 @@ def main() -> None:
 
 
 def measure_round(folder: Path, number: int, setting: Setting) -> tuple[Figures, Figures]:
-    """Run each side once.
+    """Run once synchronously and once asynchronously.
 
     Raises:
         MeasurementFailed: a run failed.
@@ -94,33 +95,33 @@ def measure_round(folder: Path, number: int, setting: Setting) -> tuple[Figures,
 
 
 def judged(result: Figures) -> Figures:
-    """Compare the ratio with its target; `met` is None if the run is not at full size or r is not about 1."""
+    """Compare the ratio with its target. `met` is None if the run is not at full size or r is not about 1."""
     is_equal = EQUAL[0] <= result["r"] <= EQUAL[1]
     met = None if result["quick"] or not is_equal else bool(result["async_over_sync"] >= BAR)
     return {"async_over_sync": {"at least": BAR, "where": "r is about 1", "met": met}}
 
 
-# --- the actor on one core, everything else of a run on another ----------------------------------
+# --- the actor on one core, all other processes of a run on another -------------------------------
 
 
 @dataclass
 class Cores:
-    """Assignment of a run's processes to two cores.
+    """Assignment of the processes of a run to two cores.
 
-    All processes start on the second core, which they inherit from the command. `look` moves each actor, with its
-    engine and all of their threads, as soon as it appears.
+    All processes start on the second core, which they inherit from the command. `look` moves each new actor, its
+    engine, and all threads of both to the first core.
     """
 
     actors: int
     others: int
     only: str = ""
-    """Name of the only actor to move; empty: all actors."""
+    """Name of the only actor to move; "" moves all actors."""
     moved: set[int] = field(default_factory=set)
     """Process ids of moved actors and engines."""
 
     @property
     def prefix(self) -> tuple[str, ...]:
-        """Command prefix that starts a process on the second core."""
+        """Prefix of a command that starts the command on the second core."""
         return "taskset", "--cpu-list", str(self.others)
 
     def look(self, folder: Path) -> None:
@@ -137,7 +138,7 @@ class Cores:
         """Check that an actor was moved with its engine.
 
         Raises:
-            MeasurementFailed: it was not, so the figures are invalid.
+            MeasurementFailed: actor and engine were not both moved, so the figures are invalid.
         """
         if len(self.moved) < 2:
             raise MeasurementFailed(
@@ -157,10 +158,10 @@ class Cores:
 
 
 def two_cores() -> Cores:
-    """Return the first two cores that this process may use.
+    """Return the two lowest-numbered cores that this process may use.
 
     Raises:
-        MeasurementFailed: there is only one.
+        MeasurementFailed: this process may use only one core.
     """
     usable = sorted(os.sched_getaffinity(0))
     if len(usable) < 2:
@@ -171,13 +172,13 @@ def two_cores() -> Cores:
 def train_on_cores(
     config: Path, log: Path, overrides: Sequence[str], *, only: str = "", module: str = "leeway.launch.cli"
 ) -> FinishedRun:
-    """Train with the actors on their own core; the run folder is next to the log.
+    """Train with the actors on their own core, in a run folder next to the log.
 
     Args:
         config: TOML file.
         log: file for the output of the run.
         overrides: arguments of `leeway train`.
-        only: name of the only actor to move; empty: all actors.
+        only: name of the only actor to move; "" moves all actors.
         module: module whose command line is run.
 
     Raises:
@@ -205,20 +206,20 @@ def _move_threads(pid: int, core: int) -> bool:
     return True
 
 
-# --- figures of runs; times in seconds, lengths in completion tokens -----------------------------
+# --- figures of runs (times in seconds, lengths in completion tokens) -----------------------------
 
 
 class Batches(NamedTuple):
     """Statistics of the samples of a step, averaged over steps."""
 
     longest_over_mean: float
-    """U: longest over mean completion length."""
+    """U, the longest completion length over the mean completion length."""
     generation_s: float
-    """Seconds from the start of the first sample to the end of the last."""
+    """Seconds from the start of the first sample of a step to the end of its last sample."""
 
 
 def batches(samples: Samples, steps: Sequence[int]) -> Batches:
-    """Return the statistics of the given steps.
+    """Return the statistics of some steps.
 
     Args:
         samples: samples used for training.
@@ -234,7 +235,7 @@ def batches(samples: Samples, steps: Sequence[int]) -> Batches:
 
 
 def running(samples: Samples, window: Interval) -> float:
-    """Return the mean number of these samples in generation over a window of time."""
+    """Return the mean number of `samples` that are being generated at a time within a window."""
     inside = np.minimum(samples.finished_s, window[1]) - np.maximum(samples.started_s, window[0])
     return float(inside.clip(min=0).sum() / (window[1] - window[0]))
 
@@ -247,18 +248,21 @@ def figures_of(run: FinishedRun, num_warmup: int) -> Figures:
         num_warmup: steps at the beginning that do not count.
 
     Returns:
-        `samples_per_s`: samples used for training per second of wall time from the end of the warm-up to the last step.
-        `learner_idle_frac`: fraction of that time in which the learner waits for a batch; `actor_idle_frac`: in which
-        the actor has no training request running; `running`: mean number of requests that it has; `step_s`, `wait_s`,
-        `generation_s`: training, waiting and generation per step; `U`; `lag_mean`; `dropped_stale`: fraction of the
-        committed samples.
+        `samples_per_s` is the number of samples used for training per second of wall time, from the end of the warm-up
+        to the last step. `learner_idle_frac` is the fraction of this time in which the learner waits for a batch.
+        `actor_idle_frac` is the fraction in which the actor has no training request running, and `running` is the mean
+        number of running requests. `step_s`, `wait_s` and `generation_s` are the seconds of training, waiting and
+        generation per step. `dropped_stale` is a fraction of the committed samples. `U` and `lag_mean` are means over
+        steps.
 
     Raises:
         MeasurementFailed: the run is too short.
     """
     rows = run.updates
     if len(rows) < num_warmup + 2:
-        raise MeasurementFailed(f"{run.folder.name} has {len(rows)} steps including {num_warmup} of warm-up: too few")
+        raise MeasurementFailed(
+            f"{run.folder.name} has {len(rows)} steps including {num_warmup} of warm-up: take more steps"
+        )
     counted = rows[num_warmup:]
     window = float(rows[num_warmup - 1]["finished_s"]), float(counted[-1]["finished_s"])
     seconds = window[1] - window[0]
@@ -288,12 +292,13 @@ def compared(rounds: Sequence[tuple[Figures, Figures]]) -> Figures:
     """Return the figures of the JSON line.
 
     Args:
-        rounds: figures of a synchronous run and of the asynchronous run after it.
+        rounds: figures of the synchronous and of the asynchronous run of each round.
 
     Returns:
-        `async_over_sync`: median of the rounds' ratios, with `async_over_sync_rounds` and their `spread`: maximum over
-        minimum, minus 1. `U` and `r` of the synchronous runs; r is the time to train a step over the time to generate
-        it; `limit`: (U + r) / (1 + r); `ceiling`: see `ceiling`. Idle fractions, `sync` and `async`: means over rounds.
+        `async_over_sync` is the median of `async_over_sync_rounds`, the ratios of the rounds. Their `spread` is the
+        maximum over the minimum, minus 1. `U` and `r` are those of the synchronous runs; r is the time to train a step
+        over the time to generate a step. `limit` and `ceiling` are results of the functions with these names. Idle
+        fractions, `sync` and `async` are means over rounds.
     """
     ratios = [other["samples_per_s"] / sync["samples_per_s"] for sync, other in rounds]
     sync: Figures = means([pair[0] for pair in rounds])
@@ -317,16 +322,16 @@ def compared(rounds: Sequence[tuple[Figures, Figures]]) -> Figures:
 
 
 def limit(longest_over_mean: float, r: float) -> float:
-    """Return (U + r) / (1 + r): the speedup of always busy machines over machines that wait for the longest sample."""
+    """Return (U + r) / (1 + r): the speedup of never waiting over waiting for the longest sample of a step."""
     return (longest_over_mean + r) / (1 + r)
 
 
 def ceiling(longest_over_mean: float, r: float) -> float:
     """Return the maximum speedup with one core for generation and one for training.
 
-    With the generation time of a step as the unit, a synchronous step takes 1 + r. An asynchronous step takes as
-    long as the slower core: training r; generation at best 1 / U, assuming that the engine is always full and that the
-    duration of its step does not depend on its load.
+    With the generation time of a step as the unit, a synchronous step takes 1 + r. An asynchronous step takes as long
+    as the slower core. Training takes r. Generation takes at least 1 / U, if the engine is always full and the duration
+    of an engine step does not depend on the load.
     """
     return (1 + r) / max(r, 1 / longest_over_mean)
 
@@ -339,19 +344,21 @@ def _mean(rows: Sequence[Row], key: str) -> float:
 
 
 READING = (
-    "U is the longest over the mean completion length of a step's batch, averaged over steps; r is the time to train a "
-    "step over the time to generate it. Both are from the synchronous runs. The limit assumes that any machine can do "
-    "any work: it compares a system whose machines all generate until the longest completion is finished, and then all "
-    "train, with a system that is never idle. Here each core has its own work. A synchronous step takes 1 + r times "
-    "its generation time; an asynchronous one takes as long as the busier core, which trains if r is above 1 / U. The "
-    "speedup is therefore (1 + r) / max(r, 1 / U), and 2 at r = 1.\n\n"
-    "A ratio can exceed that, because a synchronous learner also waits from publishing its weights to the first "
-    "request under them and from the last sample to the batch (in the table: waiting minus generation), which "
-    "asynchronous training hides. It can be below, because the learner shares its core with the buffer service and the "
-    "command, which in a synchronous run work while the learner waits, and because an engine step takes longer with "
-    "more samples, so that a full engine gains less than U. `learner idle` is the cost of admission and of the "
-    "transfer of a batch. An actor is idle while it has no request running; in an asynchronous run this happens while "
-    "admission is closed because the staleness bound permits no more generation."
+    "U is the longest over the mean completion length of a step's batch, averaged over steps. r is the time to train a "
+    "step over the time to generate a step. U and r are measured in the synchronous runs. The limit assumes that any "
+    "machine can do any work. The limit compares a system that is never idle with a system whose machines all generate "
+    "until the longest completion is finished, and then all train. On this machine, each core has its own work. A "
+    "synchronous step takes 1 + r times its generation time. An asynchronous step takes as long as the busier core, "
+    "which is the training core if r is above 1 / U. The maximum speedup is therefore (1 + r) / max(r, 1 / U), which "
+    "is 2 at r = 1.\n\n"
+    "A measured ratio can exceed this maximum, because asynchronous training hides two waits of a synchronous learner. "
+    "The first wait is from the publication of weights to the first request with these weights; the second is from the "
+    "last sample to the batch. In the table, these waits are waiting minus generation. A measured ratio can be below "
+    "the maximum for two reasons. The learner shares its core with the buffer service and the command, which in a "
+    "synchronous run work while the learner waits. An engine step takes longer with more samples, so a full engine "
+    "gains less than U. `learner idle` is the cost of admission and of the transfer of a batch. An actor is idle while "
+    "it has no request running. In an asynchronous run, actors are idle while admission is closed, because the "
+    "staleness bound permits no more generation."
 )
 
 
@@ -368,15 +375,14 @@ def _head(result: Figures, setting: Setting) -> str:
     )
     return (
         f"{origin(command, result['machine'], result['machine']['commit'])} The benchmark runs `leeway train` with "
-        "`weight_sync.max_lag = 0`, which is synchronous training, and then with the asynchronous default, one after "
-        "the other. One actor has its own core; the learner (one stage), the buffer service, Ray and the command share "
-        "the other. "
-        f"A step trains {setting.groups_per_step} prompts of {GROUP_SIZE} samples; the actor keeps as many in flight "
-        "on both sides. The model is a Llama of 1.7 million parameters whose completions end at random: the mean "
-        f"lengths of its 16 classes of prompts are log-normal (median {MEDIAN_LENGTH:g} tokens, sigma {SIGMA:g}), the "
-        f"length around each mean is geometric, and the maximum is {MAX_NEW_TOKENS} tokens. Each run has "
-        f"{setting.num_warmup} warm-up steps and {setting.num_steps - setting.num_warmup} counted steps; start-up and "
-        f"evaluations do not count. Rounds: {num_rounds}."
+        "`weight_sync.max_lag = 0`, which is synchronous training, and then with the asynchronous default. One actor "
+        "has its own core; the learner (one stage), the buffer service, Ray and the command share a second core. "
+        f"A step trains {setting.groups_per_step} prompts of {GROUP_SIZE} samples, and the actor of both runs keeps "
+        "this number of samples in flight. The model is a Llama of 1.7 million parameters whose completions end at "
+        f"random. The mean lengths of its 16 classes of prompts are log-normal (median {MEDIAN_LENGTH:g} tokens, sigma "
+        f"{SIGMA:g}). The length around each mean is geometric, and the maximum is {MAX_NEW_TOKENS} tokens. Each run "
+        f"has {setting.num_warmup} warm-up steps and {setting.num_steps - setting.num_warmup} counted steps; start-up "
+        f"and evaluations do not count. Rounds: {num_rounds}."
     )
 
 
@@ -398,8 +404,8 @@ def _table(result: Figures) -> str:
         ("samples trained per second", "samples_per_s", "{:.1f}"),
         ("completion tokens trained per second", "tokens_per_s", "{:.0f}"),
         ("training of a step, s", "step_s", "{:.2f}"),
-        ("waiting for its batch, s", "wait_s", "{:.2f}"),
-        ("generation of its samples, first start to last end, s", "generation_s", "{:.2f}"),
+        ("waiting for the batch of a step, s", "wait_s", "{:.2f}"),
+        ("generation of a step, first start to last end, s", "generation_s", "{:.2f}"),
         ("trained samples in flight, mean over time", "running", "{:.1f}"),
         ("longest over mean completion of a step (U)", "U", "{:.2f}"),
         ("lag, mean", "lag_mean", "{:.2f}"),

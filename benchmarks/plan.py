@@ -3,9 +3,10 @@
     python benchmarks/plan.py [--parts errors choices search] [--only N ...] [--after FILE ...] [--keep FOLDER]
                               [--page [FILE]]
 
-    errors    a profile of two configs with vLLM, and predicted and measured rates of eight others, in three rounds
-    choices   twelve small spaces, three of them with vLLM: the chosen plan, and measurements of every plan of the space
-    search    Metropolis chains compared with enumeration on 100 synthetic settings
+    errors    predicted and measured rates of eight configs with vLLM, in three rounds. The predictions come from a
+              profile of two other configs.
+    choices   the chosen plan in twelve small spaces, compared with measurements of every plan. Three spaces have vLLM.
+    search    Metropolis chains, compared with enumeration on 100 synthetic settings
 
 `--only` selects spaces, numbered from 1. A full run takes two hours; `--after` adds the output of earlier calls on this
 machine. `--page` writes docs/results/plan.md with its figure; it needs all parts and spaces.
@@ -58,10 +59,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="parts to run (default: all)")
     parser.add_argument("--only", type=int, nargs="+", metavar="N", help="run only these spaces, numbered from 1")
-    parser.add_argument("--after", type=Path, nargs="+", default=[], metavar="FILE", help="output of earlier calls")
-    parser.add_argument("--keep", type=Path, help="keep the run folders here (default: remove them)")
+    parser.add_argument("--after", type=Path, nargs="+", default=[], metavar="FILE", help="outputs of earlier calls")
+    parser.add_argument("--keep", type=Path, help="keep the run folders in this folder (default: remove them)")
     parser.add_argument(
-        "--page", type=Path, nargs="?", const=PAGE, metavar="FILE", help="write the page; default: to docs/results/"
+        "--page", type=Path, nargs="?", const=PAGE, metavar="FILE", help="write the page (default: in docs/results/)"
     )
     args = parser.parse_args()
     machine = describe_machine()
@@ -94,7 +95,7 @@ def main() -> None:
 
 
 def measure(folder: Path, parts: Sequence[str], spaces: Sequence[Choice], rows: Figures) -> None:
-    """Measure parts and store their figures in `rows`: part -> name -> figures.
+    """Measure parts, and store their figures in `rows`, as part -> name -> figures.
 
     Raises:
         MeasurementFailed: a run failed.
@@ -138,12 +139,12 @@ def page(result: Figures) -> list[str]:
     """Return the paragraphs of the page."""
     origin_ = origin("python benchmarks/plan.py --page", result["machine"], result["machine"]["commit"])
     head = (
-        f"{origin_} Errors are of trained samples per second in real runs with vLLM on the model and the cores of "
-        "[overlap.md](overlap.md), predicted from a profile of two configs that are not among the eight below. All ten "
-        "run in turn, three times; a rate is the median, with minimum and maximum in brackets. A space is the set of "
-        "permitted values of some keys. Every plan of a space was run, with engines and a learner that sleep "
-        "([fleet.md](fleet.md)), or three times with vLLM. Chains and enumeration search "
-        f"{result['instances']} synthetic settings of {result['plans_of_an_instance']:,} plans."
+        f"{origin_} Errors compare predicted and measured trained samples per second. The runs use vLLM, and "
+        "model and cores of [overlap.md](overlap.md). The predictions come from a profile of two configs that are not "
+        "among the eight below. All ten configs run in turn, three times. A rate is the median, with minimum and "
+        "maximum in brackets. A space is the set of permitted values of some keys. Every plan of a space was run once "
+        "with engines and a learner that sleep ([fleet.md](fleet.md)), or three times with vLLM. Chains and "
+        f"enumeration search {result['instances']} synthetic settings of {result['plans_of_an_instance']:,} plans."
     )
     predictions = [
         [row["case"], row["binds"], f"{row['measured']:.1f} ({row['least']:.1f} to {row['most']:.1f})",

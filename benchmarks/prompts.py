@@ -2,22 +2,23 @@
 
     python benchmarks/prompts.py [--seeds 0 1 2] [--work FOLDER] [--page [FILE]] [--quick]
 
-Every run trains the model of examples/sums.toml with PPO and a group baseline, on `NUM_SUMS` sums of the kind that it
-has partly learned and half as many sums of three digits, which it never answers correctly, so that at least a third of
-all groups have equal rewards. Prompts repeat several times. Runs differ only in these keys:
+Every run trains the model of examples/sums.toml with PPO and a group baseline. The prompts are `NUM_SUMS` sums of the
+kind that the model has partly learned, and half as many sums of three digits, which the model never answers correctly.
+At least a third of all groups therefore have equal rewards. Prompts repeat several times. Runs differ only in these
+keys:
 
     uniform      buffer.prompt_law = "uniform"
-    refill       the same, with buffer.refill_uninformative = 3
+    refill       buffer.prompt_law = "uniform" and buffer.refill_uninformative = 3
     posterior    buffer.prompt_law = "posterior"
-    both         posterior, with refilling
+    both         buffer.prompt_law = "posterior" and buffer.refill_uninformative = 3
 
     useful_per_token_NAME   training groups with unequal rewards per generated token, over those of `uniform`
     fewer_steps_NAME        steps of `uniform` until `TARGET` of the held-out sums are correct, over steps of this run
-    fewer_tokens_NAME       generated tokens of `uniform` until then, over those of this run
+    fewer_tokens_NAME       generated tokens of `uniform` until that accuracy, over generated tokens of this run
 
-Ratios are of means over seeds. Accuracy is greedy, measured every `EVAL_EVERY` steps, and averaged over three
-successive evaluations; the learning rate is constant. `--work` stores finished runs; a later call runs only the missing
-ones. `--quick` is for development: few steps and one seed.
+A ratio divides means over seeds. Accuracy is greedy, measured every `EVAL_EVERY` steps, and averaged over three
+successive evaluations. The learning rate is constant. `--work` stores finished runs; a later call runs only the missing
+runs. `--quick` is for development: it takes few steps with one seed.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ COLUMNS = {
     "generated tokens to target": ("tokens", "{:,.0f}"),
     "final greedy accuracy": ("greedy", "{:.3f}"),
 }
-"""Column -> figure of a run, and its format."""
+"""Column of the table -> figure of a run, and the format of this figure."""
 
 Figures = dict[str, float | None]
 """Figures of one run by name; None if the run did not reach the target."""
@@ -84,8 +85,8 @@ def main() -> None:
     """Run the missing cells, print the result and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="seeds of the runs")
-    parser.add_argument("--work", type=Path, help="store results here; new code needs a new folder (default: discard)")
-    parser.add_argument("--quick", action="store_true", help="few steps and one seed, for development")
+    parser.add_argument("--work", type=Path, help="folder for results; use a new one for new code (default: none)")
+    parser.add_argument("--quick", action="store_true", help="take few steps with one seed, for development")
     args = parsed(parser, RESULTS / "prompts.md")
     num_steps, seeds = (QUICK_STEPS, args.seeds[:1]) if args.quick else (STEPS, args.seeds)
     before = describe_machine()
@@ -117,7 +118,7 @@ def main() -> None:
 
 
 def run(kept: KeptResults, config: Path, name: str, seed: int, num_steps: int) -> Figures:
-    """Return the figures of a setting; run it if there is no stored result.
+    """Return the figures of a setting from the stored result, or from a new run if no result is stored.
 
     Raises:
         MeasurementFailed: the run failed, timed out, or ended before its last evaluation.
@@ -131,7 +132,7 @@ def run(kept: KeptResults, config: Path, name: str, seed: int, num_steps: int) -
 
 
 def over_seeds(found: Sequence[Figures]) -> Figures:
-    """Return means over seeds; None if any seed lacks a figure, since the mean of the others would be biased."""
+    """Return means over seeds. If a seed lacks a figure, its mean is None, since a mean of other seeds is biased."""
     return {name: None if any(each[name] is None for each in found) else value for name, value in means(found).items()}
 
 
@@ -149,13 +150,13 @@ def measured(run: FinishedRun) -> dict[str, Any]:
 
 
 def accuracies(run: FinishedRun) -> list[tuple[int, float]]:
-    """Return step and greedy accuracy of every evaluation, averaged with the accuracies before and after it."""
+    """Return the step of every evaluation, and the mean greedy accuracy of this and the two adjacent evaluations."""
     steps, values = zip(*run.evaluations(), strict=True)
     return [(step, fmean(values[max(0, place - 1) : place + 2])) for place, step in enumerate(steps)]
 
 
 def steps_until(target: float, points: Sequence[tuple[int, float]]) -> float | None:
-    """Return the step at which linear interpolation of the points first reaches the target; None if never."""
+    """Return the interpolated step at which accuracy first reaches the target, or None if it never does."""
     for (step, accuracy), (later, higher) in pairwise(points):
         if accuracy < target <= higher:
             return step + (later - step) * (target - accuracy) / (higher - accuracy)
@@ -163,7 +164,7 @@ def steps_until(target: float, points: Sequence[tuple[int, float]]) -> float | N
 
 
 def write_config(folder: Path) -> Path:
-    """Write the prompts and a config that uses them instead of the model's task; return its path."""
+    """Write the prompts, and a config with these prompts as its task; return the path of the config."""
     make_model(SUMS)
     chance = random.Random(0)
     sums = [(a, b) for a in range(10, 100) for b in range(10, 100)]
@@ -213,7 +214,7 @@ def _ratio(above: float | None, below: float | None) -> float | None:
 def page(
     of: Mapping[str, Figures], each: Mapping[str, Sequence[Figures]], line: Mapping[str, Any], made: str
 ) -> list[str]:
-    """Return the paragraphs of the page, from means over seeds and the figures of each run."""
+    """Return the paragraphs of the page from the means over seeds and the figures of each run."""
     rows = [[name, *(number(found[key], form) for key, form in COLUMNS.values())] for name, found in of.items()]
     gains = [
         [
@@ -228,19 +229,20 @@ def page(
     )
     return [
         "# Prompt samplers and refilling",
-        f"{made} PPO with a group baseline on {NUM_SUMS} sums that the model of `examples/sums.toml` has partly "
-        f"learned, and {NUM_SUMS // 2} sums of three digits, which it never answers correctly; {STEPS} steps of "
-        f"{GROUPS_PER_STEP} groups, one actor. Means over {line['num_seeds']} seeds.",
+        f"{made} The runs train the model of `examples/sums.toml` with PPO and a group baseline, with one actor. The "
+        f"prompts are {NUM_SUMS} sums that the model has partly learned, and {NUM_SUMS // 2} sums of three digits, "
+        f"which the model never answers correctly. A run has {STEPS} steps of {GROUPS_PER_STEP} groups. Figures are "
+        f"means over {line['num_seeds']} seeds.",
         table(["setting", *COLUMNS], rows),
         f"The target is {TARGET:g} of {NUM_HELD_OUT} held-out sums answered correctly. A group is useful if its "
-        f"rewards are unequal. Steps of each seed, which vary by more than most settings do: {steps}.",
+        f"rewards are unequal. Steps of each seed, which vary more between seeds than between most settings: {steps}.",
         table(["over `uniform`", "useful groups per generated token", "fewer steps", "fewer generated tokens"], gains),
         bars_table(line["wanted"], "at least"),
-        "Refilling fills every step with informative groups, and so takes fewer steps. It saves no tokens: the groups "
-        "that it skips are generated as they are without it, so the number of useful groups per generated token "
-        "depends only on the prompts. The posterior generates fewer groups of prompts that are always or never "
-        "solved, so more groups are useful per token. The steps that it saves are within the variation between seeds: "
-        "on these held-out sums its choice of prompts is hardly better than a random one.",
+        "Refilling fills every step with informative groups, and therefore takes fewer steps. Refilling saves no "
+        "tokens, because the groups that a step skips are generated nevertheless. The number of useful groups per "
+        "generated token depends only on the prompts. The posterior generates fewer groups of prompts that are always "
+        "or never solved, so more groups are useful per token. The saved steps are within the variation between seeds: "
+        "on these held-out sums, the prompts chosen by the posterior are hardly better than random prompts.",
     ]
 
 

@@ -3,12 +3,12 @@
     python benchmarks/prompts_load.py [--quick] [--page [FILE]]
 
 The file is JSONL with 500,000 rows and questions of 300 characters. The reward is `exact`; the tokenizer is that of the
-demo's model, which encodes each character as a token. Measured in a separate process:
+demo's model, which encodes each character as a token. A separate process measures:
 
-    memory        growth of resident memory after loading, and its peak during loading, over four bytes per token plus
-                  the bytes of the column that the reward reads
+    memory        growth of resident memory after loading, and peak growth during loading, over the size of the data:
+                  four bytes per token, and the bytes of the column that the reward reads
     reading       seconds to read, check and split the rows, without tokenization
-    tokenising    rows per second, over those of bare `encode_batch` on all cores for 20,000 of the same texts
+    tokenising    rows per second, over those of plain `encode_batch` on all cores for 20,000 of these texts
 
 `--quick` uses 20,000 rows; `--page` writes docs/results/prompts_load.md.
 """
@@ -47,13 +47,13 @@ def question(number: int) -> str:
 
 
 def load(path: str, num_rows: int) -> Figures:
-    """Load the file as an actor does and measure it, after loading the libraries."""
+    """Load the libraries, then load the file like an actor and measure memory and time."""
     from leeway.actors.tasks import load_encoded
     from leeway.actors.tasks.config import FileTask
     from leeway.actors.tasks.task import PromptCodec
 
     PromptCodec(MODEL, chat=False, system_prompt=None).encode([question(0)])
-    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak of resident memory
     before, began_s = _resident(), time.perf_counter()
     config = FileTask(type="file", path=path, rewards=("exact",))
     task, _ = load_encoded(config, MODEL, 400)
@@ -94,7 +94,7 @@ def _resident() -> dict[str, int]:
 def main() -> None:
     """Run the benchmark and print the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="20,000 rows, for development")
+    parser.add_argument("--quick", action="store_true", help="load 20,000 rows, for development")
     args = parsed(parser, PAGE)
     machine, num_rows = describe_machine(), 20_000 if args.quick else NUM_ROWS
     here = "benchmarks.prompts_load"
@@ -131,9 +131,9 @@ def page(result: Figures) -> list[str]:
     ]
     return [
         "# Loading prompts",
-        f"{origin('python benchmarks/prompts_load.py --page', machine, machine['commit'])} Rows of 300 characters in a "
-        "JSONL file, loaded as by an actor; a token is a character. Memory is the growth of the process, over the "
-        "bytes of its tokens and of the column that its reward reads.",
+        f"{origin('python benchmarks/prompts_load.py --page', machine, machine['commit'])} A process loads a JSONL "
+        "file with rows of 300 characters, like an actor; a token is a character. Memory is the growth of the process, "
+        "over the bytes of the tokens and of the column that the reward reads.",
         bars_table(result["wanted_at_most"], "at most"),
         bars_table(result["wanted_at_least"], "at least"),
         table(["quantity", "measured"], rows),

@@ -4,26 +4,26 @@
         [--after FILE.json] [--kept] [--page [FILE]] [--quick]
 
 Each run is `leeway train examples/sums.toml` with one actor and one stage; runs are sequential. The learner takes
-`STEPS` steps in each, so the runs differ in the number of generated tokens:
+`STEPS` steps in each run, so runs differ in the number of generated tokens:
 
     uses    max_uses = 2, 4 and 8 at max_lag = 16, drawn uniformly
     lags    max_uses = 4 at max_lag = 4, 16 and without a bound, drawn uniformly
-    laws    max_uses = 4 at max_lag = 16: the oldest first, uniform, prioritised with decay by age, softmax of rewards,
-            half of the newest
+    laws    max_uses = 4 at max_lag = 16, drawn by different laws: the oldest first, uniform, prioritised with decay by
+            age, softmax of rewards, half of the newest
 
-All of these store at most two steps' worth of groups (replay_steps = 2), so that actors replace used-up groups. The
-baselines run without replay (max_uses = 1, at the default max_lag): for all steps, for half and for a quarter of them.
+All of these runs store at most two steps' worth of groups (replay_steps = 2), so that actors replace used-up groups.
+The baselines run without replay (max_uses = 1, at the default max_lag), for all `STEPS`, half of them, and a quarter.
 
 `tokens_saved_at_equal_accuracy` of a setting is the number of tokens that a run without replay generates to reach the
-same held-out accuracy, divided by the number that this setting generates. It is interpolated on the curve of the runs
-without replay of all lengths, each with a learning rate that decays to 0. A setting that is better than the longest of
-these runs, or worse by at most the standard error over seeds, is compared with the longest run. The figure of an
-algorithm is that of its best setting. It is given twice: for answers sampled at temperature 1, whose accuracy is the
-training reward, and for greedy answers.
+same held-out accuracy, divided by the number of tokens that the setting generates. The first number is interpolated on
+the curve of the runs without replay, each of which has a learning rate that decays to 0. Some settings are better than
+the longest of these runs, or worse by at most the standard error over seeds. Such settings are compared with the
+longest run. The figure of an algorithm is that of its best setting. There is one figure for answers sampled at
+temperature 1, whose accuracy is the training reward, and one for greedy answers.
 
-`--work` stores finished runs; a later call runs only the missing ones, and with `--kept` none. The figures of a page's
-runs are stored next to it as .json; `--after` reads those of an earlier page, so that parts, algorithms and seeds can
-be added. `--quick` is for development: few steps and one seed.
+`--work` stores finished runs; a later call runs only the missing runs. With `--kept`, no run is started. The figures of
+a page's runs are stored next to the page as .json. `--after` reads the figures of an earlier page, so that parts,
+algorithms and seeds can be added. `--quick` is for development: it takes few steps with one seed.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ WANTED = 1.4
 TIMES = "{:.2f} times"
 REPLAY_STEPS = 2
 ACCURACIES = ("sampled", "greedy")
-"""Ways of answering held-out problems; runs use the first one in training."""
+"""Ways of answering held-out problems; training uses the first way."""
 ALGORITHMS = {
     "trajectory_balance": "#0072B2",
     "oapl": "#CC79A7",
@@ -111,7 +111,7 @@ PARTS: dict[str, tuple[Setting, ...]] = {
         replace(REPLAY, law=law) for law in ("fifo", "uniform", "prioritised", "reward_softmax", "on_policy_share")
     ),
 }
-"""Part -> settings, in addition to `FRESH`, which every part needs."""
+"""Part -> settings to run in addition to `FRESH`, which every part needs."""
 COLUMNS = {
     "greedy": ("greedy", "{:.3f}"),
     "sampled": ("sampled", "{:.3f}"),
@@ -122,7 +122,7 @@ COLUMNS = {
     "lowest ESS": ("ess", "{:.2f}"),
     "wall s": ("seconds", "{:.0f}"),
 }
-"""Column -> figure of a run, and its format."""
+"""Column of the table -> figure of a run, and the format of this figure."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """Stem of the names of the files of this cell."""
+        """Stem of the file names of this cell."""
         setting = self.setting.name.replace(", ", "-").replace(" ", "_")
         return f"{self.algorithm}-{setting}-seed{self.seed}"
 
@@ -150,14 +150,14 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="parts to run")
     parser.add_argument("--algorithms", nargs="+", choices=ALGORITHMS, default=[*ALGORITHMS], help="algorithms to run")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="seeds of the runs")
-    parser.add_argument("--work", type=Path, help="store results here; new code needs a new folder (default: discard)")
-    parser.add_argument("--after", type=Path, metavar="FILE", help="figures of an earlier page, not to run again")
-    parser.add_argument("--kept", action="store_true", help="run nothing, and report stored results only")
-    parser.add_argument("--quick", action="store_true", help="few steps and one seed, for development")
+    parser.add_argument("--work", type=Path, help="folder for results; use a new one for new code (default: none)")
+    parser.add_argument("--after", type=Path, metavar="FILE", help="add figures (.json) of an earlier page")
+    parser.add_argument("--kept", action="store_true", help="start no run, and report only stored results")
+    parser.add_argument("--quick", action="store_true", help="take few steps with one seed, for development")
     args = parsed(parser, RESULTS / "replay.md")
     num_steps, seeds = (QUICK_STEPS, args.seeds[:1]) if args.quick else (STEPS, args.seeds)
     settings = list(dict.fromkeys([*FRESH, *(setting for part in args.parts for setting in PARTS[part])]))
-    # seeds vary slowest, so that an interrupted call has complete rounds
+    # the seed is the outer loop, so that an interrupted call has complete rounds
     cells = [Cell(name, setting, seed) for seed in seeds for name in args.algorithms for setting in settings]
     before = describe_machine()
     end_at_sigterm()
@@ -185,7 +185,7 @@ def main() -> None:
 
 
 def run(kept: KeptResults, cell: Cell, num_steps: int) -> Figures:
-    """Return the figures of a cell; run it if there is no stored result.
+    """Return the figures of a cell from the stored result, or from a new run if no result is stored.
 
     Raises:
         MeasurementFailed: the run failed, timed out, or ended before its last evaluation.
@@ -198,7 +198,7 @@ def run(kept: KeptResults, cell: Cell, num_steps: int) -> Figures:
 
 
 def figures(run: FinishedRun) -> Figures:
-    """Return the figures of a run: accuracies in [0, 1], completion tokens, lag in versions, seconds."""
+    """Return the figures of a run: accuracies in [0, 1], numbers of completion tokens, lag in versions, and seconds."""
     summary = run.summary
     return {
         "greedy": summary["accuracy_after"],
@@ -219,14 +219,14 @@ def mean(found: Sequence[Figures], name: str) -> float:
 
 
 def standard_error(name: str, *samples: Sequence[Figures]) -> float:
-    """Return the standard error of the difference of two means over seeds; 0 if a side has only one seed."""
+    """Return the standard error of the difference of two means over seeds, or 0 if a mean has only one seed."""
     if min(map(len, samples)) < 2:
         return 0.0
     return math.sqrt(sum(stdev(each[name] for each in found) ** 2 / len(found) for found in samples))
 
 
 def tokens_saved(results: Results, algorithm: str, setting: Setting, by: str) -> float | None:
-    """Return generated tokens without replay over those of a setting, at equal accuracy.
+    """Return the generated tokens without replay over the generated tokens of a setting, at equal accuracy.
 
     The curve without replay interpolates linearly in accuracy and the logarithm of tokens. Returns None if the setting
     is worse than all runs without replay.
@@ -247,7 +247,7 @@ def tokens_saved(results: Results, algorithm: str, setting: Setting, by: str) ->
 
 
 def summarised(results: Results) -> dict[str, Any]:
-    """Return the JSON line: the best setting of each algorithm and its savings, by both accuracies."""
+    """Return the JSON line: the best setting of each algorithm and the saved tokens, for both kinds of accuracy."""
     line: dict[str, Any] = {}
     for name in dict.fromkeys(algorithm for algorithm, _ in results):
         line[name] = {by: best(results, name, by) for by in ACCURACIES}
@@ -263,7 +263,7 @@ def _key(by: str) -> str:
 
 
 def best(results: Results, algorithm: str, by: str) -> dict[str, Any]:
-    """Return the best setting of an algorithm among those with the most seeds, and its savings; None if none saves."""
+    """Return the best setting of an algorithm among settings with the most seeds, and its savings; None without one."""
     most = max(len(found) for (name, _), found in results.items() if name == algorithm)
     saved = {
         setting: value
@@ -307,25 +307,27 @@ def page(results: Results, line: Mapping[str, Any], made: str, figure: str) -> l
     met = [f"{'met' if value >= WANTED else '**missed**'} for {by} answers ({value:.2f})" for by, value in bars.items()]
     return [
         "# Replay: accuracy over generated tokens",
-        f"{made} Runs of `{CONFIG}` with one actor and one stage on one core, {STEPS} steps of the learner except for "
-        f"the shorter runs, which are all without replay; with replay `buffer.replay_steps = {REPLAY_STEPS}`. Means "
-        f"over up to {num_seeds} seeds, with minimum and maximum in brackets.",
+        f"{made} Runs train `{CONFIG}` with one actor and one stage on one core. The learner takes {STEPS} steps; only "
+        f"some runs without replay are shorter. Runs with replay have `buffer.replay_steps = {REPLAY_STEPS}`. Figures "
+        f"are means over up to {num_seeds} seeds, with minimum and maximum in brackets.",
         f"![Held-out accuracy over generated tokens]({figure}.svg)",
         "Generated tokens saved at equal accuracy by the best setting, for answers sampled at temperature 1, whose "
         "accuracy is the trained reward, and for greedy answers:",
         table(["algorithm", "sampled", "setting", "greedy", "setting"], gains),
-        f"Target: at least {WANTED:g} for one of them: {', '.join(met)}.",
+        f"Target: at least {WANTED:g} for sampled or greedy answers: {', '.join(met)}.",
         table(["algorithm", "setting", "seeds", *COLUMNS, *(f"tokens saved, {by}" for by in ACCURACIES)], rows),
-        "Tokens saved: number of tokens that a run without replay generates to reach the same held-out accuracy, over "
-        "the number that this setting generates; `-` if all runs without replay are better. The curve consists of the "
-        "runs without replay of all lengths, each with a learning rate that decays to 0; a setting that is better than "
-        "the longest of them, or worse by at most the standard error over seeds, is compared with the longest.",
-        "Interpretation: with replay a run takes as many steps on fewer samples. More steps make the policy more "
-        "confident on the samples, which improves sampled answers; greedy answers do not benefit from confidence, "
-        "and improve only if the steps teach something. Less generation also saves time, because both sides share a "
-        "core here.",
-        "Not covered: answers of hundreds of tokens, for which generation dominates and time is proportional to the "
-        "tokens; runs that see the same prompts for many epochs; learning rates tuned to the age of the samples.",
+        "Tokens saved is the number of tokens that a run without replay generates to reach the same held-out accuracy, "
+        "over the number of tokens that this setting generates. The value is `-` if all runs without replay are "
+        "better. The curve consists of the runs without replay of all lengths, each with a learning rate that decays "
+        "to 0. A setting is compared with the longest of these runs if the setting is better, or worse by at most the "
+        "standard error over seeds.",
+        "Interpretation: with replay, a run takes the same number of steps on fewer samples. More steps make the "
+        "policy more confident on the samples, which improves sampled answers. Greedy answers do not benefit from "
+        "confidence, and improve only if the steps teach something. Less generation also saves time, because "
+        "generation and training share one core.",
+        "The runs do not cover answers of hundreds of tokens, for which generation dominates and time is proportional "
+        "to the tokens. The runs cover neither many epochs of the same prompts nor learning rates tuned to the age of "
+        "samples.",
     ]
 
 

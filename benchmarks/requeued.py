@@ -3,14 +3,14 @@
     python benchmarks/requeued.py [--quick] [--keep FOLDER] [--page [FILE]]
 
 The benchmark runs `leeway train` on the long-tailed model of `benchmarks/overlap.py` with two actors. `leeway scale`
-repeatedly removes one of them while its engine is full, and adds one again later.
+repeatedly removes an actor while its engine is full, and later adds an actor.
 
     made_twice      tokens discarded with their samples, over tokens in flight in the removed actors
     kept            one minus `made_twice`
     left_s          maximum seconds from the command until the actor and its engine have exited
     length_ks       distance between the lengths of 1,000 training samples after each removal and those of other steps
 
-`--quick` is for development: one removal. `--page` writes docs/results/requeued.md.
+`--quick` is for development: it removes one actor once. `--page` writes docs/results/requeued.md.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from leeway.launch.observe.status import StatusError, read_status
 PAGE = RESULTS / "requeued.md"
 GROUPS, SLOTS, TIMES = 12, 32, 4
 WARM_UP, BETWEEN, AWAY = 20, 30, 24
-"""Number of steps before the first removal, from an addition to a removal, and from a removal to an addition."""
+"""Numbers of steps: before the first removal, from an addition to a removal, and from a removal to an addition."""
 AFTER = 1000
 """Number of training samples after each removal whose lengths are compared."""
 OVERRIDES = (
@@ -58,15 +58,15 @@ Figures = dict[str, Any]
 def main() -> None:
     """Run the benchmark and print the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one removal, for development")
-    parser.add_argument("--keep", type=Path, help="keep the run folder here (default: remove it)")
+    parser.add_argument("--quick", action="store_true", help="remove one actor once, for development")
+    parser.add_argument("--keep", type=Path, help="keep the run folder in this folder (default: remove it)")
     args = parsed(parser, PAGE)
     end_at_sigterm()
     machine, scaling = describe_machine(), Scaling(1 if args.quick else TIMES)
     with tempfile.TemporaryDirectory(prefix="benchmark-handed-on-") as fresh:
         folder = (args.keep or Path(fresh)).resolve()
         try:
-            # an actor starts within about BETWEEN steps; twice that leaves time for the last addition
+            # an actor starts within about BETWEEN steps; twice this number leaves time for the last addition
             steps = WARM_UP + scaling.times * (AWAY + 2 * BETWEEN)
             config = write_setting(folder / "setting", Setting(steps, 0, GROUPS))
             run = train(config, folder / "run", OVERRIDES, log=folder / "run.log", look=scaling.look)
@@ -83,11 +83,11 @@ def main() -> None:
 
 @dataclass
 class Scaling:
-    """Callback that removes an actor and adds one again, according to the progress of a run."""
+    """Callback that alternately removes and adds an actor, according to the progress of a run."""
 
     times: int
     left: list[tuple[int, float]] = field(default_factory=list)
-    """Finished step and wall-clock time of each removal command."""
+    """Last finished step and wall-clock time of each removal command."""
     _next_at: int = WARM_UP
     """Step after which the next removal or addition is due."""
 
@@ -121,7 +121,7 @@ def figures_of(run: FinishedRun, scaling: Scaling) -> Figures:
         MeasurementFailed: there were too few removals.
     """
     if len(scaling.left) < scaling.times:
-        raise MeasurementFailed(f"the run was too short: {len(scaling.left)} of {scaling.times} actor removals")
+        raise MeasurementFailed(f"the run was too short: {len(scaling.left)} of {scaling.times} actors were removed")
     events = [json.loads(line) for line in (run.folder / "events.jsonl").read_text().splitlines()]
     gone = [event["time_s"] for event in events if event["kind"] == "left"]
     left_s = [min(each for each in gone if each > requested_s) - requested_s for _, requested_s in scaling.left]
@@ -161,9 +161,9 @@ def page(result: Figures) -> list[str]:
     """Return the paragraphs of the page."""
     head = (
         f"{origin('python benchmarks/requeued.py --page', result['machine'], result['machine']['commit'])} The run "
-        f"uses the model of [overlap.md](overlap.md) and two actors with {SLOTS} slots. {result['times']} times "
-        f"`leeway scale` removed an actor while its engine was full, and added one {AWAY} steps later. Tokens in "
-        "flight are estimated from the requeued samples and the mean length of a running sample."
+        f"uses the model of [overlap.md](overlap.md) and two actors with {SLOTS} slots. `leeway scale` removed an "
+        f"actor {result['times']} times while its engine was full, and added an actor {AWAY} steps after each removal. "
+        "Tokens in flight are estimated from the requeued samples and the mean length of a running sample."
     )
     lines = [
         ("requeued samples", f"{result['requeued']:.0f}"),
@@ -172,7 +172,7 @@ def page(result: Figures) -> list[str]:
         ("samples failed with a lease", f"{result['failed']:.0f}"),
         ("maximum seconds from the command to the exit of actor and engine", f"{result['left_s']:.1f}"),
         ("samples trained after removals, and others", f"{result['samples_after']:,}, {result['samples_other']:,}"),
-        ("their mean lengths", f"{result['mean_after']:.1f}, {result['mean_other']:.1f}"),
+        ("mean lengths after removals, and of others", f"{result['mean_after']:.1f}, {result['mean_other']:.1f}"),
     ]
     return [
         "# Removed actors and their partial rollouts",

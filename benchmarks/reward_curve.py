@@ -50,14 +50,14 @@ def main() -> None:
 
 
 class Memory:
-    """Peak of the total proportional set size of the run's processes, which counts shared pages once."""
+    """Peak of the total proportional set size of the processes of a run, which counts shared pages once."""
 
     def __init__(self) -> None:
         self.peak_gib = 0.0
         self._next_s = 0.0
 
     def look(self, folder: Path) -> None:
-        """Take a sample if one is due."""
+        """Measure the current total, if the last measurement is old enough."""
         if time.monotonic() >= self._next_s:
             self._next_s = time.monotonic() + SAMPLE_EVERY_S
             self.peak_gib = max(self.peak_gib, self._present_gib())
@@ -66,7 +66,7 @@ class Memory:
     def _present_gib() -> float:
         total = 0
         for member in psutil.Process().children(recursive=True):
-            with suppress(psutil.Error):  # the process exits meanwhile
+            with suppress(psutil.Error):  # the process may exit during the measurement
                 total += member.memory_full_info().pss
         return total / 2**30
 
@@ -78,7 +78,7 @@ def page(
     summary: Mapping[str, Any],
     peak_gib: float,
 ) -> list[str]:
-    """Return the paragraphs of the page, with means over equal intervals of steps."""
+    """Return the paragraphs of the page, with means over equally long intervals of steps."""
     stretch = max(1, -(-len(rows) // NUM_ROWS))
     return [
         f"# Results of {config.stem}",

@@ -2,11 +2,11 @@
 
     python benchmarks/rewards.py [--slots 5] [--seconds 6]
 
-The figure is the rate of settled samples with one bad sample in a hundred, over the rate without. 64 samples are
-generated at once without an engine, each in five seconds. A reward function scores them in five real processes, with a
-timeout of two seconds per call. A bad sample sleeps forever, backtracks in a regular expression, exits its process,
-allocates 30 GB, or has a thread set an alarm. As in an actor, samples being scored do not occupy one of the 64 slots,
-and 128 samples may be open. Rates are medians over time slots.
+The figure is the rate of settled samples if one sample in a hundred is bad, over the rate without bad samples. 64
+samples are generated at a time without an engine, each in five seconds. A reward function scores the samples in five
+real processes, with a timeout of two seconds per call. The score of a bad sample sleeps endlessly, backtracks in a
+regular expression, exits the process, allocates 30 GB, or starts a thread that sets an alarm. As in an actor, samples
+that are being scored do not occupy any of the 64 slots, and 128 samples may be open. Rates are medians over time slots.
 """
 
 from __future__ import annotations
@@ -60,16 +60,16 @@ class Actor:
     """Actor that generates samples without an engine and scores them."""
 
     def __init__(self, scorer: Scorer, kind: str) -> None:
-        """Make one in a hundred samples, at random, bad in the way `kind`; with '', make none bad."""
+        """Make one in a hundred samples bad, at random and in the way `kind`; the kind '' makes no sample bad."""
         self._scorer = scorer
         self._kind = kind
         self._chance = random.Random(0)
         self._slots = asyncio.Semaphore(NUM_SLOTS)
         self.settled: Counter[str] = Counter()
-        """Number of samples by outcome: 'scored', or the reason of the failure."""
+        """Outcome -> number of samples. The outcome is 'scored' or the reason of the failure."""
 
     async def run(self) -> None:
-        """Process samples with at most 2 * NUM_SLOTS open ones, until cancelled."""
+        """Generate and score samples until cancelled, with at most 2 * NUM_SLOTS open samples."""
         await asyncio.gather(*(self._samples() for _ in range(2 * NUM_SLOTS)))
 
     async def _samples(self) -> None:
@@ -113,7 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--slots", type=int, default=5, help="number of time slots per kind of bad sample")
     parser.add_argument("--seconds", type=float, default=6.0, help="duration of a time slot")
     args = parser.parse_args(arguments)
-    logging.getLogger("leeway.actors.rewards").setLevel(logging.CRITICAL)  # failures are counted here instead
+    logging.getLogger("leeway.actors.rewards").setLevel(logging.CRITICAL)  # failures are counted, not logged
     rates: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as name:
         (Path(name) / "bad.py").write_text(REWARD)

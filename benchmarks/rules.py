@@ -2,12 +2,12 @@
 
     python benchmarks/rules.py [--page [FILE]]
 
-A pair is a row's answer and a completion; each line of `TRIPLES` gives one correct and one incorrect pair. Three judges
-are compared:
+A pair is the answer of a row and a completion; each line of `TRIPLES` gives one correct and one incorrect pair. Three
+judges are compared:
 
-    math_verify   math-verify with its defaults, like the rule before it parsed numbers itself
+    math_verify   math-verify with its defaults, like a previous version of the rule without a number parser
     exact         only the rule's number parser; a pair that is not two numbers gets no reward
-    rule          the current rule: numbers are compared exactly, everything else by math-verify
+    rule          the current rule: numbers are compared exactly, and all other pairs are compared by math-verify
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ Judge = Callable[[object, str], bool]
 
 
 def math_verify_alone() -> Judge:
-    """Return the previous rule: math-verify with its defaults, expanded exponents, and GSM8K's answer marker."""
+    """Return the judge `math_verify`: defaults of math-verify, expanded exponents, and the answer marker of GSM8K."""
     from math_verify import parse, verify
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)
@@ -213,7 +213,7 @@ def math_verify_alone() -> Judge:
 
 
 def rule_as_it_is() -> Judge:
-    """Return the current rule, as in a run."""
+    """Return the judge `rule`, which is the current rule as a run applies it."""
     rule = rules.load_rule("math", MathRule(), ["answer"])
 
     def is_right(answer: object, completion: str) -> bool:
@@ -223,7 +223,7 @@ def rule_as_it_is() -> Judge:
 
 
 def exact_alone() -> Judge:
-    """Return the current rule for pairs that it parses as two numbers, and False for all other pairs."""
+    """Return the judge `exact`: the current rule for pairs of two numbers, and False for all other pairs."""
     rule = rule_as_it_is()
 
     def is_right(answer: object, completion: str) -> bool:
@@ -245,7 +245,7 @@ def timed(judge: Judge, text: str) -> float:
 
 
 def totals(found: Mapping[str, Mapping[str, tuple[int, int]]]) -> dict[str, float]:
-    """Return the fraction of correct answers that are rewarded, and the number of rewarded incorrect answers."""
+    """Return the rewarded fraction of correct answers, and the number of rewarded incorrect answers."""
     line: dict[str, float] = {}
     num_right = sum(map(len, TRIPLES.values()))
     for judge in JUDGES:
@@ -273,12 +273,13 @@ def page(
     return [
         "# Answers that the rule `math` rewards",
         f"{made} {line['num_pairs']} pairs of an answer and a completion, written by hand in `benchmarks/rules.py`; "
-        "half of them are correct. A column counts the rewarded pairs: ideally all of `correct`, none of `incorrect`.",
+        "half of the pairs are correct. A column counts rewarded pairs. The ideal is all of `correct` and none of "
+        "`incorrect`.",
         table(head, rows),
-        "- `math-verify`: math-verify with its defaults, like the rule before it parsed numbers itself.\n"
+        "- `math-verify`: math-verify with its defaults, like a previous version of the rule without a number parser.\n"
         "- `exact`: only pairs whose sides both parse as numbers.\n"
-        "- `rule`: the current rule. Two numbers are compared exactly; math-verify compares everything else, with "
-        "decimals converted to fractions first, so that nothing is rounded.",
+        "- `rule`: the current rule. Two numbers are compared exactly. math-verify compares all other pairs; decimals "
+        "are converted to fractions first, so that nothing is rounded.",
         f"Time of the rule for a completion of one megabyte: {took}.",
     ]
 

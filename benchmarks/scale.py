@@ -2,12 +2,12 @@
 
     python benchmarks/scale.py [--quick] [--page [FILE]]
 
-Nothing here is measured on a GPU: the costs of engines and learners are derived from data sheets and stated assumptions
-in `scale_parts/sheets.py`. For each number of GPUs and each maximum lag, the plans with the best bounds are simulated.
-A plan sets the number of training GPUs, the shape of the learner, and the samples that each engine runs.
+Nothing is measured on a GPU: the costs of engines and learners are derived from data sheets and from the assumptions
+that `scale_parts/sheets.py` states. For each number of GPUs and each maximum lag, the plans with the best bounds are
+simulated. A plan sets the number of training GPUs, the shape of the learner, and the samples that each engine runs.
 
-    one_kind_over_mixed_price   simulated price per training sample with the best plan of one kind of GPU, over that of
-                                the best plan of two kinds whose prices are 2.85 to 1; minimum over two models
+    one_kind_over_mixed_price   simulated price per training sample with the best plan of one kind of GPU, over the
+                                price with the best plan of two kinds, which cost 2.85 to 1; minimum over two models
 
 `--quick` is for development; its figures are meaningless. `--page` writes docs/results/scale.md.
 """
@@ -60,10 +60,10 @@ LENGTHS = lognormal(2000, 0.9, LONGEST, 0.65)
 SLOTS = (8, 16, 24, 32, 48, 64, 96)
 SIZES, LAGS = (16, 32, 64, 128, 256, 512, 1024), (1, 4, 16)
 OF_LARGE = 64
-"""Minimum number of GPUs for the large model, for its learner and engines."""
+"""Minimum number of GPUs with which the learner and the engines of the large model are simulated."""
 MOST_OF_A_KIND, PRICED_LAG = 128, 8
 NUM_CLOSER, STEPS = 4, 50
-"""Number of plans with the best bounds that are simulated, and of steps with each of three seeds."""
+"""Number of simulated plans, which have the best bounds, and number of steps with each of three seeds."""
 AT_LEAST = {"one_kind_over_mixed_price": 1.23}
 CONFIG = load_config(
     ROOT / "examples" / "demo.toml",
@@ -87,12 +87,12 @@ class Cluster:
 
     @property
     def num_ranks(self) -> int:
-        """Number of training GPUs."""
+        """Number of GPUs used for training."""
         return self.shape.num_stages * self.shape.num_replicas
 
     @property
     def price(self) -> float:
-        """Price per hour."""
+        """Relative price of all GPUs per hour."""
         generate = sum(count * self.model.tensor_parallel * gpu.price for gpu, count in self.engines)
         return generate + self.num_ranks * self.trainer.price
 
@@ -120,9 +120,9 @@ class Cluster:
 def main() -> None:
     """Run the benchmark and print the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="two sizes, for development")
+    parser.add_argument("--quick", action="store_true", help="simulate only two sizes, for development")
     parser.add_argument(
-        "--page", type=Path, nargs="?", const=PAGE, metavar="FILE", help="write the page; default: to docs/results/"
+        "--page", type=Path, nargs="?", const=PAGE, metavar="FILE", help="write the page (default: in docs/results/)"
     )
     args = parser.parse_args()
     if args.page and args.quick:
@@ -152,7 +152,7 @@ def main() -> None:
 
 
 def at_size(model: Model, size: int, max_lag: int) -> Figures:
-    """Return the simulated figures of the best plan for `size` H800."""
+    """Return the simulated figures of the best plan for `size` H800 GPUs."""
     plans = [
         Cluster(model, ((H800, (size - ranks) // model.tensor_parallel),), slots, H800, shape, max_lag)
         for shape in shapes(model, H800, size - model.tensor_parallel)
@@ -175,7 +175,7 @@ def at_size(model: Model, size: int, max_lag: int) -> Figures:
 
 
 def by_price(model: Model) -> Figures:
-    """Return the cheapest plan per sample with both kinds of GPU, and with each one alone."""
+    """Return the cheapest plan per sample with both kinds of GPU, and with only one kind."""
     found = {}
     for name, kinds in (("H800 alone", [H800]), ("H20 alone", [H20]), ("both", [H800, H20])):
         candidates = [(_simulated(plan), plan) for plan in _cheapest(model, kinds)]
@@ -188,7 +188,7 @@ def by_price(model: Model) -> Figures:
 
 
 def _cheapest(model: Model, kinds: Sequence[Gpu]) -> list[Cluster]:
-    """Return the cheapest plans by bounds, with at most MOST_OF_A_KIND GPUs of each kind."""
+    """Return the plans with the lowest price per sample by bounds, with at most MOST_OF_A_KIND GPUs of each kind."""
     most = MOST_OF_A_KIND // model.tensor_parallel
     counts = sorted({count for count in (*range(0, 17, 2), *range(20, 65, 4), *range(72, 129, 8)) if count <= most})
     learners = [(gpu, shape) for gpu in kinds for shape in shapes(model, gpu, MOST_OF_A_KIND)]
@@ -223,7 +223,7 @@ def _pool(model: Model, gpu: Gpu, count: int, slots: int) -> EnginePool:
 
 @lru_cache(maxsize=4096)
 def _step_s(model: Model, gpu: Gpu, shape: LearnerShape) -> float:
-    """Return the seconds of a step on samples with the quantiles of the length distribution."""
+    """Return the seconds of a learner step on samples whose lengths are quantiles of the length distribution."""
     num = GROUPS * K
     scores = [NormalDist().inv_cdf((place + 0.5) / num) for place in range(num)]
     lengths = [PROMPT_TOKENS + int(each) for each in replace(LENGTHS, explained=0.0).lengths(0.0, scores)]
@@ -253,10 +253,10 @@ def page(result: Figures) -> list[str]:
     """Return the paragraphs of the page."""
     head = (
         f"{origin('python benchmarks/scale.py --page', result['machine'], result['machine']['commit'])} **Nothing on "
-        "this page was measured on a GPU**: the simulator's input is data sheets and assumptions, all of them in "
+        "this page was measured on a GPU**. The inputs of the simulator are data sheets and assumptions, all in "
         "[benchmarks/scale_parts/sheets.py](../../benchmarks/scale_parts/sheets.py). Engines reach "
-        f"{READS:.0%} of the sheet's bandwidth and {COMPUTES:.0%} of its FLOP/s, a learner {TRAINS:.0%} of its FLOP/s. "
-        "The accuracy of the simulator is measured in [fleet.md](fleet.md). A step has "
+        f"{READS:.0%} of the sheet's bandwidth and {COMPUTES:.0%} of its FLOP/s; a learner reaches {TRAINS:.0%} of "
+        "the FLOP/s. The accuracy of the simulator is measured in [fleet.md](fleet.md). A step has "
         f"{GROUPS} prompts with {K} samples each, at every size; completions have {LENGTHS.mean:,.0f} tokens on "
         f"average and {LONGEST:,} at most, and the prompt explains 65 % of the variance of their logarithm."
     )
@@ -282,23 +282,24 @@ def page(result: Figures) -> list[str]:
         "# Simulated scale from data sheets",
         head,
         "## Bottlenecks",
-        f"For each number of H800, the {NUM_CLOSER} plans with the best bounds were simulated for {STEPS} steps with "
-        "each of three seeds. The table shows the best of them.",
+        f"For each number of H800 GPUs, the {NUM_CLOSER} plans with the best bounds were simulated for {STEPS} steps "
+        "with each of three seeds. The table shows the best simulated plan.",
         table(["model", "GPUs", "max_lag", "plan", "samples/s", "per GPU", "bottleneck", "learner busy", "slots used",
                "lag", "dropped"], rows),
-        "Samples per second that each part alone would allow:",
+        "Samples per second that each part would allow if all other parts took no time:",
         table(["model", "GPUs", "max_lag", "generation", "training", "staleness"], bounds),
         "## Mixed GPUs by price",
-        f"The cheapest plans of up to {MOST_OF_A_KIND} GPUs of each kind at `max_lag = {PRICED_LAG}`, by the price of "
-        "a thousand trained samples; an hour of an H20 costs 1.",
+        f"The table has the cheapest plans of up to {MOST_OF_A_KIND} GPUs of each kind at `max_lag = {PRICED_LAG}`, by "
+        "the price of a thousand trained samples. An hour of an H20 costs 1.",
         bars_table(result["wanted"], "at least"),
         table(["model", "GPUs", "plan", "samples/s", "bottleneck", "per 1,000"], priced),
         "## Not modelled",
-        "Shared or congested networks: every host pulls weights at the full rate of its link, and hops between stages "
-        "and sums over replicas are in a constant. Preemption: the simulated engine starts only samples that its cache "
-        "has room for, but a real engine may preempt. Failures, stragglers and throttling hosts. Bursts of slow "
-        "rewards. The actual efficiency of the kernels of a given version. The effect of the lag on learning: see "
-        "[stability.md](stability.md) and [accuracy_over_lag.md](accuracy_over_lag.md).",
+        "Networks are not shared or congested: every host pulls weights at the full rate of its link, and a constant "
+        "covers hops between stages and sums over replicas. Samples are not preempted: the simulated engine starts "
+        "only samples that its cache can hold, but a real engine may preempt samples. There are no failures, "
+        "stragglers, throttling hosts, or bursts of slow rewards. The efficiency of the kernels of a given version is "
+        "not known. The effect of the lag on learning is measured in [stability.md](stability.md) and "
+        "[accuracy_over_lag.md](accuracy_over_lag.md).",
     ]  # fmt: skip
 
 

@@ -3,9 +3,9 @@
     python benchmarks/stability.py [--anew] [--workers 2]
 
 A loop (`stability_parts/loop.py`) trains the model of examples/sums.toml on samples that are exactly `lag` updates old,
-or up to `lag` updates old with lag control. Each algorithm runs with its importance weights and without its protection.
-A full run takes about three hours on two cores. Finished results and their commits are stored in stability.jsonl beside
-the page. An interrupted run resumes from that file; `--anew` deletes it.
+or up to `lag` updates old with lag control. Each algorithm runs with and without its default importance weights. A
+full run takes about three hours on two cores. Finished results and their commits are stored in stability.jsonl beside
+the page. An interrupted run resumes from that file; `--anew` deletes the file first.
 
 Writes docs/results/stability.md; the last line of stdout is {row: {"rate_lagL": ..., "accuracy_lagL": ...}}.
 """
@@ -38,13 +38,13 @@ PAGE = RESULTS / "stability.md"
 LAGS = (0, 1, 4, 16, 64)
 RATES = (1.25e-5, 2.5e-5, 5e-5, 1e-4, 2e-4, 4e-4, 8e-4, 1.6e-3)
 FIRST_RATE = {0: 2e-4, 1: 2e-4, 4: 1e-4, 16: 1e-4, 64: 5e-5}
-"""Lag -> rate at which the search starts; a start near the result needs the fewest runs."""
+"""Lag -> learning rate at which the search starts; a start near the result needs the fewest runs."""
 NUM_UPDATES = 120
 LAGS_SEEN = 3
-"""Minimum number of updates of a run, in multiples of its lag, so that delayed effects become visible."""
+"""Minimum number of updates of a run, as a multiple of its lag, so that delayed effects become visible."""
 EVAL_EVERY = 20
 MAY_FALL_BY = 0.05
-"""Largest drop in sampled accuracy that still counts as stable: three standard errors on 1,024 problems."""
+"""Largest drop in sampled accuracy of a stable run: three standard errors on 1,024 problems."""
 SEED = 0
 
 Result = dict[str, Any]
@@ -62,21 +62,21 @@ def main() -> None:
     if args.anew:
         kept.unlink(missing_ok=True)
     text = origin("python benchmarks/stability.py", machine, machine["commit"])
-    make_model(CONFIG)  # once, before the worker processes need it at the same time
+    make_model(CONFIG)  # make the model before several worker processes need it at the same time
     try:
         run_all(kept, args.workers, machine["commit"])
-    finally:  # an interrupted run also writes a page, from the results so far
+    finally:  # an interrupted run writes a page too, from the finished results
         results = dict(kept_in(kept))
         write_page(PAGE, page(results, text))
     print(json.dumps(line(results)))
 
 
-# --- the rows of the page: each algorithm with its defaults, and without its protection ----------
+# --- the rows of the page: each algorithm with its defaults, and without its weights -------------
 
 
 @dataclass(frozen=True)
 class Row:
-    """One loss configuration, a row of the page."""
+    """A row of the page, which is one configuration of a loss."""
 
     name: str
     overrides: tuple[str, ...]
@@ -84,7 +84,7 @@ class Row:
     lags: tuple[int, ...]
     """Lags at which the highest stable rate is searched."""
     trained_at: tuple[int, ...] = ()
-    """Lags of a full training run with defaults; only for rows set by `algorithm.type` (and `variant`) alone."""
+    """Lags of full training runs with defaults, for rows that set only `algorithm.type` (and `variant`)."""
 
 
 def _row(
@@ -93,7 +93,7 @@ def _row(
     kind = name.split(",")[0]
     controlled = ("--weight_sync.lag_control", control)
     row = Row(name, ("--algorithm.type", kind, *controlled, *overrides), lags, trained_at)
-    load_config(CONFIG, row.overrides)  # a typo is an error before anything runs
+    load_config(CONFIG, row.overrides)  # reports a typo before any run starts
     return row
 
 
@@ -145,7 +145,7 @@ ROWS = (
 
 @dataclass(frozen=True)
 class Task:
-    """A row at one lag: a search for the highest stable rate, or a full training run with default settings."""
+    """A search for the highest stable rate of a row at one lag, or a full training run with default settings."""
 
     row: int
     lag: int
@@ -158,7 +158,7 @@ class Task:
 
 
 def tasks() -> list[Task]:
-    """Return all tasks of the page, the longest first."""
+    """Return all tasks of the page; the longest tasks come first."""
     rates = [Task(i, lag, False) for i, row in enumerate(ROWS) for lag in row.lags]
     shipped = [Task(i, lag, True) for i, row in enumerate(ROWS) for lag in row.trained_at]
     return sorted([*rates, *shipped], key=lambda task: (task.as_shipped, -task.lag))
@@ -197,7 +197,7 @@ def kept_in(path: Path) -> Iterator[tuple[str, Result]]:
 
 
 def run(task: Task) -> Result:
-    """Run a task; called in a worker process."""
+    """Run a task in a worker process; return its result."""
     row = ROWS[task.row]
     return as_shipped(row, task.lag) if task.as_shipped else greatest_rate(row, task.lag)
 
@@ -215,10 +215,11 @@ def as_shipped(row: Row, lag: int) -> Result:
 
 
 def greatest_rate(row: Row, lag: int) -> Result:
-    """Search the highest stable rate: raise the rate while runs are stable, or lower it until one is.
+    """Search the highest stable rate: raise a stable rate while runs are stable, or lower an unstable rate.
 
     Returns:
-        `rate`, or None if even the lowest rate is unstable; `tried`: rate -> sampled accuracies.
+        `rate` is the highest stable rate, or None if even the lowest rate is unstable. `tried` maps each rate to its
+        sampled accuracies.
     """
     place = RATES.index(FIRST_RATE[lag])
     tried: dict[float, Sequence[float]] = {}
@@ -242,7 +243,7 @@ def _try(row: Row, lag: int, rate: float, tried: dict[float, Sequence[float]]) -
 
 
 def is_stable(accuracies: Sequence[float]) -> bool:
-    """Return whether the better of the last two (noisy) accuracies is near the best and neither far below the start."""
+    """Return whether the better of the last two accuracies is near the best one, and neither is far below the start."""
     return max(accuracies[-2:]) >= max(accuracies) - MAY_FALL_BY and min(accuracies[-2:]) >= accuracies[0] - MAY_FALL_BY
 
 
@@ -253,8 +254,8 @@ SETTING = f"""\
 **Setup.** `examples/sums.toml`, an ordinary model, trains in a synchronous loop of one process and one thread. The \
 updates are those of the config (loss, optimizer, clipping, schedule). The samples of an update come from the policy \
 exactly `lag` updates earlier, which is the maximum lag of a run with that `max_lag`. No other part of the system \
-runs; [accuracy_over_lag.md](accuracy_over_lag.md) measures the real system. In rows with lag control, the lag is the \
-upper bound, and generation is twice as fast as training while admission permits. One seed.
+runs; [accuracy_over_lag.md](accuracy_over_lag.md) measures the real system. In rows with lag control, `lag` is the \
+upper bound, and generation is twice as fast as training while admission permits. Each row has one seed.
 
 **Highest stable rate.** A run has {NUM_UPDATES} updates, and at least {LAGS_SEEN} times the lag, at a constant \
 learning rate after the warm-up of the config. Sampled accuracy on the held-out problems is measured every \
@@ -275,13 +276,13 @@ def page(results: Mapping[str, Result], origin: str) -> list[str]:
         SETTING,
         "## Highest stable rate",
         table(head, rates),
-        "In brackets: final sampled accuracy at that rate and, after the arrow, at the next higher rate that was "
-        "tried. At lag 0 every weight is 1. Most rows that are not defaults were searched at lag 16 only. A dash "
+        "Brackets hold the final sampled accuracy at that rate and, after the arrow, at the next higher rate that was "
+        "tried. At lag 0, every weight is 1. Most rows that are not defaults were searched at lag 16 only. A dash "
         "marks a combination that was not run.",
         "## Default settings",
-        "Held-out accuracy, greedy / sampled, after the full run of `examples/sums.toml`, and the lowest effective "
-        "sample share of a step. Cells that [accuracy_over_lag.md](accuracy_over_lag.md) measures on the real system "
-        "are not simulated again.",
+        "The table has held-out accuracy (greedy / sampled) after the full run of `examples/sums.toml`, and the lowest "
+        "effective sample share of a step. Cells that [accuracy_over_lag.md](accuracy_over_lag.md) measures on the "
+        "real system are not simulated again.",
         table(head, shipped),
         "## Findings",
         "\n".join(shown(results)),
@@ -291,7 +292,7 @@ def page(results: Mapping[str, Result], origin: str) -> list[str]:
 
 
 def shown(results: Mapping[str, Result]) -> Iterator[str]:
-    """Yield one line per algorithm: its highest stable rates by lag, with and without its weights."""
+    """Yield one line per algorithm with its highest stable rates by lag, with and without weights."""
     indexes = {row.name: i for i, row in enumerate(ROWS)}
     for name in (row.name for row in ROWS if row.trained_at):
         parts = [f"{_rates(results, indexes[name])} at lags 0 to {LAGS[-1]}"]

@@ -3,13 +3,14 @@
     python benchmarks/time_to_reward.py [--on adding smollm2] [--seeds 0 1 2] [--work FOLDER] [--page [FILE]]
         [--section.key VALUE ...]
 
-    adding    a model of 0.9 M parameters (`lib/small_tasks.py`), answers of 20 to 52 tokens; one seed per round
-    smollm2   SmolLM2-135M on sums of small numbers; the first seed only
+    adding    a model of 0.9 M parameters (`lib/small_tasks.py`) with answers of 20 to 52 tokens, with all seeds
+    smollm2   SmolLM2-135M on sums of small numbers, with the first seed only
 
-The sides alternate: Leeway with `max_lag = 0`, Leeway with the default `max_lag`, and TRL's GRPOTrainer on both cores.
-The target is `SHARE` of the final accuracy of the runs with `max_lag = 0`, a mean over seeds. The time to the target is
-interpolated linearly between evaluations. TRL's clock stops during evaluation; Leeway's clock does not. Ratios are
-medians over seeds. Any other key is an override of the side `default`.
+Three sides alternate for each seed: Leeway with `max_lag = 0` (`synchronous`), Leeway with the default `max_lag`
+(`default`), and TRL's GRPOTrainer on both cores (`trl`). The target is `SHARE` of the final accuracy of `synchronous`,
+as a mean over seeds. The time to the target is interpolated linearly between evaluations. TRL's clock stops during
+evaluation; Leeway's clock does not. Ratios are medians over seeds. Any other `--section.key VALUE` is an override of
+the side `default`.
 
 `--work` stores finished runs. `--page` writes docs/results/time_to_reward.md and its plot. The first call installs TRL
 into an environment in the user's cache folder.
@@ -47,13 +48,13 @@ from leeway.weight_sync.config import WeightSyncConfig
 PAGE = RESULTS / "time_to_reward.md"
 SHARE = 0.9
 NUM_LATE = 3
-"""Number of final evaluations whose mean is the accuracy of a run."""
+"""Number of final evaluations whose mean is the final accuracy of a run."""
 STYLES = {"synchronous": ("#D55E00", "--"), "default": ("#0072B2", "-"), "trl": ("#009E73", ":")}
 """Side -> colour and line style."""
 BARS = {"adding_over_synchronous": 0.65, "adding_over_trl": 0.6}
 
 Line = Sequence[tuple[float, float]]
-"""Seconds of training and accuracy at each evaluation."""
+"""Pairs of the seconds of training and the accuracy at each evaluation."""
 
 
 def main() -> None:
@@ -63,9 +64,9 @@ def main() -> None:
     )
     parser.add_argument("--on", nargs="+", choices=CASES, default=["adding"])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--work", type=Path, help="store finished runs; use a new folder for new code (default: none)")
+    parser.add_argument("--work", type=Path, help="folder for finished runs; use a new one for new code")
     parser.add_argument(
-        "--page", type=Path, nargs="?", const=PAGE, metavar="FILE", help="write the page; default: in docs/results/"
+        "--page", type=Path, nargs="?", const=PAGE, metavar="FILE", help="write the page (default: in docs/results/)"
     )
     args, overrides = parser.parse_known_args()
     end_at_sigterm()
@@ -107,7 +108,7 @@ CASES = {"adding": adding, "smollm2": smollm2}
 def measure(
     kept: KeptResults, name: str, seeds: Sequence[int], overrides: Sequence[str], python: Path
 ) -> dict[str, list[Line]]:
-    """Return side -> its evaluations, one entry per seed; raise MeasurementFailed if a run fails."""
+    """Return side -> evaluations of each seed; raise MeasurementFailed if a run fails."""
     case = CASES[name](kept.folder)
     make_model(case.config)
     own = {
@@ -137,16 +138,16 @@ def measure(
 
 
 def reached_s(line: Line, target: float) -> float | None:
-    """Return the seconds at which interpolated accuracy first reaches the target, or None if it never does."""
+    """Return the seconds at which interpolated accuracy first reaches the target, or None if accuracy never does."""
     for (before_s, before), (then_s, then) in itertools.pairwise([(0.0, 0.0), *line]):
         if then >= target:
-            share = (target - before) / (then - before) if before_s else 1.0  # no interpolation before the first
+            share = (target - before) / (then - before) if before_s else 1.0  # do not interpolate before
             return before_s + share * (then_s - before_s)
     return None
 
 
 def compared(lines: Mapping[str, Sequence[Line]]) -> dict[str, Any]:
-    """Return the target, the final accuracies and seconds to the target of each side by seed, and the ratios."""
+    """Return the target, the ratios, and for each side and seed the final accuracy and the seconds to the target."""
     ends = {side: [fmean(a for _, a in line[-NUM_LATE:]) for line in own] for side, own in lines.items()}
     target = SHARE * fmean(ends["synchronous"])
     seconds = {side: [reached_s(line, target) for line in own] for side, own in lines.items()}
@@ -177,15 +178,16 @@ def page(result: Mapping[str, Any], words: str, figure: str) -> list[str]:
     return [
         "# Time to reward, measured",
         f"{origin(f'python benchmarks/time_to_reward.py {words} --page', machine, machine['commit'])} "
-        f"{result['trl'].replace('==', ' ')}, GRPOTrainer, generates with Transformers and uses both cores, without "
-        "KL. Leeway trains with trajectory balance and a reference model; its engines, buffer and stages use the "
-        "same cores. The sides alternate per seed. Model, task, samples per step, rate and optimizer are the same.",
+        f"The GRPOTrainer of {result['trl'].replace('==', ' ')} generates with Transformers, uses both cores, and has "
+        "no KL term. Leeway trains with trajectory balance and a reference model; its engines, buffer and stages use "
+        "the same cores. The sides alternate for each seed. All sides have the same model, task, samples per step, "
+        "learning rate and optimizer.",
         f"![Held-out accuracy over seconds of training]({figure})",
         f"The target is {SHARE:g} of the final accuracy with `max_lag = 0`: {targets}. Accuracy is greedy, every ten "
         f"steps; the final accuracy is the mean of the last {NUM_LATE}. TRL's clock stops during evaluation.",
         table(["task", "side", "final accuracy", "seconds to the target, by seed", "seconds to the end, mean"], rows),
-        "All sides share the cores, so asynchronous training adds no capacity here. [overlap.md](overlap.md) compares "
-        "speeds with one core per role.",
+        "Generation and training share the cores, so asynchronous training adds no capacity. "
+        "[overlap.md](overlap.md) compares speeds with one core per role.",
         bars_table(result["wanted"], "at most"),
     ]
 

@@ -1,4 +1,4 @@
-"""Compare Leeway with TRL's GRPOTrainer on the same machine, model, task, samples and cores. Prints one JSON line last.
+"""Compare the speed of Leeway with that of TRL's GRPOTrainer on one machine. Prints one JSON line last.
 
     python benchmarks/trl.py [--quick] [--only NAME ...] [--rounds 3] [--keep FOLDER] [--page [FILE]]
 
@@ -6,12 +6,13 @@
     long     the long-tailed model of `benchmarks/overlap.py`, completions of 48 tokens (median) and 240 (maximum)
     smollm2  SmolLM2-135M, completions of up to 128 tokens, 32 samples per step
 
-TRL generates with Transformers, computes on both cores, and uses no KL and therefore no reference model. Leeway runs as
-configured, with engines, buffer and stages in parallel. The sides take turns; ratios are medians over rounds of samples
-per second from the end of the warm-up to the last step. Evaluation time does not count for TRL, but counts for Leeway.
+Both sides have the same model, task, number of samples, and cores. TRL generates with Transformers, computes on both
+cores, and uses no KL term and therefore no reference model. Leeway runs as configured, with engines, buffer and stages
+in parallel. The sides take turns. A ratio is the median over rounds of the ratio of samples per second, from the end of
+the warm-up to the last step. Evaluation time does not count for TRL, but counts for Leeway.
 
-`--quick` is for development: one short round; the figures are meaningless. `--page` writes docs/results/trl.md. The
-first call installs TRL into an environment in the user's cache folder.
+`--quick` is for development: it runs one short round, whose figures are meaningless. `--page` writes
+docs/results/trl.md. The first call installs TRL into an environment in the user's cache folder.
 """
 
 from __future__ import annotations
@@ -47,14 +48,14 @@ REQUIREMENTS = ("trl==1.16.0", "datasets", "accelerate")
 LIMIT_S = 3000.0
 BARS = {"short_over_trl": 0.6, "long_over_trl": 3.0, "smollm2_over_trl": 1.5}
 TARGET = 0.9
-"""Held-out accuracy; the time to reach it is compared."""
+"""Held-out accuracy to reach; the page compares the times until the sides reach this accuracy."""
 
 Figures = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Case:
-    """Config of the training runs of both sides."""
+    """Config and size of the training runs, which both sides share."""
 
     config: Path
     overrides: tuple[str, ...]
@@ -74,9 +75,9 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one short round, for development")
     parser.add_argument("--only", nargs="+", choices=[*CASES], metavar="NAME", help=" ".join(CASES))
     parser.add_argument("--rounds", type=int, default=3, help="number of rounds, each with all cases")
-    parser.add_argument("--keep", type=Path, help="keep the run folders here (default: remove them)")
+    parser.add_argument("--keep", type=Path, help="keep the run folders in this folder (default: remove them)")
     parser.add_argument(
-        "--page", type=Path, nargs="?", const=PAGE, metavar="FILE", help="write the page; default: to docs/results/"
+        "--page", type=Path, nargs="?", const=PAGE, metavar="FILE", help="write the page (default: in docs/results/)"
     )
     args = parser.parse_args()
     if args.page and (args.quick or args.only):
@@ -109,7 +110,7 @@ def short(folder: Path, quick: bool) -> Case:
 
 
 def long(folder: Path, quick: bool) -> Case:
-    """Return the case of `benchmarks/overlap.py`, with both cores for each side."""
+    """Return the case with the model of `benchmarks/overlap.py`, in which each side has both cores."""
     num_steps, num_warmup = (6, 2) if quick else (40, 5)
     setting = Setting(num_steps, num_warmup, GROUPS_PER_STEP)
     return Case(write_setting(folder / "setting", setting), (), num_steps, num_warmup)
@@ -128,7 +129,7 @@ CASES = {"short": short, "long": long, "smollm2": smollm2}
 
 
 def measure_round(folder: Path, number: int, cases: dict[str, Case], python: Path) -> dict[str, dict[str, Figures]]:
-    """Run both sides of every case; raise MeasurementFailed if one fails."""
+    """Run both sides of every case; raise MeasurementFailed if a run fails."""
     found: dict[str, dict[str, Figures]] = {}
     for name, case in cases.items():
         make_model(case.config)
@@ -140,7 +141,7 @@ def measure_round(folder: Path, number: int, cases: dict[str, Case], python: Pat
 
 
 def train_theirs(case: Case, python: Path) -> Figures:
-    """Run `trl_parts.trainer.train` in an environment with TRL; raises as `call_in_processes`."""
+    """Run `trl_parts.trainer.train` in an environment with TRL; raises the errors of `call_in_processes`."""
     call = {"config": str(case.config), "overrides": case.arguments, "num_threads": len(os.sched_getaffinity(0))}
     (found,) = call_in_processes("TRL", "benchmarks.trl_parts.trainer:train", [call], limit_s=LIMIT_S, python=python)
     return found
@@ -164,7 +165,7 @@ def _ours(folder: Path, name: str, case: Case) -> Figures:
 
 
 def accuracies_of(run: FinishedRun) -> list[tuple[float, float]]:
-    """Return (seconds, accuracy) pairs; as for TRL, seconds run from the first wait for a batch to the new weights."""
+    """Return (seconds, accuracy) pairs. As for TRL, seconds run from the first wait for a batch to the new weights."""
     first = run.steps[0]
     began_s = first["started_s"] - first["time/wait_for_batch"]
     there_s = {row["version"]: row["finished_s"] - began_s for row in run.steps}
@@ -212,17 +213,17 @@ def page(result: Figures, num_rounds: int) -> list[str]:
     head = (
         f"{origin(f'python benchmarks/trl.py --rounds {num_rounds} --page', machine, machine['commit'])} "
         f"The GRPOTrainer of {result['trl'].replace('==', ' ')} generates with Transformers and computes on both cores "
-        "in one process, without KL and therefore without a reference model. Leeway trains as configured with "
-        "trajectory balance and a reference, with engines, buffer and stages on the same two cores. Rounds: "
-        f"{num_rounds}, in which the sides take turns; ratios are of samples per second after the warm-up."
+        "in one process, without a KL term and therefore without a reference model. Leeway trains as configured with "
+        "trajectory balance and a reference model; its engines, buffer and stages use the same two cores. There are "
+        f"{num_rounds} rounds, in which the sides take turns. Ratios compare samples per second after the warm-up."
     )
     cases = (
-        "`short` is the demo (completions of three tokens, 256 samples per step), `long` the long-tailed model of "
-        "[overlap.md](overlap.md) (median 48 tokens, maximum 240, 48 samples per step), `smollm2` SmolLM2-135M with "
-        f"completions of up to 128 tokens, 32 samples per step. The last column is the time to a held-out greedy "
-        f"accuracy of {TARGET:g}, evaluated every ten steps; evaluation time does not count for TRL, but counts for "
-        "Leeway. The models of `long` and `smollm2` do not improve in these few steps, so their accuracy is not "
-        "compared. Both sides keep freed memory allocated."
+        "`short` is the demo, with completions of three tokens and 256 samples per step. `long` is the long-tailed "
+        "model of [overlap.md](overlap.md), with a median of 48 tokens, a maximum of 240, and 48 samples per step. "
+        "`smollm2` is SmolLM2-135M, with completions of up to 128 tokens and 32 samples per step. The last column is "
+        f"the time to a held-out greedy accuracy of {TARGET:g}, evaluated every ten steps. Evaluation time does not "
+        "count for TRL, but counts for Leeway. The models of `long` and `smollm2` do not improve in these few steps, "
+        "so their accuracy is not compared. Both sides keep freed memory allocated."
     )
     rows = []
     for name, sides in result["cases"].items():

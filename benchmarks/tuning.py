@@ -3,8 +3,9 @@
     python benchmarks/tuning.py [--quick] [--only KEY ...] [--seeds 0] [--steps 60] [--work FOLDER] [--page [FILE]]
 
 Each run is `leeway train examples/demo.toml`; runs are sequential on one machine. SWEEPS lists the keys and values.
-`--work` stores the figures of finished runs; a later call runs only the missing ones. `--quick` is for development: the
-ends of each sweep and few steps; its figures are meaningless. `--page` writes docs/results/tuning.md and its charts.
+`--work` stores the figures of finished runs; a later call runs only the missing runs. `--quick` is for development: it
+runs only the ends of each sweep for a few steps, and its figures are meaningless. `--page` writes
+docs/results/tuning.md and its charts.
 """
 
 from __future__ import annotations
@@ -32,18 +33,18 @@ PAGE = RESULTS / "tuning.md"
 CONFIG = Path("examples/demo.toml")
 QUICK_STEPS = 10
 ENDS = 0.2
-"""Fraction of the steps at the start and at the end whose mean rewards give the gain."""
+"""Fraction of the steps at each end of a run; the gain compares the mean rewards of these two parts."""
 GROUP_SIZE = 8
 GROUPS_PER_STEP = 32
 SAMPLES_PER_STEP = GROUP_SIZE * GROUPS_PER_STEP
-"""Sizes of the demo."""
+"""Group size, groups per step, and samples per step of the demo."""
 
 Overrides = tuple[str, ...]
 EVERY_RUN: Overrides = ("--tracking.wandb", "disabled", "--actors.cpus", "0.25")
-"""Overrides of every run. The default CPU reservation, which limits nothing, leaves no room for a third actor."""
+"""Overrides of every run. With the default CPU reservations, Ray would not place a third actor on two cores."""
 
 Results = Mapping[str, Mapping[int, Figures]]
-"""Key of a sweep -> value -> figures."""
+"""Key of a sweep -> value of the key -> figures."""
 
 
 @dataclass(frozen=True)
@@ -53,19 +54,19 @@ class Sweep:
     key: str
     values: tuple[int, ...]
     default: int
-    """Value in examples/demo.toml, or the default of the config."""
+    """Value in examples/demo.toml, or the default of the config schema."""
 
     @property
     def name(self) -> str:
-        """Stem of the names of the files of this sweep."""
+        """Stem of the file names of this sweep."""
         return self.key.rpartition(".")[2]
 
     def overrides(self, value: int) -> Overrides:
-        """Return the arguments of `leeway train`; none for the default."""
+        """Return the arguments of `leeway train` for a value; the default needs no arguments."""
         if value == self.default:
             return ()
         found: Overrides = (f"--{self.key}", str(value))
-        if self.key == "actors.group_size":  # equal samples per step
+        if self.key == "actors.group_size":  # keep the number of samples per step
             found += ("--learner.groups_per_step", str(SAMPLES_PER_STEP // value))
         return found
 
@@ -79,7 +80,7 @@ SWEEPS = (
 
 
 def runs_of(sweeps: tuple[Sweep, ...]) -> list[Overrides]:
-    """Return all distinct runs in order; the default, which every sweep has, appears once."""
+    """Return all distinct runs in order. The run with defaults, which every sweep has, appears once."""
     return list(dict.fromkeys(sweep.overrides(value) for sweep in sweeps for value in sweep.values))
 
 
@@ -87,13 +88,13 @@ def main() -> None:
     """Run the missing cells, print the result, and write the page and the charts."""
     keys = [sweep.key for sweep in SWEEPS]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="ends of each sweep and few steps, for development")
+    parser.add_argument("--quick", action="store_true", help="only ends of sweeps, few steps, for development")
     parser.add_argument("--only", nargs="+", choices=keys, metavar="KEY", help=" ".join(keys))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="seeds of the runs")
     parser.add_argument("--steps", type=int, default=60, help="learner.num_steps of every run")
-    parser.add_argument("--work", type=Path, help="store results here (default: discard)")
+    parser.add_argument("--work", type=Path, help="store results in this folder (default: discard)")
     parser.add_argument(
-        "--page", type=Path, nargs="?", const=PAGE, metavar="FILE", help="write the page; default: to docs/results/"
+        "--page", type=Path, nargs="?", const=PAGE, metavar="FILE", help="write the page (default: in docs/results/)"
     )
     args = parser.parse_args()
     if args.page and (args.quick or args.only):
@@ -133,7 +134,7 @@ def measure(kept: KeptResults, num_steps: int, sweeps: tuple[Sweep, ...], seeds:
 
 
 def one(kept: KeptResults, num_steps: int, overrides: Overrides, seed: int) -> Figures:
-    """Return the figures of a run; run it if there is no stored result.
+    """Return the figures of a run from the stored result, or from a new run if no result is stored.
 
     Raises:
         MeasurementFailed: the run failed.
@@ -152,11 +153,12 @@ def figures_of(run: FinishedRun) -> dict[str, float | None]:
     """Return the figures of one run.
 
     Returns:
-        Rates per second of wall time from the first step to the last: `samples_per_s` and `trained_tokens_per_s` of
-        training, `generated_tokens_per_s` of generation. `reward_per_min`: gain of the mean reward per minute.
-        `accuracy`: greedy held-out accuracy after the last step. Lags in versions. `learner_idle_frac`: fraction of the
-        time in which the learner waits for a batch; `actor_idle_frac`: in which an actor has no training request
-        running, mean over actors. `dropped_stale`: fraction of the committed samples.
+        Rates are per second of wall time from the first step to the last: `samples_per_s` and `trained_tokens_per_s`
+        of training, and `generated_tokens_per_s` of generation. `reward_per_min` is the gain of the mean reward per
+        minute. `accuracy` is the greedy held-out accuracy after the last step. Lags are in policy versions.
+        `learner_idle_frac` is the fraction of the time in which the learner waits for a batch. `actor_idle_frac` is the
+        fraction in which an actor has no training request running, as a mean over actors. `dropped_stale` is a fraction
+        of the committed samples.
 
     Raises:
         MeasurementFailed: the run is too short.
@@ -187,7 +189,7 @@ def figures_of(run: FinishedRun) -> dict[str, float | None]:
 
 
 def reward_per_min(rows: Sequence[Row]) -> float:
-    """Return the gain of the mean reward per minute of wall time, from the first ENDS of the steps to the last."""
+    """Return the gain of the mean reward per minute of wall time, from the first part ENDS of the steps to the last."""
     num = max(1, round(ENDS * len(rows)))
     first, last = rows[:num], rows[-num:]
     gain = fmean(row["reward/mean"] for row in last) - fmean(row["reward/mean"] for row in first)
@@ -216,16 +218,16 @@ COLUMNS = {
     "actors idle": ("actor_idle_frac", "{:.0%}"),
     "dropped as stale": ("dropped_stale", "{:.1%}"),
 }
-"""Column -> figure, and its format."""
+"""Column of the table -> figure of a run, and the format of this figure."""
 READING = (
     "Rates are per second of wall time between the first step and the last, so that start-up and evaluations "
-    f"do not count. Reward per minute: the mean reward of the last {ENDS:.0%} of the steps minus that of the first, "
-    "over the minutes between them. Accuracy: greedy, on the held-out problems, after the last step; all runs have "
-    "then trained the same number of samples. Lag is in policy versions, over trained tokens. The learner is idle "
-    "while it waits for a batch, an actor while it has no training request running.\n\n"
+    f"do not count. Reward per minute is the mean reward of the last {ENDS:.0%} of the steps minus that of the first "
+    f"{ENDS:.0%}, over the minutes between them. Accuracy is greedy, on the held-out problems, after the last step, "
+    "when all runs have trained the same number of samples. Lag is in policy versions, over trained tokens. The "
+    "learner is idle while it waits for a batch. An actor is idle while it has no training request running.\n\n"
     "Limits: all processes share the cores of this machine, so actors and learner slow each other down, and a third "
-    "actor takes processor time from the learner. On separate machines the lags and idle fractions change in the same "
-    f"way, but the rates do not. The demo has groups of {GROUP_SIZE}, {GROUPS_PER_STEP} of them per step, and "
+    "actor takes processor time from the learner. On separate machines, lags and idle fractions change in the same "
+    f"way, but rates change differently. The demo has groups of {GROUP_SIZE}, {GROUPS_PER_STEP} of them per step, and "
     "completions of three or four tokens; the effect of a long tail of lengths is measured in "
     "[overlap.md](overlap.md)."
 )
@@ -259,8 +261,8 @@ def _head(results: Results, machine: Machine, command: str, seeds: list[int]) ->
     num_steps = max(int(figures["num_steps"] or 0) for figures in runs)
     over = f"Means over seeds {', '.join(map(str, seeds))}." if len(seeds) > 1 else f"One seed ({seeds[0]})."
     return (
-        f"{origin(command, machine, machine['commit'])} Sequential runs of `examples/demo.toml` with {num_steps} steps "
-        f"of {SAMPLES_PER_STEP} samples each. A run differs from the demo in the key of its row and in "
+        f"{origin(command, machine, machine['commit'])} Runs of `examples/demo.toml` are sequential and have "
+        f"{num_steps} steps of {SAMPLES_PER_STEP} samples. A run differs from the demo in the key of its row and in "
         f"`{' '.join(EVERY_RUN)}`, which do not affect speed. {over} For recommendations, see "
         "[tuning.md](../tuning.md)."
     )
@@ -278,7 +280,7 @@ def _section(sweep: Sweep, found: Mapping[int, Figures], figure: str) -> list[st
 
 
 def draw(sweep: Sweep, found: Mapping[int, Figures], path: Path) -> None:
-    """Write the chart of a sweep: figures over the values of its key."""
+    """Write the chart of a sweep, which shows figures over the values of the key."""
     inks = {f"{part}_color": INK for part in ("text", "xtick", "ytick")}
     inks |= {f"axes_{part}": INK for part in ("edgecolor", "labelcolor", "titlecolor")}
     with drawn(path, 11, 2.5, font_size=9, **inks) as figure:

@@ -2,16 +2,16 @@
 
     python benchmarks/weights.py [--quick] [--only NAME ...]
 
-    update    two engines generate, the learner trains and publishes every step: the pause of an update over one
-              engine step plus vLLM's bare reload, and the learner's time lost to publishing
+    update    pause of an update over one engine step plus vLLM's bare reload, and the learner's time lost to
+              publishing, while two engines generate and the learner publishes every step
     deltas    bytes of a delta over bytes of the full version at two learning rates, from real optimizer steps
     sync      time from publish to verified and staged, over torch.save plus torch.load of the same tensors
-    hosts     16 pullers on one machine: how often a version is sent to it, and verified on it
-    fairness  64 clients without engines at once: slowest over median
+    hosts     how often a version is sent to a machine with 16 pullers, and verified on this machine
+    fairness  slowest over median time of 64 clients without engines that fetch a version at the same time
 
 All parts use SmolLM2-135M in separate processes (`weights_parts/peers.py`). The compared sides take turns, and ratios
-are medians over rounds. The docstring of each part describes what it compares. `--quick` is for development: smaller
-sizes; the figures are meaningless. A full run writes docs/results/weights.md.
+are medians over rounds. The docstring of each part describes the comparison. `--quick` is for development: its sizes
+are smaller, and its figures are meaningless. A full run writes docs/results/weights.md.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from benchmarks.weights_parts.peers import Figures, log
 
 PAGE = RESULTS / "weights.md"
 RUNS = ROOT / "runs"
-"""Folder of runs, on the disk to which a run writes its weights."""
+"""Folder on the disk to which runs write their weights."""
 MEMORY_FOLDER = Path("/dev/shm")
 MEASUREMENTS: dict[str, Callable[[Setting], Figures]] = {
     "update": update,
@@ -51,7 +51,7 @@ MEASUREMENTS: dict[str, Callable[[Setting], Figures]] = {
 def main() -> None:
     """Run the benchmark and print the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="smaller sizes, for development")
+    parser.add_argument("--quick", action="store_true", help="run with smaller sizes, for development")
     parser.add_argument("--only", nargs="+", choices=[*MEASUREMENTS], metavar="NAME", help=" ".join(MEASUREMENTS))
     args = parser.parse_args()
     end_at_sigterm()

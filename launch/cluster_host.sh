@@ -4,14 +4,14 @@
 #   cluster_host.sh facts HEAD         print installed versions, running processes and conflicts, one fact per line
 #   cluster_host.sh start HEAD         start Ray, as the head if HEAD is our address; reads the token from stdin
 #   cluster_host.sh stop               end every process of our session, and remove its folder
-#   cluster_host.sh nodes              list the hosts of the cluster; this and the following only on the head
+#   cluster_host.sh nodes              list the hosts of the cluster; this and the next commands run only on the head
 #   cluster_host.sh ray-status         show the resources of the cluster and their usage
 #   cluster_host.sh run ID COMMAND ... run leeway train or leeway resume
 #   cluster_host.sh interrupt ID       signal the process of `run ID` to end
 #   cluster_host.sh end-runs SECONDS   signal all runs to end, and wait up to SECONDS
 #
 # Environment: LEEWAY_ADDRESS (of this host), LEEWAY_POOLS (a,b), LEEWAY_RAY_PORT, LEEWAY_WORKER_PORTS, LEEWAY_CPUS,
-# LEEWAY_STATE (/tmp/leeway-UID), on a local disk: hosts may share a home folder, and socket paths must be short.
+# LEEWAY_STATE (/tmp/leeway-UID; a short path on a local disk, because sockets need one and homes may be shared).
 set -euo pipefail
 
 dir=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -22,16 +22,16 @@ state=${LEEWAY_STATE:-/tmp/leeway-$(id -u)}
 session="$state/ray-$port" # all files of our Ray on this host
 token="$session/auth_token"
 
-# Offsets from the head's port, so that two clusters share none: raylet, objects, runtime environments, agent, metrics.
-# The last is Ray's server for remote drivers on the head, which cannot be disabled.
+# Offsets from the head's port avoid conflicts between two clusters. The ports are those of the raylet, objects, runtime
+# environments, the agent, metrics, and Ray's server for remote drivers, which cannot be disabled.
 ports=("$((port + 12))" "$((port + 13))" "$((port + 14))" "$((port + 15))" "$((port + 16))" "$((port + 17))")
 worker_ports=${LEEWAY_WORKER_PORTS:-20002-20999}
 
 export RAY_USAGE_STATS_ENABLED=0 RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO=0 RAY_raylet_start_wait_time_s=60 RAY_worker_niceness=0
-export RAY_prestart_worker_first_driver=0 # otherwise Ray starts one idle worker per core
-export AUTOSCALER_METRIC_PORT=99999 # invalid: otherwise Ray's monitor serves metrics to any host on every interface
-# Timeouts of silent hosts (reasons in docs/cluster.md): a host is lost after 13 consecutive checks, 1 s apart, time out
-# after 5 s each; a host that cannot reach the head for 120 s exits by itself.
+export RAY_prestart_worker_first_driver=0 # by default, Ray starts one idle worker per core
+export AUTOSCALER_METRIC_PORT=99999 # an invalid port, so that Ray's monitor does not serve metrics on every interface
+# Timeouts of silent hosts, explained in docs/cluster.md. A host is lost after 13 failed checks in a row; a check starts
+# every second and times out after 5 s. On a host that cannot reach the head for 120 s, Ray exits.
 export RAY_health_check_period_ms=1000 RAY_health_check_timeout_ms=5000 RAY_health_check_failure_threshold=13
 export RAY_gcs_rpc_server_reconnect_timeout_s=120
 
@@ -54,8 +54,8 @@ with_token() { export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH="$token" LEEWAY_RA
 
 # --- our own processes ------------------------------------------------------------------------------
 
-# Ray's processes have the session on their command line. Their children inherit it in their environment. A process that
-# hides both behind its own title is still a descendant of a process that does not.
+# The session folder is on the command line of Ray's processes, and in the environment of their child processes. A
+# process that overwrites both with its own title is found as a descendant of such processes.
 own_processes() {
   local pattern found level
   pattern=$(sed 's/[].[\*^$+?(){}|/]/\\&/g' <<<"$session")
@@ -76,7 +76,7 @@ our_raylet() {
   done
 }
 
-# Print which of the given processes are still running.
+# Print those of the given processes that still run.
 alive() { [ $# -eq 0 ] || ps -o pid=,stat= -p "$(tr ' ' , <<<"$*")" | awk '$2 !~ /^Z/ {print $1}' || true; }
 
 stop() {
@@ -98,7 +98,7 @@ stop() {
 
 # --- facts ------------------------------------------------------------------------------------------
 
-# Print versions; Leeway's includes the first digits of a checksum over its code, because checkouts may share a version.
+# Print versions. The version of Leeway ends with digits of a checksum of its code, because checkouts may share a version.
 leeway_version() {
   local sum
   sum=$(cd "$dir" && find actors algorithms buffer common launch learner planning weight_sync -name '*.py' -print0 |
@@ -111,7 +111,7 @@ print("leeway", v("leeway-rl") + "-" + sys.argv[1])' "${sum:0:8}"
 
 listening() { (exec 3<>"/dev/tcp/$1/$2") 2>/dev/null; }
 
-# Print the process that listens on a port, if the system shows it.
+# Print the process that listens on a port, if this user may see the process.
 listener() {
   local process
   process=$(ss -Hltnp "sport = :$1" 2>/dev/null | grep -o 'users:(("[^"]*",pid=[0-9]*' | head -n 1 |
@@ -135,7 +135,7 @@ facts() {
       ! listening "$address" "$each" || echo "taken $each $(listener "$each")"
     done
   fi
-  # shellcheck disable=SC2046 # one argument per process; without an init, as in containers, dead processes stay zombies
+  # shellcheck disable=SC2046 # one argument per process; in a container without init, dead processes stay zombies
   for other in $(alive $(pgrep -x raylet || true)); do
     [[ " ${own//$'\n'/ } " == *" $other "* ]] ||
       echo "other $other $(tr '\0' '\n' <"/proc/$other/cmdline" | sed -n 's/^--session_dir=//p')"
@@ -152,7 +152,7 @@ resources() {
   printf '{%s}' "$json"
 }
 
-# Print the interface with our address: otherwise gloo and NCCL use the one that the host name resolves to.
+# Print the interface with our address. By default, gloo and NCCL use the interface to which the host name resolves.
 interface() {
   "$bin/python" -c 'import psutil, sys
 print(next((name for name, each in psutil.net_if_addrs().items() if sys.argv[1] in [a.address for a in each]), ""))' \
@@ -185,8 +185,8 @@ start() {
     arguments+=(--address "$head:$port")
   fi
   with_token
-  trap '' USR1 USR2 # these signals are for the launcher of a run; they would end Ray, which inherits the trap
-  # `timeout` moves the daemons to its own process group, out of that of ssh
+  trap '' USR1 USR2 # these signals are for the launcher of a run; Ray inherits this trap and ignores them
+  # `timeout` moves the daemons out of the process group of ssh, into a group of their own
   timeout 90 "$bin/ray" start "${arguments[@]}" >"$session/start.log" 2>&1 </dev/null ||
     fail "Ray did not start: $(grep -v '^ *$' "$session/start.log" | tail -n 1)"
 }
@@ -216,7 +216,7 @@ run() {
   exec "$bin/leeway" "$@" --launch.ray_address "$address:$port"
 }
 
-# Print the process of `run ID` if it is still running: check it, because another process may have its number by now.
+# Print the process id of `run ID` if the run still lives; the environment shows if another process reused the id.
 process_of() {
   local pid
   pid=$(cat "$session/run-$1.pid" 2>/dev/null) || return 0

@@ -1,7 +1,7 @@
 # shellcheck shell=bash disable=SC2034 # sourced by launch/cluster.sh, which reads what is set here
 # Functions of launch/cluster.sh: the host file, commands on hosts, and checks of their answers.
 
-# Check for tools before they are needed: macOS, for example, has bash 3.2 and none of these tools.
+# Check first that this machine has the necessary tools. For example, macOS has bash 3.2 and none of these tools.
 missing_tools=()
 ((BASH_VERSINFO[0] * 100 + BASH_VERSINFO[1] >= 404)) || missing_tools+=("bash 4.4 (this is $BASH_VERSION)")
 for tool in timeout getent realpath; do
@@ -15,20 +15,20 @@ fi
 dir=${LEEWAY_DIR:-$here}
 port=${LEEWAY_RAY_PORT:-6379}
 state=${LEEWAY_STATE:-$HOME/.cache/leeway}
-saved_hosts="$state/hosts-$port" # the hosts of the last `up`, as a host file
+saved_hosts="$state/hosts-$port" # host file with the hosts of the last `up`
 log="${LEEWAY_STATE:-/tmp/leeway-UID}/ray-$port/start.log"
 hosts_file=${LEEWAY_HOSTS:-}
-# Close a connection that is silent for 120 s: otherwise `run` would wait forever for a head that is lost.
+# Close a connection that is silent for 120 s, so that `run` does not wait forever for a lost head.
 keepalive="-o ServerAliveInterval=15 -o ServerAliveCountMax=8"
 read -ra ssh <<<"${LEEWAY_SSH:-ssh -o BatchMode=yes -o ConnectTimeout=10 $keepalive}"
 token_file=${RAY_AUTH_TOKEN_PATH:-$HOME/.ray/auth_token}
 max_clocks_apart_s=5
-end_s=${LEEWAY_END_S:-720} # a run may take 600 s for its step, then the time of its export, and 60 s for its report
+end_s=${LEEWAY_END_S:-720} # a run may need 600 s for its step and 60 s for its report, and it exports its model
 
-hosts=() pools=() addresses=() # by line of the host file
+hosts=() pools=() addresses=() # one entry per line of the host file
 codes=() answers=() errors=()  # exit status, output and last error line of each host's last command
-started_s=()                   # start time of that command by our clock
-raylets=()                     # process of our raylet on each host, if it runs
+started_s=()                   # start time of each host's last command, by our clock
+raylets=()                     # process id of our raylet on each host, empty without one
 nodes=                         # hosts as listed by the head: ADDRESS up|lost CPUS GPUS POOLS
 
 fail() {
@@ -91,7 +91,7 @@ read_host() {
   hosts+=("$name") pools+=("$pool") addresses+=("${address:-$(address_of "$name")}")
 }
 
-# Print the IPv4 address of a host as this machine resolves it; empty if it cannot.
+# Print the IPv4 address to which this machine resolves a host; print nothing if the host cannot be resolved.
 address_of() {
   local name=${1#*@}
   if [[ $name =~ ^[0-9]+(\.[0-9]+){3}$ ]]; then
@@ -119,7 +119,7 @@ save_hosts() {
   for i in "${!hosts[@]}"; do echo "${hosts[$i]} ${pools[$i]:--} ${addresses[$i]}"; done >"$saved_hosts"
 }
 
-# Read the host file; without one, the hosts of the last `up`.
+# Read the host file, or the hosts of the last `up` if no host file is set.
 load_hosts() {
   if [ -z "$hosts_file" ] && [ -s "$saved_hosts" ] && [ -O "$saved_hosts" ]; then hosts_file=$saved_hosts; fi
   read_hosts
@@ -134,7 +134,7 @@ delete_saved_hosts() {
 
 is_here() { [ "${hosts[$1]}" = localhost ]; }
 
-# Print the path of a local file on the head: files of this checkout are in the checkout there.
+# Print the path that a local file has on the head; a file of this checkout is in the checkout of the head.
 path_on_head() {
   local path=$1 root
   [ ! -f "$path" ] || path=$(realpath "$path")
@@ -143,7 +143,7 @@ path_on_head() {
   echo "$path"
 }
 
-# Print the shell command that calls the script of a host there.
+# Print the shell command that runs cluster_host.sh on a host.
 command_of() {
   local i=$1 name words
   words=(env "LEEWAY_ADDRESS=${addresses[$i]}" "LEEWAY_POOLS=${pools[$i]}" "LEEWAY_RAY_PORT=$port")
@@ -153,14 +153,14 @@ command_of() {
   printf '%q ' "${words[@]}" "$dir/launch/cluster_host.sh" "${@:2}"
 }
 
-# Call the script of a host with a timeout of $limit_s; used for every command except `run`, which has no timeout.
+# Run cluster_host.sh on a host, with a timeout of $limit_s. `run` has no timeout and does not use this function.
 on_host() {
   local i=$1 reach=(bash -c)
   is_here "$i" || reach=("${ssh[@]}" "${hosts[$i]}")
   timeout -k 5 "${limit_s:-${LEEWAY_LIMIT_S:-60}}" "${reach[@]}" "$(command_of "$@")"
 }
 
-# Call the script of the head; print its output, or why it failed.
+# Run cluster_host.sh on the head; print its output, or the reason of its failure.
 on_head() {
   local code=0
   on_host 0 "$@" </dev/null 2>"$work/head" || code=$?
@@ -168,7 +168,7 @@ on_head() {
   return "$code"
 }
 
-# Call a command of the script on these hosts concurrently, each with $stdin; set codes, answers and errors.
+# Run a command of cluster_host.sh on these hosts concurrently, each with input $stdin; set codes, answers and errors.
 each_host() {
   local i words children=()
   read -ra words <<<"$1"
@@ -189,7 +189,7 @@ each_host() {
   done
 }
 
-# Print why a command on a host failed, and the fix.
+# Print the reason and the fix of a failed command on a host.
 explain_failure() {
   local i=$1 code=$2 error=$3
   case $code in
@@ -232,13 +232,13 @@ check_versions() {
   [ "${codes[0]}" = 0 ] || return 0
   for key in python ray leeway; do
     [ "$(fact "$1" "$key")" = "$(fact 0 "$key")" ] || {
-      problem "$1" "has $key $(fact "$1" "$key"), but the head has $(fact 0 "$key"); install the same on both"
+      problem "$1" "has $key $(fact "$1" "$key"), but the head has $(fact 0 "$key"); install one version on both"
       return 1
     }
   done
 }
 
-# Check for conflicts with other programs on a host; those programs are left running.
+# Check for conflicts with other programs on a host, without stopping these programs.
 check_neighbours() {
   local number owner
   while read -r number owner; do
@@ -255,7 +255,7 @@ check_neighbours() {
   done < <(fact "$1" other)
 }
 
-# Compare the clock of a host with ours: the host read its clock between the start and the end of the command.
+# Compare the clock of a host with ours. The host read its clock between the start and the end of the command.
 check_clock() {
   local apart=0 remote_s
   remote_s=$(fact "$1" time)
@@ -272,7 +272,7 @@ query_head_if_up() {
   nodes=$(on_head nodes) || fail "$nodes; run '$0 down' first"
 }
 
-# Refuse to restart the head, which would end the whole cluster and every run on it.
+# Refuse to restart the head, because a restart would end the whole cluster and every run on it.
 check_head() {
   if [ -z "${raylets[0]}" ] || is_as_configured 0; then
     return 0
@@ -292,9 +292,9 @@ is_as_configured() {
     [ "$(node_word "$1" 5)" = "$(tr , '\n' <<<"${pools[$1]}" | LC_ALL=C sort -u | paste -sd ,)" ]
 }
 
-# Stop Ray on hosts of the last `up` that are no longer in the file.
+# Stop Ray on hosts of the last `up` that are no longer in the host file.
 end_removed_hosts() {
-  local name pool address i failed=0 num=${#hosts[@]} advice="or remove it from $saved_hosts if it is gone"
+  local name pool address i failed=0 num=${#hosts[@]} advice="or remove lost hosts from $saved_hosts"
   [ -s "$saved_hosts" ] || return 0
   read -r name pool address <"$saved_hosts"
   [ "$name $address" = "${hosts[0]} ${addresses[0]}" ] ||
@@ -311,7 +311,7 @@ end_removed_hosts() {
       failed=1 && report_failure "$i"
     fi
   done
-  [ "$failed" = 0 ] || fail "its Ray may still run there; repeat this when it can be reached, $advice"
+  [ "$failed" = 0 ] || fail "Ray may still run on the hosts above; repeat this command when they can be reached, $advice"
   hosts=("${hosts[@]:0:num}") pools=("${pools[@]:0:num}") addresses=("${addresses[@]:0:num}")
 }
 

@@ -1,6 +1,6 @@
 """Print the hosts of a Ray cluster for launch/cluster.sh, as ADDRESS up|lost CPUS GPUS POOL[,POOL...].
 
-Read the node table of the GCS, as `ray status` does: a driver would make Ray start a worker process per CPU.
+The script reads the node table of the GCS, as `ray status` does. A Ray driver would start a worker process per CPU.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ CONNECT_S = 5.0
 
 
 def lines(nodes: Iterable[Any], head: str) -> list[str]:
-    """Return one line per address. A host has one GcsNodeInfo per join, and is up if one of them is alive.
+    """Return one line per address. A host has one entry per join; it is up if one entry is alive.
 
-    A head on loopback is the only host; Ray reports it under the address of an interface.
+    A head on a loopback address is the only host; Ray reports the address of another interface for this host.
     """
     is_alone = head.startswith("127.")
     by_address: dict[str, str] = {}
-    for node in sorted(nodes, key=lambda node: bool(node.state)):  # 0 is alive
+    for node in sorted(nodes, key=lambda node: bool(node.state)):  # state 0 means alive
         total = node.resources_total
         pools = sorted(name.removeprefix("pool_") for name in total if name.startswith("pool_"))
         state = "lost" if node.state else "up"
@@ -33,14 +33,14 @@ def lines(nodes: Iterable[Any], head: str) -> list[str]:
 
 
 def main() -> int:
-    from ray._raylet import GcsClient  # type: ignore[attr-defined]  # compiled, not in its stub
+    from ray._raylet import GcsClient  # type: ignore[attr-defined]  # compiled code that Ray's stub lacks
 
     address = sys.argv[1]
     host, port = address.rsplit(":", 1)
     try:
         socket.create_connection((host, int(port)), CONNECT_S).close()
         nodes = GcsClient(address=address).get_all_node_info(timeout=TIMEOUT_S)
-    except Exception as error:  # Ray raises private types here; each means that the head does not answer
+    except Exception as error:  # Ray raises private types; each means that the head does not answer
         print(f"Ray GCS at {address} unreachable: {error}".splitlines()[0], file=sys.stderr)
         return 1
     print("\n".join(lines(nodes.values(), host)))

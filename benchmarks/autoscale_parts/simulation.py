@@ -12,16 +12,16 @@ from leeway.planning.world import EnginePool, Outcome, TokenClock, World
 
 
 class ScalingSimulation(Simulation):
-    """A simulation whose callback after each step may `scale` it and change its `stretch`."""
+    """A simulation with a callback after each step, which may call `scale` and change `stretch`."""
 
     def __init__(self, world: World, seed: int, after_step: Callable[[int], None]) -> None:
-        """Call `after_step` with the number of each finished step, starting at 1."""
+        """Prepare a simulation that calls `after_step` with the number of each finished step, starting at 1."""
         super().__init__(world, seed)
         self.stretch = 1.0
         """Factor by which drawn lengths are multiplied."""
         self._after_step, self._num_steps = after_step, 0
         self._draining: set[object] = set()
-        """Engines that take no more leases."""
+        """Engines that finish their running samples and lease no further groups."""
         drawn = self._prompts.next
 
         def stretched(pool: EnginePool, version: int) -> tuple[int, list[float]]:
@@ -31,7 +31,7 @@ class ScalingSimulation(Simulation):
         self._prompts.next = stretched  # type: ignore[method-assign]
 
     def so_far(self) -> Outcome:
-        """Return the counts up to now; fractions of time are not set."""
+        """Return the counts since the start of the simulation; fractions of time are not set."""
         return self._found
 
     def count(self) -> int:
@@ -39,7 +39,7 @@ class ScalingSimulation(Simulation):
         return len(self._engines) - len(self._draining)
 
     def scale(self, count: int, start_s: float = 0.0) -> None:
-        """Scale the only pool; new actors start after `start_s`, and removed actors finish their running samples.
+        """Scale the only pool. New actors start after `start_s`, and removed actors finish their running samples.
 
         Raises:
             ValueError: `count` is below 1, or there are several pools.

@@ -2,9 +2,9 @@
 
 The honest clients run the cycle of a training run (lease, push, draw, finish, publish, checkpoint) sequentially and as
 fast as possible, at the default durability. The hostile client is a separate process that sends, in equal parts,
-malformed bytes, requests of an unauthenticated client, and requests that its role does not permit. It is alternately
-stopped and continued, and each ratio compares adjacent windows. It shares the cores with the other processes, so the
-ratio includes its own CPU use.
+malformed bytes, requests of an unauthenticated client, and requests that its role does not permit. The hostile client
+is alternately stopped and continued, and each ratio compares the rates of two adjacent windows. All processes share the
+cores, so the ratio includes the CPU use of the hostile client.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ INSIDER = ClientIdentity("insider", "actor", "hostile")
 
 
 def measure(quick: bool, folder: Path) -> Figures:
-    """Measure the rate of honest trajectories, pushed and drawn, with and without the flood."""
+    """Measure how fast honest clients push and draw trajectories, with and without the flood of hostile messages."""
     work = Workload.make(WORKLOAD_TRAJECTORIES)
     with Service(folder / "store", facts_for(GROUPS_PER_STEP), config_for()) as service:
         learner, actor = service.begin(), service.client("actor-0")
@@ -63,7 +63,7 @@ def measure(quick: bool, folder: Path) -> Figures:
 
 
 def flood(address: str, per_s: int) -> None:
-    """Send hostile messages at a constant rate forever, and discard the replies."""
+    """Send hostile messages at a constant rate until killed, and discard the replies."""
     stranger = ClientIdentity("stranger", "learner", "guess")
     messages = [
         b"\x00" * 200,
@@ -81,7 +81,7 @@ def flood(address: str, per_s: int) -> None:
                 number += 1
             while hostile.poll(0):
                 hostile.recv_multipart()
-            due = max(due, time.monotonic() - 10 * BURST_S) + BURST_S  # do not send bursts missed during a stop
+            due = max(due, time.monotonic() - 10 * BURST_S) + BURST_S  # after a stop, do not send the missed bursts
             time.sleep(max(0.0, due - time.monotonic()))
 
 
@@ -135,7 +135,7 @@ class _Training:
 
 
 def _rates(training: _Training, flood: subprocess.Popen[bytes], num_pairs: int) -> list[tuple[float, float]]:
-    """Return pairs of rates: without and with the flood."""
+    """Return pairs of rates: the first without the flood, the second with the flood."""
     rates = []
     for _ in range(num_pairs):
         pair = []

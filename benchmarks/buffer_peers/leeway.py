@@ -1,8 +1,8 @@
-"""Leeway's buffer: `python -m tests.world.buffer_process` and a BufferClient, at the default durability.
+"""Measurements of Leeway's buffer: `python -m tests.world.buffer_process` and a BufferClient.
 
-Settings: 32 trajectories per call of `push_many`, groups of 8; the client coalesces messages up to 1 MiB. A push counts
-when its future returns 'committed', which is after the synced commit. `push_plain_per_s` uses one trajectory and one
-future per call, as actors do.
+Settings: the default durability, 32 trajectories per call of `push_many`, and groups of 8. The client coalesces
+messages up to 1 MiB. A push counts when its future returns 'committed', which is after the synced commit. For
+`push_plain_per_s`, each call has one trajectory and one future, like the calls of actors.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from leeway.common.run import RunFacts
 
 LONE_GROUPS = 8
 HALF_LOAD_PART = 4
-"""1 / HALF_LOAD_PART of the workload is pushed again at half of the measured rate."""
+"""Divisor: 1 / HALF_LOAD_PART of the workload is pushed again at half of the measured rate."""
 DRAWS_IN_FLIGHT = 2
 NUM_SAMPLED_BATCHES = 60
 LEASES_AHEAD = 128
-"""Number of groups leased at a time while a store is filled; admission allows this many with 32 groups per step."""
+"""Number of groups leased at a time while a store is filled; with 32 groups per step, admission allows this number."""
 
 
 def measure(work: Workload, folder: Path) -> Figures:
-    """Push the workload with leases requested beforehand, then with leasing in the timed part; then draw it."""
+    """Push the workload with leases requested in advance, push it with leasing in the timed part, and draw it."""
     figures = _push(work, folder / "push")
     figures |= _push_with_leasing(work, folder / "leasing")
     figures |= _sample(work, folder / "sample")
@@ -54,7 +54,7 @@ def measure(work: Workload, folder: Path) -> Figures:
 
 
 def count_syncs(work: Workload, folder: Path) -> Figures:
-    """Count commits and sync system calls per 1,000 trajectories; counting the calls needs `strace`."""
+    """Count commits and sync system calls per 1,000 trajectories; counting the system calls requires `strace`."""
     tracer = shutil.which("strace")
     trace = folder / "syncs.txt"
     calls = "fsync,fdatasync,msync,sync_file_range"
@@ -103,12 +103,12 @@ def check(futures: Sequence[Future[list[RowResult]]]) -> None:
 
 
 def _facts(work: Workload) -> RunFacts:
-    """Return facts that admit the whole workload at once, and the further pushes of the measurement."""
+    """Return facts of a run whose admission is open for the whole workload and all further pushes."""
     return facts_for(steps_for(len(work) // GROUP_SIZE * 2 + LONE_GROUPS))
 
 
 def _push(work: Workload, folder: Path) -> Figures:
-    """Push with leases requested beforehand; then measure the latency at half of that rate and of lone pushes."""
+    """Push with leases requested in advance; then measure the latency at half of that rate and of single pushes."""
     latencies_s: list[float] = []
     with Service(folder, _facts(work), config_for()) as service:
         learner, actor = service.begin(), service.client("actor-0")
@@ -146,7 +146,7 @@ def _some_leases(work: Workload, actor: BufferClient) -> list[Lease]:
 
 
 def _at_rate(actor: BufferClient, rows: list[Trajectory], per_s: float) -> float:
-    """Return the median seconds to the acknowledgement of groups that are pushed at a constant rate."""
+    """Push groups at a constant rate; return the median seconds from a push to its acknowledgement."""
     latencies_s: list[float] = []
     futures = []
     started = time.perf_counter()
@@ -162,7 +162,7 @@ def _at_rate(actor: BufferClient, rows: list[Trajectory], per_s: float) -> float
 
 
 def _lone(actor: BufferClient, rows: list[Trajectory]) -> float:
-    """Return the median seconds to the acknowledgement with one push in flight at a time."""
+    """Push with one push in flight at a time; return the median seconds from a push to its acknowledgement."""
     latencies_s = []
     for row in rows:
         started = time.perf_counter()
@@ -176,7 +176,7 @@ def _time(future: Future[list[RowResult]], pushed_at: float, latencies_s: list[f
 
 
 def _push_with_leasing(work: Workload, folder: Path) -> Figures:
-    """Push with leases requested in the timed part, one request ahead of the pushes."""
+    """Push with leases requested in the timed part; each request is sent while the previous groups are pushed."""
     with Service(folder, _facts(work), config_for()) as service:
         learner, actor = service.begin(), service.client("actor-0")
         futures = []
@@ -202,9 +202,9 @@ def _push_with_leasing(work: Workload, folder: Path) -> Figures:
 
 
 def _sample(work: Workload, folder: Path) -> Figures:
-    """Draw batches uniformly, with reuse, from the whole workload, with two draws in flight.
+    """Draw batches uniformly and with reuse from the whole workload, with two draws in flight.
 
-    Each batch is decoded to Arrow columns and NumPy views, and its step is reported as finished.
+    The client decodes each batch to Arrow columns and NumPy views, and reports its step as finished.
     """
     config = config_for(sampler="uniform", max_uses="unlimited")
     groups_per_step = BATCH_TRAJECTORIES // GROUP_SIZE
@@ -224,8 +224,8 @@ def fill(actor: BufferClient, work: Workload, num_trajectories: int, *, first: i
 
     Args:
         actor: client that pushes.
-        work: workload; the i-th pushed trajectory is its trajectory `i % len(work)`.
-        num_trajectories: number to push, rounded down to whole groups.
+        work: workload; the i-th pushed trajectory is trajectory `i % len(work)` of the workload.
+        num_trajectories: number of trajectories to push, rounded down to whole groups.
         first: index in the workload at which to start.
     """
     pushed = 0
@@ -241,7 +241,7 @@ def fill(actor: BufferClient, work: Workload, num_trajectories: int, *, first: i
 def draw_steps(learner: BufferClient, done: int, num_steps: int, groups_per_step: int) -> int:
     """Draw the steps after `done` with one draw ahead; return the number of trajectories.
 
-    Like the learner, continue before the service has acknowledged that a step is finished.
+    Like the learner, the loop does not wait until the service acknowledges a finished step.
 
     Raises:
         RuntimeError: a batch was not ready.
@@ -274,7 +274,7 @@ def open_batch(body: bytes | memoryview) -> int:
 
 
 def _count_calls(trace: Path) -> int:
-    """Return the number of calls in a trace; a call split over two lines counts once."""
+    """Return the number of system calls in a trace; a call that is split over two lines counts once."""
     if not trace.exists():
         return 0
     return sum(1 for line in trace.read_text().splitlines() if re.match(r"^\d+ +\w+\(", line))

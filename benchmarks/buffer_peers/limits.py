@@ -1,10 +1,11 @@
-"""Upper limits of this machine: network transport alone, and disk alone.
+"""Upper limits of this machine: network transport without storage, and storage without network transport.
 
-Raw ZeroMQ: PUSH to PULL over loopback, 32 trajectories per message, encoded as by the client, read and validated as by
-the service, then discarded. The receiver acknowledges only the end.
+Raw ZeroMQ: a PUSH socket sends 32 trajectories per message to a PULL socket over loopback, in the client's encoding.
+The receiver reads and validates them like the service, and discards them. The receiver acknowledges only the end of the
+workload.
 
-Plain LMDB: records of the same size, one per trajectory, written by the process that holds them, synchronous, without
-writemap, 256 (and 32) per commit; read back by random keys.
+Plain LMDB: one process writes one record of the same size per trajectory, synchronously, without writemap, and with 256
+(then 32) records per commit. The process then reads records back by random keys.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _PATIENCE_MS = int(PATIENCE_S * 1000)
 
 
 def measure_raw_zmq(work: Workload, folder: Path) -> Figures:
-    """Push the workload to a receiver that validates it and stores nothing."""
+    """Push the workload to a receiver that validates trajectories and stores nothing."""
     rows = work.trajectories()
     with zmq.Context() as context, context.socket(zmq.PUSH) as push, context.socket(zmq.PULL) as reply:
         push.bind("tcp://127.0.0.1:*")
@@ -66,7 +67,7 @@ def measure_raw_zmq(work: Workload, folder: Path) -> Figures:
 
 
 def receive(data_address: str, reply_address: str) -> None:
-    """Run the receiver: validate until an empty message arrives, then send the number of valid rows."""
+    """Run the receiver: validate messages until an empty one arrives, then send the number of valid rows."""
     facts, known = facts_for(1), {0: 0}
     num_rows = 0
     with zmq.Context() as context, context.socket(zmq.PULL) as pull, context.socket(zmq.PUSH) as reply:
@@ -97,7 +98,7 @@ def measure_lmdb(work: Workload, folder: Path) -> Figures:
 
 
 def _read(environment: lmdb.Environment, num_records: int) -> float:
-    """Return the seconds for copying batches of random records out of the store."""
+    """Return the seconds that copying batches of random records out of the store takes."""
     rng = random.Random(0)
     started = time.perf_counter()
     for _ in range(NUM_SAMPLED_BATCHES):

@@ -1,4 +1,4 @@
-"""Isolation of measurements in separate processes, each starting cold; requirements of the peers."""
+"""Execution of each measurement in a new process, and package requirements of the peers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.lib.peers import python_with
 from benchmarks.lib.processes import call_in_processes, end_at_sigterm
 
 SETTINGS = {
-    "RAY_AUTH_MODE": "token",  # Ray's default; an explicit value suppresses its banner
+    "RAY_AUTH_MODE": "token",  # Ray's default; an explicit value suppresses Ray's banner
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "TQ_LOGGING_LEVEL": "ERROR",
@@ -36,7 +36,7 @@ def run_measurement(
         name: name of the measurement.
         what: function of this package, as "module:function".
         folder: folder on the file system to measure; a temporary folder is created there and removed.
-        num_trajectories: size of the workload; None: the function has its own sizes and receives `quick` instead.
+        num_trajectories: size of the workload; None if the function takes `quick` instead and sets its own sizes.
         quick: whether to use smaller sizes.
         python: interpreter of the environment to run in; None: the current one.
 
@@ -64,5 +64,5 @@ def measure(what: str, num_trajectories: int | None, quick: bool, folder: str) -
 
 
 def peers_python() -> Path:
-    """Return the interpreter of the peers' environment; raise PeersUnavailable if it cannot be created."""
+    """Return the interpreter of the peers' environment; raise PeersUnavailable if the environment cannot be created."""
     return python_with(*REQUIREMENTS)

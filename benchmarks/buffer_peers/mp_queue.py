@@ -1,8 +1,8 @@
 """Pickle over `multiprocessing.Queue`, the simplest transport without a store.
 
-Settings: 32 trajectories per `put`; the consumer unpickles them and keeps them in a list. Timing ends when the consumer
-has received the last one. Trajectories are sent as `Trajectory` objects or as plain dicts, whichever is faster on this
-machine.
+Settings: 32 trajectories per `put`; the consumer unpickles the trajectories and keeps them in a list. Timing ends when
+the consumer has received the last trajectory. Trajectories are sent once as `Trajectory` objects and once as plain
+dicts, and the faster form counts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NAMES = [field.name for field in fields(Trajectory)]
 
 
 def measure(work: Workload, folder: Path) -> Figures:
-    """Send the workload to another process in both forms; the faster one counts."""
+    """Send the workload to another process as objects and as dicts; the faster form counts."""
     rows = work.trajectories()
     forms: dict[str, Callable[[list[Trajectory]], Any]] = {
         "objects": lambda call: call,
@@ -51,7 +51,7 @@ def hand_over(
         rows: trajectories to send.
         convert: conversion of the trajectories of one call to the object put into the queue.
         consume: function that the consumer runs with the queue, a pipe and the arguments. It sends 0 when ready; after
-            the final None it sends the number of trajectories it holds, and then one result.
+            the final None it sends the number of trajectories that it holds, and then one result.
         arguments: further arguments of `consume`.
 
     Returns:

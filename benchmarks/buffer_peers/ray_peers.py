@@ -1,10 +1,10 @@
-"""A Ray actor that holds a list, and `ray.util.queue`.
+"""Measurements of a Ray actor that holds a list, and of `ray.util.queue`.
 
-Settings: 32 trajectories per call. The actor has eight calls in flight; more are not faster. The queue uses its batch
-calls `put_nowait_batch` and `get_nowait_batch`, which wait for their replies. Ray sends arguments above 100 KB through
-its shared-memory object store, which is large enough for the whole workload. No dashboard, no log forwarding.
-Trajectories are sent as `Trajectory` objects or as plain dicts, whichever is faster on this machine. `push_plain_per_s`
-is the straightforward use: one object per call, waiting for each reply. It is reported without a target.
+Settings: 32 trajectories per call. The actor has eight calls in flight; more calls are not faster. The queue uses its
+batch calls `put_nowait_batch` and `get_nowait_batch`, which wait for their replies. Ray sends arguments above 100 KB
+through its shared-memory object store, which is large enough for the whole workload. Dashboard and log forwarding are
+off. Trajectories are sent once as `Trajectory` objects and once as plain dicts, and the faster form counts.
+`push_plain_per_s` is the rate of the straightforward use: one object per call, and a wait for each reply.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PUSHES_IN_FLIGHT = 8
 SAMPLES_IN_FLIGHT = 2
 NUM_SAMPLED_BATCHES = 60
 PLAIN_PART = 16
-"""1 / PLAIN_PART of the workload is pushed again with one trajectory per call."""
+"""Divisor: 1 / PLAIN_PART of the workload is pushed again with one trajectory per call."""
 OBJECT_STORE_BYTES = 2 * 2**30
 
 FORMS: dict[str, Callable[[Trajectory], Any]] = {"objects": lambda row: row, "dicts": as_dict}
@@ -60,7 +60,7 @@ class Holder:
 
 
 def measure_actor(work: Workload, folder: Path) -> Figures:
-    """Push into the actor and sample from it in both forms; the faster form of each counts."""
+    """Push objects and dicts into the actor and sample them; the faster form of each operation counts."""
     start_ray(folder)
     rows = work.trajectories()
     found = {form: _use_actor(rows, convert) for form, convert in FORMS.items()}
@@ -87,7 +87,7 @@ def start_ray(folder: Path) -> None:
 
 
 def _use_actor(rows: list[Trajectory], convert: Callable[[Trajectory], Any]) -> tuple[float, float]:
-    """Return the seconds for pushing all trajectories, and for sampling all batches."""
+    """Return the seconds for all pushes, and the seconds for sampling all batches."""
     holder = ray.remote(num_cpus=0)(Holder).remote()
     ray.get(holder.sample.remote(0), timeout=PATIENCE_S)
     started = time.perf_counter()
@@ -115,7 +115,7 @@ def _use_actor(rows: list[Trajectory], convert: Callable[[Trajectory], Any]) -> 
 
 
 def _plainly(rows: list[Trajectory]) -> float:
-    """Return the seconds for pushing trajectories one per call, waiting for each reply."""
+    """Push one trajectory per call and wait for each reply; return the seconds."""
     holder = ray.remote(num_cpus=0)(Holder).remote()
     ray.get(holder.sample.remote(0), timeout=PATIENCE_S)
     started = time.perf_counter()
@@ -127,13 +127,13 @@ def _plainly(rows: list[Trajectory]) -> float:
 
 
 def measure_queue(work: Workload, folder: Path) -> Figures:
-    """Put all trajectories into the queue, then get them; the faster form counts."""
+    """Put all trajectories into the queue, then get them, as objects and as dicts; the faster form counts."""
     start_ray(folder)
     rows = work.trajectories()
     found = [_use_queue(rows, convert) for convert in FORMS.values()]
     part = rows[: len(rows) // PLAIN_PART]
     plain = Queue(actor_options={"num_cpus": 0})
-    plain.qsize()  # wait until its actor is ready
+    plain.qsize()  # wait until the actor of the queue is ready
     started = time.perf_counter()
     for row in part:
         plain.put(row)
@@ -150,7 +150,7 @@ def measure_queue(work: Workload, folder: Path) -> Figures:
 
 def _use_queue(rows: list[Trajectory], convert: Callable[[Trajectory], Any]) -> tuple[float, float]:
     queue = Queue(actor_options={"num_cpus": 0})
-    queue.qsize()  # wait until its actor is ready
+    queue.qsize()  # wait until the actor of the queue is ready
     started = time.perf_counter()
     for call in calls(rows):
         queue.put_nowait_batch([convert(row) for row in call])

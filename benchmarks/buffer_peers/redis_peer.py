@@ -1,9 +1,9 @@
-"""A Redis stream whose append-only file is synced before every reply.
+"""Measurement of a Redis stream whose append-only file is synced before every reply.
 
-Settings: `appendonly yes`, `appendfsync always`, no snapshots, loopback TCP, redis-py with hiredis and RESP 3. One
-stream entry per trajectory: token ids, log-probabilities, and the scalars as msgpack. 32 XADD per pipeline; four
-pipelines in flight on one connection were the fastest of 1 to 16, and as fast as four threads. Sampling reads the
-stream in batches with XRANGE, with values as NumPy views.
+Settings: `appendonly yes`, `appendfsync always`, no snapshots, loopback TCP, redis-py with hiredis and RESP 3. Each
+trajectory is one stream entry with token ids, log-probabilities, and the scalars as msgpack. A pipeline has 32 XADD
+calls. Four pipelines in flight on one connection were the fastest number of 1 to 16, and as fast as four threads.
+Sampling reads the stream in batches with XRANGE and views the values as NumPy arrays.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def measure(work: Workload, folder: Path) -> Figures:
-    """Append the workload to a stream of a fresh server, then read it.
+    """Append the workload to a stream of a new server, then read the stream.
 
     Raises:
         FileNotFoundError: redis-server is not installed.
@@ -88,7 +88,7 @@ def _fields(row: Trajectory) -> list[Any]:
 
 
 def _append(client: redis.Redis, rows: list[Trajectory]) -> float:
-    """Append all rows; return the seconds until the last reply."""
+    """Append all rows to the stream; return the seconds until the last reply."""
     connection = client.connection_pool.get_connection()
     pending: deque[int] = deque()
     started = time.perf_counter()

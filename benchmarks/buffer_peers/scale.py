@@ -1,4 +1,4 @@
-"""Measurements at scale: many clients, draws from a large store, memory over time, and a restart."""
+"""Measurements of Leeway's buffer at scale: many clients, draws from a large store, memory over time, and a restart."""
 
 from __future__ import annotations
 
@@ -27,16 +27,17 @@ from leeway.common.staleness import PolicyVersion
 
 NUM_CLIENTS = 64
 ROWS_PER_CLIENT = {False: 512, True: 64}
-"""Trajectories per client, by `quick`."""
+"""Value of `quick` -> number of trajectories per client."""
 
 
 def measure_clients(quick: bool, folder: Path) -> Figures:
-    """Measure the throughput of 64 client processes that push at once, without engines.
+    """Measure the throughput of 64 client processes that push at the same time, without engines.
 
-    Each client has its own connection, leases and trajectories, and all push the same number. They are forked from one
-    small process, start together, and report the time of their last acknowledgement. A client's rate is its number of
-    trajectories divided by its own time. Fairness is given as Jain's index of the rates (1: all equal, 1/64: one
-    client served alone) and as the slowest rate over the mean. The service's memory is reported too.
+    Each client has its own connection, leases and trajectories, and all clients push the same number. Clients are
+    forked from one small process, start together, and report the time of their last acknowledgement. A client's rate is
+    its number of trajectories divided by its own time. Fairness is given as the slowest rate over the mean, and as
+    Jain's index of the rates: 1 if all rates are equal, 1/64 if the service serves only one client. The service's
+    memory is also reported.
     """
     num_rows = ROWS_PER_CLIENT[quick]
     work = Workload.make(num_rows)
@@ -58,7 +59,8 @@ def _push_at_once(work: Workload, folder: Path) -> tuple[list[float], float, int
     """Push the workload from many processes, each with its own leases.
 
     Returns:
-        Seconds of each client, seconds until the last finished, and anonymous bytes of the service before and after.
+        Seconds of each client, seconds until the last client finished, and the service's anonymous memory in bytes
+        before and after the pushes.
     """
     facts = facts_for(steps_for(NUM_CLIENTS * len(work) // GROUP_SIZE))
     context = get_context("fork")
@@ -66,8 +68,8 @@ def _push_at_once(work: Workload, folder: Path) -> tuple[list[float], float, int
         service = stack.enter_context(Service(folder / "store", facts, config_for()))
         before = service.rss_anon_bytes()
         pipes = [context.Pipe() for _ in range(NUM_CLIENTS)]  # before this process starts a thread
-        schema.encode([work.trajectory(0)], RUN_ID)  # completes Arrow's lazy imports before the fork
-        gc.freeze()  # otherwise every child would copy all pages at its first collection
+        schema.encode([work.trajectory(0)], RUN_ID)  # Arrow imports modules at first use: encode once before the fork
+        gc.freeze()  # without this, every child copies all pages at its first garbage collection
         children = [
             context.Process(target=_client, args=(theirs, service.address, service.config, work, i), daemon=True)
             for i, (_, theirs) in enumerate(pipes)
@@ -92,7 +94,7 @@ def _open(address: str, name: str, role: Role, config: BufferConfig) -> BufferCl
 
 
 def _let_run(pipes: list[Connection]) -> tuple[list[float], float]:
-    """Start all clients once all are ready; return the seconds of each, and the seconds until the last finished."""
+    """Start all clients when all are ready; return the seconds of each, and the seconds until the last one finishes."""
     for pipe in pipes:
         pipe.send("lease")
     for pipe in pipes:
@@ -130,7 +132,7 @@ def _client(pipe: Connection, address: str, config: BufferConfig, work: Workload
 
 SAMPLERS = {"reward": "reward_softmax", "age": "prioritised"}
 SIZES = {False: (10_000, 1_000_000), True: (10_000, 50_000)}
-"""Numbers of stored trajectories at which draws are timed, by `quick`."""
+"""Value of `quick` -> numbers of stored trajectories at which draws are timed."""
 SHORT_TOKENS = 32
 NUM_VERSIONS = 50
 WARM_UP_DRAWS = 10
@@ -141,9 +143,10 @@ DRAWN_GROUPS = BATCH_TRAJECTORIES // GROUP_SIZE
 def measure_draws(quick: bool, folder: Path) -> Figures:
     """Measure the cost of a draw as the store grows from 10,000 to 1,000,000 trajectories of 32 tokens.
 
-    Returns median milliseconds for the reward and the age sampler, with reuse. The same service is filled, measured,
-    filled further, and measured again. Trajectories come from 50 versions and have random rewards. One batch is 256
-    trajectories; the time is from the request to the reply with its records. Finishing the step is not timed.
+    Returns the median milliseconds of a draw for the reward sampler and the age sampler, with reuse. One service is
+    filled, measured, filled further, and measured again. Trajectories come from 50 versions and have random rewards. A
+    batch has 256 trajectories. The time of a draw runs from the request to the reply with its records, and does not
+    include the end of the step.
     """
     figures: Figures = {}
     for name, sampler in SAMPLERS.items():
@@ -173,7 +176,7 @@ def _measure_sampler(sampler: str, sizes: tuple[int, int], folder: Path) -> tupl
 
 
 def _push_some(actor: BufferClient, work: Workload, num_stored: int, goal: int) -> int:
-    """Push some groups, with versions that increase evenly up to the goal; return the number of trajectories."""
+    """Push groups whose policy versions increase evenly up to the goal; return the number of trajectories."""
     leases = lease_all(actor, min(LEASES_AHEAD, (goal - num_stored) // GROUP_SIZE))
     version = PolicyVersion(0, num_stored * NUM_VERSIONS // goal)
     samples = [(lease, index) for lease in leases for index in lease.sample_indices]
@@ -202,10 +205,10 @@ def _draw_ms(learner: BufferClient, done: int) -> float:
 
 GROUPS_PER_STEP = 32
 STEPS_PER_CYCLE = 4
-"""Number of steps whose groups may be outstanding; a cycle pushes all of these groups and trains on them."""
+"""Number of steps whose groups may be open at once; a cycle pushes all of these groups and trains on them."""
 CAPACITY_TRAJECTORIES = 2048
 NUM_TOKENS = {False: 10_000_000, True: 5_000_000}
-"""Total number of tokens to push, by `quick`."""
+"""Value of `quick` -> total number of tokens to push."""
 STORE_BYTES = {False: 2 * 2**30, True: 200 * 2**20}
 SAMPLE_EVERY_S = 0.05
 WORKLOAD_TRAJECTORIES = 4096
@@ -214,7 +217,7 @@ OPEN_GROUPS = 100
 
 
 class RssSampler:
-    """Thread that samples a service's RssAnon together with the progress of the measurement."""
+    """Thread that records a service's anonymous memory (RssAnon) together with the progress of the measurement."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -235,7 +238,7 @@ class RssSampler:
         self._thread.join(PATIENCE_S)
 
     def mib(self, first: float = 0.0, last: float = 1.0) -> list[float]:
-        """Return the samples taken while the progress was in [first, last], in MiB."""
+        """Return the memory samples taken while the progress was in [first, last], in MiB."""
         return [size / 2**20 for progress, size in self._samples if first <= progress <= last]
 
 
@@ -243,9 +246,9 @@ def measure_memory(quick: bool, folder: Path) -> Figures:
     """Measure the service's memory while 10 million tokens are pushed, used for training and evicted.
 
     The measurement runs the cycle of a training run (lease, push, draw, finish, publish, checkpoint) and samples the
-    service's RssAnon throughout. This is anonymous memory: pages of the store belong to the page cache and do not
-    count. Memory is flat if the median of the last quarter (of the tokens) is close to the median of the second
-    quarter; the store reaches its capacity in the first quarter.
+    service's RssAnon throughout. RssAnon is anonymous memory, so pages of the store, which belong to the page cache, do
+    not count. Memory is constant if its median over the last quarter of the tokens is close to the median over the
+    second quarter. The store reaches its capacity in the first quarter.
     """
     work = Workload.make(WORKLOAD_TRAJECTORIES)
     config = config_for(capacity_trajectories=CAPACITY_TRAJECTORIES)
@@ -302,8 +305,8 @@ def _train(learner: BufferClient, done: int) -> int:
 def measure_restart(quick: bool, folder: Path) -> Figures:
     """Measure how fast a killed service restarts on a store of 2 GiB.
 
-    The service is killed with SIGKILL. Times are from the start of the new process to the line with its address and to
-    the first reply, once with the file in the page cache and once without it there.
+    The service is killed with SIGKILL. Times run from the start of the new process to the line with its address, and to
+    the first reply. Both times are measured twice: with the file of the store in the page cache, and without.
     """
     work = Workload.make(WORKLOAD_TRAJECTORIES)
     config = config_for(sampler="uniform", max_uses="unlimited")

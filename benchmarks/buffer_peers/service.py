@@ -1,4 +1,4 @@
-"""A buffer service in a subprocess, and clients of it."""
+"""A buffer service in a subprocess, and clients of this service."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from leeway.common.staleness import StalenessConfig
 
 RUN_ID = "benchmark"
 ADMITTED_STEPS = 4
-"""Number of steps whose groups may be outstanding if the lag is unbounded."""
+"""Number of steps whose groups may be open at once if the lag is unbounded."""
 LEASES_PER_REQUEST = 64
 LEASE_S = 3600.0
 LONG_LEASES = constants({"leeway.buffer.leases.LEASE_TIMEOUT_S": LEASE_S})
-"""Environment with a long lease timeout, because the benchmark's clients do not renew leases."""
+"""Environment variables that set a long lease timeout, because clients of the benchmark do not renew leases."""
 
 
 def facts_for(groups_per_step: int) -> RunFacts:
@@ -49,7 +49,7 @@ def facts_for(groups_per_step: int) -> RunFacts:
 
 
 def config_for(**overrides: object) -> BufferConfig:
-    """Return the default config with overrides."""
+    """Return the default buffer config with overrides."""
     return BufferConfig.model_validate(overrides)
 
 
@@ -57,7 +57,7 @@ class Service:
     """Context manager that runs `python -m tests.world.buffer_process` on a folder."""
 
     def __init__(self, folder: Path, facts: RunFacts, config: BufferConfig, *, under: Sequence[str] = ()) -> None:
-        """Start the service; `under` is a command that runs it, such as a tracer."""
+        """Start the service; `under` is a command that runs the service, such as a tracer."""
         self.folder = folder
         self.facts = facts
         self.config = config
@@ -69,7 +69,7 @@ class Service:
         """Start the process and wait for the line with its address.
 
         Raises:
-            RuntimeError: the process exited or timed out; the message has the end of its log.
+            RuntimeError: the process exited or timed out; the message has the end of the log.
         """
         command = [*self._under, *serving(self.folder, self.facts, "--config", self.config.model_dump_json())]
         started = time.monotonic()
@@ -87,14 +87,14 @@ class Service:
 
     @property
     def pid(self) -> int:
-        """Process id of the service, also if it runs under another command."""
+        """Process id of the service itself, also if another command such as a tracer runs the service."""
         if not self._under:
             return self.process.pid
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         return int(children[0]) if children else self.process.pid
 
     def rss_anon_bytes(self) -> int:
-        """Return the anonymous resident memory: the service's own allocations, without the pages of the store."""
+        """Return the bytes of anonymous resident memory: the service's allocations without the pages of the store."""
         for line in Path(f"/proc/{self.pid}/status").read_text().splitlines():
             if line.startswith("RssAnon:"):
                 return int(line.split()[1]) * 1024
@@ -107,14 +107,14 @@ class Service:
         return client
 
     def begin(self) -> BufferClient:
-        """Return a learner that has published its first version; from then on leases are granted."""
+        """Return a learner client that has published its first version, after which the service grants leases."""
         learner = self.client("learner", "learner")
         learner.begin_incarnation(0, 0).result(PATIENCE_S)
         learner.published(0, 0).result(PATIENCE_S)
         return learner
 
     def num_commits(self) -> int:
-        """Return LMDB's count of write transactions, read without the service."""
+        """Return LMDB's count of write transactions, read from the store without the service."""
         environment = lmdb.open(str(self.folder), readonly=True, lock=False, max_dbs=64)
         try:
             return int(environment.info()["last_txnid"])
@@ -162,5 +162,5 @@ def lease_all(actor: BufferClient, num_groups: int) -> list[Lease]:
 
 
 def steps_for(num_groups: int) -> int:
-    """Return the groups per step with which `num_groups` groups can be outstanding."""
+    """Return the number of groups per step with which `num_groups` groups can be open at once."""
     return -(-num_groups // ADMITTED_STEPS)

@@ -1,11 +1,11 @@
-"""TorchRL's `ReplayBuffer` in another process, behind a `multiprocessing.Queue`.
+"""Measurement of TorchRL's `ReplayBuffer` in another process, behind a `multiprocessing.Queue`.
 
-Settings: 32 trajectories per `put` and per `extend`, as concatenated arrays, which pickle fastest.
-Memory-mapped: `LazyMemmapStorage` of tokens with an `episode` column, so that nothing is padded, read with its
-`SliceSampler`; a second storage holds one row of scalars per trajectory. (With one padded row of 8,192 tokens per
-trajectory, the rate was half of that.) Lazy stack: `LazyStackStorage`, an in-memory storage of tensors of any length.
-Timing ends when the consumer has extended its buffer by the last trajectory. Sampling runs in the buffer's process,
-without interprocess communication.
+Settings: 32 trajectories per `put` and per `extend`, as concatenated arrays, which pickle fastest. Two storages are
+measured. The memory-mapped storage is a `LazyMemmapStorage` of tokens with an `episode` column, so that nothing is
+padded; a `SliceSampler` reads the storage. A second `LazyMemmapStorage` holds one row of scalars per trajectory. One
+padded row of 8,192 tokens per trajectory was half as fast. The lazy stack is a `LazyStackStorage`, an in-memory storage
+of tensors of any length. Timing ends when the consumer has extended its buffer by the last trajectory. Sampling runs in
+the process of the buffer, without interprocess communication.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Call = dict[str, np.ndarray]
 
 
 def measure(work: Workload, folder: Path) -> Figures:
-    """Measure memory-mapped storage, whose rates are compared, and a lazy stack."""
+    """Measure the memory-mapped storage, whose rates are compared with Leeway's, and the lazy stack."""
     rows, sizes = work.trajectories(), (len(work), int(work.bounds[-1]))
     push_s, sample_s = hand_over(rows, as_arrays, _consume, fill_memmap, sizes, str(folder))
     stack_push_s, stack_sample_s = hand_over(rows, as_arrays, _consume, fill_lazy_stack, sizes, str(folder))
@@ -72,7 +72,7 @@ def as_arrays(rows: list[Trajectory]) -> Call:
 def _consume(
     queue: Queue[Call | None], done: Connection, fill: Callable[..., Any], sizes: tuple[int, int], folder: str
 ) -> None:
-    """Run the consumer: fill a buffer, send its number of trajectories, sample, and send the seconds of sampling."""
+    """Run the consumer: fill a buffer, send its number of trajectories, sample, and send the sampling time."""
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     extend, num_held, sample = fill(*sizes, folder)

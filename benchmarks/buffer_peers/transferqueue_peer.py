@@ -1,9 +1,9 @@
-"""TransferQueue, the data plane of verl.
+"""Measurement of TransferQueue, the data plane of verl.
 
-Settings: SimpleStorage with one storage unit, which on two cores is faster than the default of two; `kv_batch_put` of
-32 keys through the asynchronous interface, with 16 puts in flight; token ids and log-probabilities as jagged nested
-tensors, scalars as tensors. `push_plain_per_s` is the documented basic use: synchronous `kv_batch_put` calls of 32
-keys, one after the other.
+Settings: SimpleStorage with one storage unit, which on two cores is faster than the default of two. The asynchronous
+interface sends `kv_batch_put` calls of 32 keys, with 16 calls in flight. Token ids and log-probabilities are jagged
+nested tensors, and scalars are tensors. `push_plain_per_s` is the rate of the documented basic use: synchronous
+`kv_batch_put` calls of 32 keys, one after the other.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ STORAGE_UNITS = 1
 PUTS_IN_FLIGHT = 16
 NUM_SAMPLED_BATCHES = 5
 PLAIN_PART = 4
-"""1 / PLAIN_PART of the workload is put again with synchronous calls."""
+"""Divisor: 1 / PLAIN_PART of the workload is put again with synchronous calls."""
 
 
 def measure(work: Workload, folder: Path) -> Figures:
-    """Put the workload, get batches of random keys, and put a part of it with synchronous calls."""
+    """Put the workload, get batches of random keys, and put a part of the workload with synchronous calls."""
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     start_ray(folder)
@@ -104,7 +104,7 @@ def _jagged(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _get(num_held: int) -> float:
-    """Return the seconds for getting batches of random keys."""
+    """Get batches of random keys; return the seconds."""
     rng = random.Random(0)
     started = time.perf_counter()
     for _ in range(NUM_SAMPLED_BATCHES):

@@ -1,7 +1,7 @@
-"""Trajectories that all systems are measured with, and conversion of times to figures.
+"""Trajectories with which all systems are measured, and conversion of times to rates.
 
-Lengths are log-normal: median 512 tokens, at most 8,192, mean about 820. Token ids are int32,
-log-probabilities float32, and every trajectory has the scalars of `leeway.buffer.schema.Trajectory`.
+Lengths are log-normal with a median of 512 tokens, a mean of about 820 and a maximum of 8,192. Token ids are int32 and
+log-probabilities float32. Every trajectory has the scalars of `leeway.buffer.schema.Trajectory`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ VOCAB_SIZE = 50_000
 GROUP_SIZE = 8
 NUM_PROMPTS = 1000
 ROWS_PER_CALL = 32
-"""Trajectories per message, call, commit or pipeline; the same for all systems."""
+"""Number of trajectories per message, call, commit or pipeline of every system."""
 BATCH_TRAJECTORIES = 256
 """Number of trajectories in a sampled batch."""
 PATIENCE_S = 300.0
@@ -41,7 +41,7 @@ Figures = dict[str, Any]
 
 @dataclass(frozen=True)
 class Workload:
-    """Trajectories in memory, as views into one block, like the output of an engine."""
+    """Trajectories in memory, as views into one block of memory, like the output of an engine."""
 
     tokens: npt.NDArray[np.int32]
     logprobs: npt.NDArray[np.float32]
@@ -50,7 +50,7 @@ class Workload:
 
     @classmethod
     def make(cls, num_trajectories: int, seed: int = 0, *, fixed_tokens: int | None = None) -> Workload:
-        """Generate trajectories deterministically; `fixed_tokens` gives all of them the same length."""
+        """Generate trajectories deterministically; `fixed_tokens` is the length of every trajectory."""
         rng = np.random.default_rng(seed)
         drawn = np.exp(rng.normal(np.log(MEDIAN_TOKENS), SIGMA, num_trajectories))
         lengths = np.clip(drawn, PROMPT_TOKENS + 1, MAX_TOKENS).astype(np.int64)
@@ -66,12 +66,12 @@ class Workload:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of token ids and log-probabilities, without scalars."""
+        """Total bytes of token ids and log-probabilities, without scalars."""
         completions = self.bounds[-1] - PROMPT_TOKENS * len(self)
         return int(4 * self.bounds[-1] + 4 * completions)
 
     def trajectory(self, i: int, lease: Lease | None = None, sample_index: int | None = None) -> Trajectory:
-        """Return the i-th trajectory as a sample of a lease; without one, of a synthetic lease derived from `i`."""
+        """Return the i-th trajectory as a sample of `lease`. If `lease` is None, derive a synthetic lease from `i`."""
         start, end = int(self.bounds[i]), int(self.bounds[i + 1])
         num_completion = end - start - PROMPT_TOKENS
         group = i // GROUP_SIZE + 1
@@ -102,10 +102,10 @@ class Workload:
         return [self.trajectory(i) for i in range(len(self))]
 
     def leased(self, leases: list[Lease]) -> list[Trajectory]:
-        """Return one trajectory per sample of the leases, in their order."""
+        """Return one trajectory per sample of the leases, in the order of the leases."""
         samples = ((lease, index) for lease in leases for index in lease.sample_indices)
         made = [self.trajectory(i, lease, index) for i, (lease, index) in enumerate(samples)]
-        # A real actor holds few trajectories at a time: exclude these from garbage collection.
+        # A real actor holds few trajectories at a time: exclude the workload from garbage collection.
         gc.collect()
         gc.freeze()
         return made
@@ -118,12 +118,12 @@ def calls(trajectories: list[Trajectory]) -> Iterator[list[Trajectory]]:
 
 
 def rates(work: Workload, seconds: float, *, name: str = "push") -> Figures:
-    """Return the figures of pushing the whole workload in `seconds`."""
+    """Return the push rates of a whole workload that was pushed in `seconds`."""
     return {f"{name}_per_s": len(work) / seconds, f"{name}_mb_per_s": work.num_bytes / 1e6 / seconds}
 
 
 def sampled(num_batches: int, num_trajectories: int, seconds: float) -> Figures:
-    """Return the figures of drawing batches in `seconds`."""
+    """Return the sampling rates of batches that were drawn in `seconds`."""
     return {"sample_per_s": num_trajectories / seconds, "batches_per_s": num_batches / seconds}
 
 
@@ -131,7 +131,7 @@ def until(condition: Callable[[], bool], what: str, *, patience_s: float = PATIE
     """Wait for a condition.
 
     Raises:
-        TimeoutError: the condition stayed false; the message names it.
+        TimeoutError: the condition stayed false; the message names the condition.
     """
     deadline = time.monotonic() + patience_s
     while not condition():

@@ -1,7 +1,7 @@
-"""Two pools of one real engine each: one has its own core, the other shares its core with all other processes.
+"""Runs with two pools of one real engine each. One engine has its own core; the other shares a core with the learner.
 
-The model is that of `benchmarks/overlap.py`, whose completions end at random. The prompt explains little of the length,
-so the gain comes from requeueing long-running samples to the faster engine.
+The model is that of `benchmarks/overlap.py`, whose completions end at random. The prompt explains little of a length,
+so the gain comes from moving long-running samples to the faster engine.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ OVERRIDES = (
     *("--actors.num_actors", "2", "--actors.max_running_samples", str(SLOTS)),
     *("--weight_sync.max_lag", "2", "--weight_sync.on_stale", "wait", "--task.num_heldout", "1"),
 )
-"""Overrides of every run. Actors are numbered pool by pool in the order of the config: FIRST_ACTOR is pool `alone`."""
+"""Overrides of every run. Actors are numbered pool by pool, so FIRST_ACTOR is the actor of the first pool, `alone`."""
 
 
 def run(folder: Path, name: str, policy: str, seed: int, num_steps: int) -> FinishedRun:
-    """Run with a dispatch policy.
+    """Run the two pools with a dispatch policy.
 
     Raises:
         MeasurementFailed: the run failed.
@@ -40,7 +40,7 @@ def run(folder: Path, name: str, policy: str, seed: int, num_steps: int) -> Fini
 
 
 def simulated(folder: Path, policy: str, seed: int, profile: Profile, steps: tuple[int, int]) -> float:
-    """Simulate the same run with the costs of a profile; return samples per second after the learning steps."""
+    """Simulate such a run with the costs of a profile; return samples per second after the steps that learn lengths."""
     learned, num_steps = steps[0], sum(steps)
     config = load_config(_config(folder), _overrides(policy, seed, num_steps))
     world = replace(world_of(config, profile), num_prompts=NUM_PROMPTS)

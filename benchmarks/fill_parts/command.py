@@ -8,7 +8,7 @@ import sys
 from leeway.launch.cli import RAY_ENVIRONMENT, main
 
 if __name__ == "__main__":
-    os.environ.update(RAY_ENVIRONMENT)  # before the imports below, because Ray reads it at import
+    os.environ.update(RAY_ENVIRONMENT)  # before the imports below, because Ray reads these variables at import
     from benchmarks.fill_parts.roles import RoundedDownActorRole
 
     from leeway.launch.processes import actor_pools

@@ -1,6 +1,6 @@
 """`leeway train` with engines and a learner that sleep: `python -m benchmarks.fleet_parts.command train ...`.
 
-All other parts are real: the actors' loop, the buffer, the ledger, staleness, weights, Ray, the supervisor.
+All other parts are real: the loop of the actors, buffer, ledger, staleness bound, weights, Ray and supervisor.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 from leeway.launch.cli import RAY_ENVIRONMENT, main
 
 if __name__ == "__main__":
-    os.environ.update(RAY_ENVIRONMENT)  # before the imports below, because Ray reads it at import
+    os.environ.update(RAY_ENVIRONMENT)  # before the imports below, because Ray reads these variables at import
     from benchmarks.fleet_parts.roles import SleepingActorRole, SleepingStageRole
 
     from leeway.launch.processes import actor_pools, learner_group

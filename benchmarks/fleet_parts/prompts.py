@@ -1,6 +1,6 @@
-"""FleetPrompts: the exact prompts and lengths of a fleet, for its simulation.
+"""FleetPrompts: the prompts and lengths of a real fleet, for the simulation of this fleet.
 
-The config determines the buffer's order of prompts, the seeds of samples and the lengths of a sleeping engine.
+The config determines the order of prompts in the buffer, the seeds of samples and the lengths of sleeping engines.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class FleetPrompts(PromptStream):
         self._cursor = self._group = 0
 
     def anew(self) -> FleetPrompts:
-        """Restart at the first prompt and return self."""
+        """Restart at the first prompt; return this object."""
         self._cursor = self._group = 0
         return self
 
@@ -42,7 +42,7 @@ class FleetPrompts(PromptStream):
         return int(order_of(self._seed, epoch, self.num_prompts)[position])
 
     def lengths(self, prompt: int) -> list[float]:
-        """Return the length in tokens of each sample of the next group, which has this prompt."""
+        """Return the length in tokens of each sample of the next group, whose prompt is `prompt`."""
         self._group += 1
         seeds = [sample_seed(self._seed, self._group, index, 1) for index in range(self._group_size)]
         scores = [score_of("sample", seed) for seed in seeds]

@@ -1,4 +1,4 @@
-"""An actor with a sleeping engine, and a learner that trains a tiny model and sleeps for the rest of its step."""
+"""An actor with a sleeping engine, and a learner that trains a tiny model and sleeps until its step time ends."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class SleepingActorRole(ActorRole):
 
 
 class SleepingStageRole(StageRole):
-    """The only stage of a learner, with a given duration of steps."""
+    """The only stage of a learner whose steps have a set duration."""
 
     def setup(self, context: RunContext[LearnerSections], rank: int, rendezvous: str) -> None:
-        """Set up the real stage, then slow its step down."""
+        """Set up the real stage, then extend each of its steps to the set duration."""
         super().setup(context, rank, rendezvous)
         setting, trains = FleetSetting.here(), self._stage._train_step
         run = trains.run

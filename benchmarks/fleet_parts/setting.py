@@ -24,7 +24,7 @@ class Stretch:
     over: int
     """Number of versions of the change, at least 1."""
     to: float
-    """Final factor on lengths."""
+    """Factor on lengths after the change."""
 
     def at(self, version: int) -> float:
         """Return the factor on the length of a sample that starts at a version."""
@@ -47,7 +47,7 @@ class FleetSetting:
     """Setting of a whole fleet."""
 
     pools: Mapping[str, TokenTime]
-    """Pool -> seconds per token of its engines."""
+    """Pool -> token-time model of its engines."""
     lengths: LengthDistribution
     step_s: float
     """Fixed seconds of a learner step."""
@@ -79,6 +79,6 @@ class FleetSetting:
 
 
 def score_of(*key: object) -> float:
-    """Return a standard normal score that is deterministic in the key."""
+    """Return a standard normal score that the key determines."""
     number = int.from_bytes(blake2b(repr(key).encode(), digest_size=8).digest(), "big")
     return NormalDist().inv_cdf((number + 0.5) / 2**64)

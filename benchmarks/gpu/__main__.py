@@ -2,18 +2,21 @@
 
     python -m benchmarks.gpu [--part NAME ...] [--steps NAME ...] [--out FILE] [--cpu] [--write] [--list]
 
-    right   facts exact attention head groups stage
-    fast    baseline sweep profile launching copies offloaded
-    mends   varlen shadow compiled head2 shared: each against its alternatives, in turns on the same batches
-    engine  start, tokens/s, log-probabilities and updates in flight of Leeway's engine; vLLM's defaults beside it
-    demo    examples/demo.toml on the card
-    pair    random weights in the shape of Qwen3-0.6B, asynchronously and at max_lag 0
+Each part consists of steps:
+
+    right   facts, exact, attention, head, groups, stage: correctness of the learner
+    fast    baseline, sweep, profile, launching, copies, offloaded: speed of the learner
+    mends   varlen, shadow, compiled, head2, shared: optimizations compared with alternatives on the same batches
+    engine  startup, tokens/s, log-probabilities and weight updates of Leeway's engine, and rates of vLLM's defaults
+    demo    a run of examples/demo.toml on the GPU
+    pair    runs with random weights in the shape of Qwen3-0.6B, asynchronous and at max_lag 0
     gaps    time of a learner step outside its micro-batches
 
-Needs one CUDA GPU; engine, demo and pair also need vLLM and Ray. README.md in this folder explains how to install them
-on a machine without network. Each step runs in its own process with a time limit. Each result is a JSON line with
-commit, card and versions, written to standard output and appended to FILE (default: runs/gpu.jsonl). --write generates
-docs/results/gpu.md from FILE, and runs no step unless --part or --steps is given. --cpu uses the CPU and a tiny shape.
+The benchmark needs one CUDA GPU; the parts engine, demo and pair also need vLLM and Ray. README.md in this folder
+explains how to install vLLM and Ray on a machine without network. Each step runs in its own process with a time limit.
+Each result is a JSON line with commit, card and versions. The line is written to standard output and appended to FILE
+(default: runs/gpu.jsonl). --write generates docs/results/gpu.md from FILE, and runs no step unless --part or --steps is
+given. --cpu uses the CPU and a tiny shape.
 """
 
 from __future__ import annotations
@@ -39,7 +42,7 @@ def main() -> None:
     """Run the selected steps, write the page, or both."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", nargs="+", choices=PARTS, default=[], metavar="PART", help=" ".join(PARTS))
-    parser.add_argument("--steps", nargs="+", default=[], metavar="NAME", help="names of steps; see --list")
+    parser.add_argument("--steps", nargs="+", default=[], metavar="NAME", help="names of steps, which --list prints")
     parser.add_argument("--out", type=Path, default=OUT, metavar="FILE", help="append the JSON lines to this file")
     parser.add_argument("--cpu", action="store_true", help="test all steps on the CPU, at a tiny shape")
     parser.add_argument(
@@ -50,7 +53,7 @@ def main() -> None:
         help="additional arguments of every vLLM engine, such as '{\"enforce_eager\": true}'",
     )
     parser.add_argument("--write", action="store_true", help="write the page from FILE")
-    parser.add_argument("--list", action="store_true", help="list the steps with their limits")
+    parser.add_argument("--list", action="store_true", help="list the steps with their time limits")
     parsed = parser.parse_args()
     end_at_sigterm()
     if parsed.list:
@@ -72,7 +75,7 @@ def main() -> None:
 
 
 def _table(text: str) -> dict[str, object]:
-    """Parse a JSON object."""
+    """Parse the JSON object of a command-line option."""
     try:
         parsed = json.loads(text)
     except ValueError:
@@ -83,7 +86,7 @@ def _table(text: str) -> dict[str, object]:
 
 
 def _run(steps: list[Step], out: Path, *, on_cpu: bool, engine_args: dict[str, object]) -> list[str]:
-    """Run steps in order; return the names of those that failed."""
+    """Run steps in order; return the names of the failed steps."""
     out.parent.mkdir(parents=True, exist_ok=True)
     failed: list[str] = []
     common = origin(on_cpu=on_cpu)

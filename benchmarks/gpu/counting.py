@@ -2,12 +2,13 @@
 
     python -m benchmarks.gpu.counting SHAPE [--fused] [KEY=VALUE ...]
 
-Prints one JSON line with the figures of a shape, for the imported learner and keys of its config section. --fused uses
-the kernels of liger-kernel.
+Prints one JSON line with the figures of a shape. KEY=VALUE sets a key of the learner's config section. --fused uses the
+kernels of liger-kernel. The counted learner is the one on the Python path.
 
-A dispatch mode intercepts each operation below autograd. An operation reads its inputs and writes its outputs; a view
-moves no bytes; an operation that selects, adds or sets rows moves only these. Each operation that moves bytes counts as
-one kernel. Figures of a layer are the difference between models of two layers and one: no head, no embedding.
+A dispatch mode intercepts each operation below autograd. An operation reads its inputs and writes its outputs. A view
+moves no bytes. An operation that selects, adds or sets rows moves only these rows. Each operation that moves bytes
+counts as one kernel. Figures of a layer are the difference between a model of two layers and a model of one layer, so
+these figures exclude head and embedding.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ from leeway.learner.model import DeviceBatch, StageModule
 from leeway.learner.packing import PackedBatch, PackingRule
 
 GEMM_FLOPS, BYTES_PER_S = 600e12, 2.6e12
-"""Assumed rates of an H100: matrix products in bf16, and memory traffic of all other operations."""
+"""Assumed rates of an H100: FLOP/s of bf16 matrix products, and memory bandwidth of all other operations."""
 NUM_SEQUENCES, SEED = 256, 7
 NUM_STAGES = (1, 2, 3, 4)
 
 Figures = dict[str, float]
 AttentionCall = tuple[str, tuple[tuple[tuple[int, ...], str], ...]]
-"""Name of a kernel, and shape and dtype of each of its inputs."""
+"""Name of an attention kernel, and shape and dtype of each input of the call."""
 
 _FILLS = ("zeros", "zeros_like", "new_zeros", "ones", "ones_like", "full", "full_like", "arange", "zero_", "fill_")
 _ALLOCATES = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "_unsafe_view", "lift_fresh")
@@ -60,15 +61,15 @@ class Counting(TorchDispatchMode):
     """Counter of operations by phase and kind, in `figures` with keys such as "forward.other.bytes"."""
 
     def __init__(self, device: torch.device = CUDA) -> None:
-        """Start at zero; only operations on this type of device are counted."""
+        """Initialize counts of zero; only operations on the type of `device` are counted."""
         super().__init__()
         self.phase = "forward"
         self._kind = device.type
         self.figures: Figures = defaultdict(float)
         self.attention_shapes: set[AttentionCall] = set()
-        """Each distinct call of an attention kernel."""
+        """Distinct calls of attention kernels, by kernel, shapes and dtypes."""
         self.by_operation: Counter[str] = Counter()
-        """Bytes of each operation, except matrix products."""
+        """Name of an operation that is not a matrix product -> bytes moved."""
         self._weights: dict[int, object] = {}
         self._made: list[tuple[StorageWeakRef, int, bool]] = []
 
@@ -79,7 +80,7 @@ class Counting(TorchDispatchMode):
             self._weights[storage._cdata] = storage
 
     def kept(self) -> tuple[int, int]:
-        """Return the bytes of live tensors from the forward pass: copies of weights, and all other tensors."""
+        """Return the bytes of live tensors of the forward pass: copies of weights, and all other tensors."""
         alive = [(size, is_copy) for reference, size, is_copy in self._made if not reference.expired()]
         copies = sum(size for size, is_copy in alive if is_copy)
         return copies, sum(size for size, _ in alive) - copies
@@ -91,7 +92,7 @@ class Counting(TorchDispatchMode):
         args: Any = (),  # noqa: ANN401 -- torch API
         kwargs: Any = None,  # noqa: ANN401 -- torch API
     ) -> Any:  # noqa: ANN401 -- torch API
-        """Run an operation, and count it."""
+        """Run an operation and count its bytes, its FLOPs and its kernel."""
         if func.namespace == "prim":
             return func(*args, **(kwargs or {}))
         name = func._schema.name.rpartition("::")[2]
@@ -135,7 +136,7 @@ class Counting(TorchDispatchMode):
 
 
 def product_flops(args: Sequence[object]) -> int:
-    """Return the FLOPs of the product of the last two tensors (matrices or batches of them) of the arguments."""
+    """Return the FLOPs of the product of the last two tensors in the arguments, which may be batches of matrices."""
     left, right = [each for each in args if isinstance(each, Tensor)][-2:]
     return 2 * left.numel() * right.shape[-1]
 
@@ -155,7 +156,7 @@ def moved_bytes(func: Any, name: str, inputs: list[Tensor], outputs: list[Tensor
         indices = inputs[1]
         return bytes_of(indices) + indices.numel() * outputs[0].element_size()
     if name in _ADDS_ROWS:
-        # the rows three times: target read, source read, target written; and the indices
+        # bytes of the rows three times (read the target, read the source, write the target), and bytes of the indices
         return 3 * bytes_of(inputs[-1]) + sum(bytes_of(each) for each in inputs if not each.is_floating_point())
     read = inputs[1:] if name == "copy_" else inputs
     return written + sum(map(bytes_of, read))
@@ -186,7 +187,7 @@ def typical(packed: PackedBatch) -> int:
 
 
 def count_micro_batch(stage: StageModule, packed: PackedBatch, m: int, *, train: bool = True) -> Counting:
-    """Count the forward and, if `train`, the backward pass of a micro-batch, which adds to existing gradients."""
+    """Count the forward pass of a micro-batch and, if `train`, its backward pass, which adds to existing gradients."""
     counting = Counting()
     counting.register_weights(stage.parameters())
     for parameter in stage.parameters():
@@ -196,7 +197,7 @@ def count_micro_batch(stage: StageModule, packed: PackedBatch, m: int, *, train:
     if stage.share.is_first:
         states = stage.batch.tokens_ML[m : m + 1]
     else:
-        dtype = getattr(stage, "states_dtype", stage.dtype)  # an older learner has no states_dtype
+        dtype = getattr(stage, "states_dtype", stage.dtype)  # `states_dtype` is missing in the learner of old checkouts
         states = torch.empty(1, width, stage.hidden_size, dtype=dtype, device=CUDA, requires_grad=train)
     with counting, torch.set_grad_enabled(train):
         out = stage(states, torch.tensor([m]))
@@ -210,7 +211,7 @@ def count_micro_batch(stage: StageModule, packed: PackedBatch, m: int, *, train:
 
 
 def count_shape(name: str, **config: object) -> dict[str, Any]:
-    """Return the figures of a shape for one micro-batch: of a layer, the head with its norm, and the embedding."""
+    """Count one micro-batch of a shape; return figures of a layer, of the head with its norm, and of the embedding."""
     with pretended_gpu():
         packed = packed_batch(name)
         m = typical(packed)
@@ -249,7 +250,7 @@ def count_shape(name: str, **config: object) -> dict[str, Any]:
 
 
 def _bytes_per_weight(stage: StageModule) -> float:
-    """Return the bytes per weight of compute copy and masters, without the 12 bytes of gradient and moments."""
+    """Return the bytes per weight of compute copy and masters; excludes the 12 bytes of gradient and moments."""
     computed = list(stage.parameters())
     held = {id(each): each.nbytes for each in (*computed, *getattr(stage, "masters", {}).values())}
     return sum(held.values()) / sum(each.numel() for each in computed)

@@ -1,4 +1,4 @@
-"""An engine alone: startup, rate compared with vLLM's defaults, log-probabilities, and weight updates in flight."""
+"""An engine without a training run: startup, rate, log-probabilities, and weight updates of running requests."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ DTYPE: Literal["bfloat16"] = "bfloat16"
 FIRST = PolicyVersion(0, 0)
 PROMPT = 64
 NUM_ROUNDS = 3
-"""Number of rounds of requests that all start at once; the first round includes warm-up."""
+"""Number of rounds. The requests of a round start at the same time; the first round includes the warm-up."""
 NUM_UPDATES, NUM_RUNNING = 20, 64
 SHARE = 0.35
-"""Fraction of the card's memory for the engine; the learner that scores its tokens uses the rest."""
+"""Fraction of the card's memory for the engine. The learner, which scores the engine's tokens, uses the rest."""
 CHANGE = 0.02
-"""Standard deviation of the weight changes in an update, as a fraction of the standard deviation of the weights."""
+"""Standard deviation of weight changes in an update, as a fraction of the standard deviation of the weights."""
 NUM_BETWEEN = 8
-"""Minimum number of engine steps between two updates, so that every version samples tokens, even on a busy machine."""
+"""Minimum number of engine steps between two updates, so that every version samples tokens on a busy machine too."""
 POLL_S = 0.01
 DRAIN_S = 60.0
 """Seconds to wait for the last running requests, and for the steps between two updates."""
@@ -54,7 +54,7 @@ class Completion(NamedTuple):
 
 @dataclass(frozen=True)
 class Load:
-    """Size of a round of requests."""
+    """Sizes of a round of requests, and the config of an engine for these requests."""
 
     vocab_size: int
     num_requests: int
@@ -67,7 +67,7 @@ class Load:
         return cls(known["vocab_size"], *((256, 512) if place.on_gpu else (64, 64)))
 
     def prompts(self, seed: int, num: int | None = None) -> list[list[int]]:
-        """Return random prompts without an end-of-sequence token; a seed determines them."""
+        """Return random prompts without an end-of-sequence token; the seed determines the prompts."""
         random = np.random.default_rng(seed)
         size = (num or self.num_requests, PROMPT)
         prompts: list[list[int]] = random.integers(self.vocab_size // 2, self.vocab_size, size).tolist()
@@ -90,7 +90,7 @@ class Load:
 
 
 def leeway(place: Place, shape: str = "0.6B") -> None:
-    """Measure Leeway's engine: start, rate, mismatch at lag 0 with a head in float32, and updates in flight."""
+    """Measure Leeway's engine: startup, rate, mismatch at lag 0 with a float32 head, and updates during requests."""
     asyncio.run(_measure(place, shape))
 
 
@@ -118,7 +118,7 @@ async def _measure(place: Place, shape: str) -> None:
 
 
 def vllm(place: Place, shape: str = "0.6B") -> None:
-    """Measure the same requests with vLLM's `LLM` at its defaults, which compute the head in bfloat16."""
+    """Measure the requests of `leeway` with the defaults of vLLM's `LLM`, which computes the head in bfloat16."""
     from leeway.actors.engine_output import Generation
     from leeway.actors.engine_setup import set_environment
 
@@ -175,7 +175,7 @@ def _report_rate(place: Place, number: int, generations: Sequence[Generation], s
 
 
 def mismatch(learner: Learner, completions: Sequence[Completion], version: PolicyVersion) -> dict[str, Any]:
-    """Compare log-probabilities of engine and learner, in nats, over the tokens that a version sampled."""
+    """Compare the log-probabilities of engine and learner, in nats, for the tokens that a policy version sampled."""
     sampled = [each for each in completions if any(span.version == version for span in each.generation.spans)]
     if not sampled:
         return {"tokens": 0, "mean_nats": None, "max_nats": None}
@@ -203,10 +203,10 @@ def _sampled_by(version: PolicyVersion, generation: Generation) -> np.ndarray[An
 
 
 class Traffic:
-    """A constant number of running requests: each starts the next one when it ends, at staggered times."""
+    """A constant number of running requests with different end times. A new request replaces each that ends."""
 
     def __init__(self, engine: Engine, prompts: Sequence[list[int]], new_tokens: int) -> None:
-        """Start one request per prompt in the running event loop; the first requests are shorter than `new_tokens`."""
+        """Start one request per prompt in the running event loop; first requests have lower token limits."""
         self._engine = engine
         self._open = True
         self._ended: list[Completion] = []
@@ -220,7 +220,7 @@ class Traffic:
             max_new_tokens = None
 
     async def drain(self) -> list[Completion]:
-        """Wait for the running requests, start no further ones, and return all completed requests.
+        """Stop starting requests, wait for the running ones, and return all completed requests.
 
         Raises:
             TimeoutError: the running requests did not end in time.
@@ -242,7 +242,7 @@ class Traffic:
 
 
 class _Resume:
-    """Timer of vLLM's resume in an update; the engine itself reports only the whole pause and the load."""
+    """Timer of vLLM's resume call in an update. The engine reports only the times of the whole pause and the load."""
 
     def __init__(self, engine: Engine) -> None:
         llm: Any = engine._alive()
@@ -257,7 +257,7 @@ class _Resume:
 
 
 async def _update_in_flight(place: Place, engine: Engine, learner: Learner, load: Load) -> None:
-    """Measure updates of running requests; half of the updates recompute their KV cache, the others keep it."""
+    """Measure weight updates during requests. Half of the updates recompute the KV cache; the others keep it."""
     folder = place.folder / "engine-weights"
     publisher = Publisher(WeightStore(folder), 0, 1, [DTYPE], keep_versions=2)
     puller, resume = Puller.of_folder(folder, DTYPE), _Resume(engine)
@@ -292,12 +292,12 @@ async def _wait_for_steps(engine: Engine) -> None:
     target, deadline_s = engine.stats.num_steps + NUM_BETWEEN, time.monotonic() + DRAIN_S
     while engine.stats.num_steps < target:
         if time.monotonic() > deadline_s:
-            raise TimeoutError(f"the engine took fewer than {NUM_BETWEEN} steps in the {DRAIN_S:g} s after an update")
+            raise TimeoutError(f"the engine took fewer than {NUM_BETWEEN} steps within {DRAIN_S:g} s after an update")
         await asyncio.sleep(POLL_S)
 
 
 def _publish(publisher: Publisher, learner: Learner, version: PolicyVersion) -> dict[str, float]:
-    """Change all weights slightly, as many training steps would, and commit them as a version."""
+    """Change all weights slightly, like many training steps, and publish the weights as a version."""
     torch.manual_seed(version.version)
     (optimizer,) = learner.policy.optimizers
     with torch.no_grad():
@@ -314,7 +314,7 @@ def _publish(publisher: Publisher, learner: Learner, version: PolicyVersion) -> 
 async def _update(
     engine: Engine, puller: Puller, resume: _Resume, version: PolicyVersion, kv_cache: Literal["recompute", "keep"]
 ) -> dict[str, float]:
-    """Update the engine to a version, and return the seconds of each part. Fetch and verify overlap generation."""
+    """Update the engine to a version; return the seconds of each part. Generation continues during fetch and verify."""
     start_s = time.perf_counter()
     with await asyncio.to_thread(puller.fetch, version) as staged:
         fetched_s = time.perf_counter()
@@ -332,10 +332,10 @@ async def _update(
 
 
 def check_spans(generations: Iterable[Generation], updates: Iterable[int]) -> int:
-    """Return the smallest number of requests that were in flight during an update.
+    """Check the version spans of requests; return the minimum over the updates of the number of running requests.
 
     Raises:
-        RuntimeError: spans of a request have a gap or are out of order, or an update had no request in flight.
+        RuntimeError: spans of a request have a gap or are out of order, or no request was running during an update.
     """
     in_flight: Counter[int] = Counter()
     for each in generations:

@@ -39,7 +39,7 @@ MFU_TARGET = 0.45
 
 
 def baseline(place: Place, shape: str = "1.5B") -> None:
-    """Measure steps in one pass, each on a new batch."""
+    """Measure steps that compute loss and gradient in one pass, each on a new batch."""
     learner = place.learner(shape)
     memory = psutil.Process()
     rss = memory.memory_info().rss
@@ -74,7 +74,7 @@ def timed_steps(
     seconds: float = SECONDS,
     one_pass: bool = True,
 ) -> dict[str, Any]:
-    """Time steps for about `seconds`, at least one after warm-up; each packs new samples and trains on them."""
+    """Time steps for about `seconds`, at least one after warm-up. Each step packs new samples and trains on them."""
     times_s: list[float] = []
     rates: list[float] = []
     mfu: list[float] = []
@@ -112,7 +112,7 @@ def timed_steps(
 
 
 def sweep(place: Place, shape: str = "1.5B") -> None:
-    """Measure variants of the config, each with one difference from the default, and report which run out of memory."""
+    """Measure variants of the default config, and report which variants run out of memory."""
     variants: list[tuple[str, dict[str, Any], float | None, bool]] = [
         ("default", {}, None, True),
         ("two passes", {}, None, False),
@@ -155,7 +155,7 @@ def micro_batch(place: Place, learner: Learner, shape: str, seed: int) -> Device
 
 
 def forward_and_backward(learner: Learner, batch: DeviceBatch, m: int = 0) -> None:
-    """Run one micro-batch through the stage, and discard its gradients."""
+    """Run one micro-batch forward and backward through the stage, and discard its gradients."""
     (module,) = learner.policy.modules
     module.batch = batch
     try:
@@ -183,7 +183,7 @@ def profile(place: Place, shape: str = "1.5B") -> None:
         profiled_s = time.perf_counter() - start
     averages = profiler.key_averages()
     sort = "self_device_time_total" if place.on_gpu else "self_cpu_time_total"
-    # exclude operations of the host: they include the time of their kernels, which would count twice
+    # exclude host operations: their times include kernel times, which would count twice
     device = place.device.type.upper()
     own = [each for each in averages if each.device_type.name == device and not each.is_user_annotation]
     kernels = sorted(own, key=lambda each: -getattr(each, sort))
@@ -208,9 +208,9 @@ def profile(place: Place, shape: str = "1.5B") -> None:
 
 
 def launching(place: Place, shape: str = "1.5B") -> None:
-    """Time a full micro-batch, and one with few tokens, whose time is mostly the kernel launches of the host.
+    """Time a full micro-batch, and a micro-batch with few tokens, whose time is mostly kernel launches by the host.
 
-    Then time all micro-batches of a step twice, which shows the cost of new lengths.
+    Then time all micro-batches of a step twice. The difference is the cost of lengths that occur for the first time.
     """
     learner = place.learner(shape)
     rows = place.rows(shape, 128, seed=5)
@@ -237,7 +237,7 @@ def launching(place: Place, shape: str = "1.5B") -> None:
 
 
 def copies(place: Place, shape: str = "1.5B") -> None:
-    """Time the copies of a version and of a checkpoint, the optimizer, and a step with concurrent writes."""
+    """Time the copy of a version and of a checkpoint, the optimizer, and a step during writes to disk."""
     learner = place.learner(shape)
     published = learner.policy.published_tensors(rounded=True)
     start = time.perf_counter()
@@ -262,7 +262,7 @@ def copies(place: Place, shape: str = "1.5B") -> None:
 
 
 def offloaded(place: Place, shape: str = "1.5B") -> None:
-    """Time the copy of the reference from pinned host memory to the GPU."""
+    """Time the copy of the reference model from pinned host memory to the GPU."""
     rule = PackingRule(4096)
     batches = [pack([row.token_ids], [row.prompt_length], rule) for row in place.rows(shape, 4, seed=1)]
     reference = place.reference(shape)
@@ -282,7 +282,7 @@ def offloaded(place: Place, shape: str = "1.5B") -> None:
 
 
 def _optimizer(place: Place, learner: Learner) -> tuple[float, int]:
-    """Return the seconds of clipping and AdamW, and the bytes that AdamW reads and writes: 28 per parameter."""
+    """Time clipping and AdamW; return the seconds, and the bytes that AdamW reads and writes (28 per parameter)."""
     (optimizer,) = learner.policy.optimizers
     for parameter in optimizer.parameters.values():
         parameter.grad = torch.zeros_like(parameter)
@@ -305,7 +305,7 @@ def _rss_gib() -> float:
 
 
 class _Writer:
-    """A thread that writes files like those of the publisher and of checkpoints while steps are timed."""
+    """Thread that writes files like the publisher and checkpoints do, while steps are timed."""
 
     def __init__(self, copy: HostCopy, state: TrainingState, networks: Networks, folder: Path) -> None:
         self._tensors = state.take(networks)

@@ -1,4 +1,4 @@
-"""Time of a learner step outside its micro-batches, with clocks and power of the card."""
+"""Time of a learner step outside its micro-batches, and clocks and power of the card during the step."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ FIELDS = "clocks.sm,power.draw,temperature.gpu,clocks_event_reasons.active"
 EVERY_MS = 200
 END_S = 5.0
 BOUNDS_US = (0.0, 5.0, 20.0, 100.0, 1e3, 1e4, float("inf"))
-"""Bounds of the length classes of gaps, in microseconds."""
+"""Bounds of the classes of gaps between kernels by length, in microseconds."""
 
 
 class Watch:
-    """Sampler of clocks and power of the card; it does not change settings."""
+    """Sampler of clocks and power of the card, which changes no settings of the card."""
 
     def __init__(self, *, on_gpu: bool) -> None:
-        """Start `nvidia-smi`, if there is a card."""
+        """Start `nvidia-smi` if `on_gpu`; on a CPU, no samples are taken."""
         self._rows: list[tuple[float, list[str]]] = []
         self._process: subprocess.Popen[str] | None = None
         if on_gpu:
@@ -56,7 +56,7 @@ class Watch:
             self._rows.append((time.perf_counter(), [cell.strip() for cell in line.split(",")]))
 
     def since(self, start_s: float) -> dict[str, Any]:
-        """Return medians since a time, and how often each reason limited the clock."""
+        """Return medians of clock, power and temperature since a time, and how often each reason limited the clock."""
         rows = [row for time_s, row in self._rows if time_s >= start_s and len(row) == FIELDS.count(",") + 1]
         if not rows:
             return {}
@@ -75,7 +75,7 @@ class Step(NamedTuple):
 
 
 def gaps(place: Place, shape: str = "1.5B") -> None:
-    """Time steps on new batches, the last batch again, one step by its kernels, and a micro-batch alone."""
+    """Time steps on new batches, repeated steps on the last batch, kernels of one step, and a single micro-batch."""
     learner = place.learner(shape)
     with Watch(on_gpu=place.on_gpu) as watch:
         for number in range(WARM_UP):
@@ -140,7 +140,7 @@ def _report_kernels(place: Place, profiler: torch.profiler.profile, step: Step, 
 
 
 def idle(spans: Iterable[tuple[float, float]]) -> dict[str, Any]:
-    """Return the busy and the idle seconds, the latter also by length of the gaps.
+    """Return the seconds with and without a running kernel, and the milliseconds of gaps by length class.
 
     Args:
         spans: start and end of each kernel in microseconds; overlapping kernels count once.

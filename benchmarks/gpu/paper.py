@@ -3,8 +3,7 @@
     python -m benchmarks.gpu.paper [--before CHECKOUT]
 
 CHECKOUT is another checkout, such as a worktree of an earlier commit, whose learner is counted for comparison. The last
-line of output is JSON. Times and MFU are computed from the counts, not measured: use `python -m benchmarks.gpu` to
-measure.
+line of output is JSON. Times and MFU are computed from the counts; `python -m benchmarks.gpu` measures times and MFU.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ def main() -> None:
 
 
 def count(variant: Variant, shape: str) -> Count:
-    """Count a shape with the learner of a checkout, in a separate process that uses the counter of this checkout.
+    """Count a shape with the learner of a checkout, in a separate process with the counter of this checkout.
 
     Raises:
         RuntimeError: the process failed.
@@ -95,11 +94,11 @@ class Estimate(NamedTuple):
     scoring: float
     mfu: float
     mfu_of_three: float
-    """MFU with additional scoring passes of the policy and of the reference."""
+    """MFU of three passes: training, and scoring by policy and reference."""
 
 
 def estimate(counted: Count) -> Estimate:
-    """Compute times from counts: an operation takes the time of its FLOPs or of its bytes, whichever is longer."""
+    """Compute times from counts: an operation takes the longer of the time for its FLOPs and the time for its bytes."""
     shape = SHAPES[counted["shape"]]
     num_layers = shape["num_hidden_layers"]
     training, scoring = counted["training"], counted["scoring"]
@@ -115,7 +114,7 @@ def estimate(counted: Count) -> Estimate:
 
 
 def best_mfu(found: Mapping[str, Mapping[str, Count]]) -> float:
-    """Return the best MFU of 1.5B in one pass."""
+    """Return the best MFU of the 1.5B shape in one pass, over all variants."""
     return max(estimate(each).mfu for each in found["1.5B"].values())
 
 
@@ -124,7 +123,7 @@ def _seconds(figures: Mapping[str, float], *kinds: str) -> float:
 
 
 def _attention_s(figures: Mapping[str, float], shape: Shape, counted: Count) -> float:
-    """Return the attention seconds of a layer, from its bytes or 2 n^2 hidden FLOPs forward and 5 backward."""
+    """Return the attention seconds of a layer, from bytes or FLOPs: 2 n^2 * hidden forward, 5 n^2 * hidden backward."""
     seconds = 0.0
     for each, times in (("forward", 2), ("backward", 5)):
         if figures.get(f"{each}.attention.kernels"):
@@ -141,7 +140,7 @@ def _model_flops(shape: Shape, counted: Count) -> float:
 
 
 def memory_gib(counted: Count, num_stages: int) -> list[float]:
-    """Return the GiB of each stage under 1F1B: training state, and activations of micro-batches in flight."""
+    """Return the GiB of each stage under 1F1B: the training state, and the activations of micro-batches in flight."""
     shape, parts = SHAPES[counted["shape"]], counted["training"]
     table_size = shape["hidden_size"] * shape["vocab_size"]
     stages = []
@@ -168,8 +167,8 @@ def page_of(found: Mapping[str, Mapping[str, Count]], before: str, commit: str) 
 
     Args:
         found: counts by shape and variant.
-        before: commit of the variant "before"; "" if there is none.
-        commit: commit of the other variants.
+        before: commit of the variant "before", or "" without this variant.
+        commit: commit of all variants except "before".
     """
     some = next(iter(found["1.5B"].values()))
     mfu = best_mfu(found)
@@ -180,12 +179,13 @@ def page_of(found: Mapping[str, Mapping[str, Count]], before: str, commit: str) 
         "CUDA tensors, which have a shape but no memory. A dispatch mode intercepts every operation below autograd. "
         "An operation reads its inputs and writes its outputs; a view moves no bytes. Each operation that moves bytes "
         "counts as one kernel.",
-        f"The counted micro-batch has a typical size and is not the first of its step, which has {NUM_SEQUENCES} "
-        f"sequences of long-tailed lengths in {some['micro_batches']} micro-batches of {BUDGET:,} tokens. It has "
-        f"{some['tokens']:,} tokens, {some['completion_tokens']:,} of them in completions. The shapes are of Qwen2.5. "
-        + (f"*before*: the learner of commit {before}, with the same config. " if before else "")
-        + "*torch alone*: without liger-kernel. *fused*: with liger-kernel, which the extra `gpu` installs; its "
-        "kernels are replaced by operations that move the bytes that its source reads and writes. "
+        f"The step has {NUM_SEQUENCES} sequences of long-tailed lengths in {some['micro_batches']} micro-batches of "
+        f"{BUDGET:,} tokens. The counted micro-batch has a typical size and is not the first of the step. The counted "
+        f"micro-batch has {some['tokens']:,} tokens, of which {some['completion_tokens']:,} are completion tokens. The "
+        "shapes are of Qwen2.5. "
+        + (f"The variant *before* is the learner of commit {before}, with the same config. " if before else "")
+        + "*torch alone* is the learner without liger-kernel. *fused* is the learner with liger-kernel, which the "
+        "extra `gpu` installs. Operations that move the same bytes replace the kernels of liger-kernel. "
         "Attention is flash attention in all variants.",
         table(
             ["figure", "target, at least", "computed", "met"],
@@ -193,19 +193,19 @@ def page_of(found: Mapping[str, Mapping[str, Count]], before: str, commit: str) 
         ),
         "## Kernels, bytes and memory of a layer",
         *(f"{shape}:\n\n{_layer_table(variants)}" for shape, variants in found.items()),
-        "*Distinct shapes* are those of the attention calls in one step. cuDNN would build a plan for each; flash "
-        "attention, the only kernel in use, needs none.",
+        "*Distinct shapes* are the shapes of the attention calls in one step. cuDNN would build a plan for each shape. "
+        "Flash attention, the only kernel in use, needs no plans.",
         "## Computed time",
-        f"The time of an operation is that of its FLOPs at {GEMM_FLOPS / 1e12:.0f} TFLOP/s or of its bytes at "
-        f"{BYTES_PER_S / 1e12:.1f} TB/s, whichever is longer. Launches, clipping and AdamW (once per update) are not "
-        "included. MFU is that of model FLOPs relative to 989 TFLOP/s. *Three passes* includes scoring with reference "
-        "and policy before training, as in trajectory balance.",
+        f"The time of an operation is the longer of two times: its FLOPs at {GEMM_FLOPS / 1e12:.0f} TFLOP/s, and its "
+        f"bytes at {BYTES_PER_S / 1e12:.1f} TB/s. Launches, clipping and AdamW (once per update) are not included. MFU "
+        "counts model FLOPs relative to 989 TFLOP/s. *Three passes* includes scoring with reference and policy before "
+        "training, as in trajectory balance.",
         _time_table(found),
         "## Memory by stage",
-        "GiB under 1F1B: weights, their masters, gradients and moments, and the activations that micro-batches in "
-        "flight keep for their backward pass. Not included: the current chunk of logits, buffers between stages, the "
-        "reference (4 bytes per weight before, 2 now, unless it is offloaded), and the memory of CUDA. "
-        "[What one rank needs](../learner.md#what-one-rank-needs) includes these.",
+        "The table has the GiB of a stage under 1F1B: weights, master weights, gradients, moments, and the activations "
+        "that micro-batches in flight keep for their backward pass. The table excludes the current chunk of logits, "
+        "buffers between stages, the memory of CUDA, and a reference that is not offloaded (4 bytes per weight before, "
+        "2 now). [What one rank needs](../learner.md#what-one-rank-needs) includes all of these.",
         _memory_table(found),
     ]
 
@@ -224,7 +224,7 @@ def _layer_table(variants: Mapping[str, Count]) -> str:
     rows = [[f"{KINDS[k]}, {p}, kB/token", *per_token(f"{p}.{k}.bytes")] for k in KINDS for p in PASSES]
     rows += [
         ["kept for the backward pass, kB/token", *per_token("kept.activations")],
-        ["copies of weights kept with it, MB", *whole("kept.weight_copies", 1e6)],
+        ["copies of weights kept for the backward pass, MB", *whole("kept.weight_copies", 1e6)],
         ["casts of weights", *whole("casts")],
         *([f"kernels, {phase}", *kernels(phase)] for phase in PASSES),
         ["distinct shapes of attention in a step", *(str(each["attention_shapes"]) for each in variants.values())],

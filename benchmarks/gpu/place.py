@@ -1,4 +1,4 @@
-"""Environment of a step: its device, models and batches, a folder shared by all steps, and its results."""
+"""Environment of a step: device, models, batches, results, and a folder shared by all steps."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ class Place:
         limit_s: float = math.inf,
         engine_args: dict[str, Any] | None = None,
     ) -> None:
-        """Select the device.
+        """Select the device and the folders of the step.
 
         Args:
-            step: name of the step.
+            step: name of the step, for its results.
             folder: temporary folder shared by all steps of a command, in which each model is created once.
             on_cpu: use the CPU and tiny shapes, to test the code.
             output_folder: folder for results that are too long for a line; None discards them.
@@ -89,12 +89,12 @@ class Place:
 
     @cached_property
     def mesh(self) -> Mesh:
-        """Mesh of this process alone, initialized like that of a learner."""
+        """Mesh that contains only this process, initialized like the mesh of a learner."""
         join_group(rendezvous(), self.device, rank=0, num_ranks=1, timeout=timedelta(seconds=TIMEOUT_S))
         return Mesh.build(MeshPlace(0), timedelta(seconds=TIMEOUT_S))
 
     def shape(self, name: str) -> tuple[str, Shape]:
-        """Return name and shape; on the CPU, those of a tiny shape instead."""
+        """Return the name and the config keys of a shape; on the CPU, those of a tiny shape."""
         used = name if self.on_gpu else TINY.get(name, "tiny")
         return used, SHAPES[used]
 
@@ -106,7 +106,7 @@ class Place:
     def learner(self, shape: str, **config: Any) -> Learner:  # noqa: ANN401 -- keys of the section
         """Return the training step of the learner on this device, in bfloat16 unless `config` sets a precision."""
         defaults: dict[str, Any] = {"precision": "bfloat16", "token_budget": 8192}
-        gc.collect()  # frees the memory of an earlier learner, which has reference cycles
+        gc.collect()  # an earlier learner has reference cycles: free its memory
         if not self.on_gpu:
             config = {**config, "token_budget": min(256, config.get("token_budget", 256))}
         learner = Learner(self.model(shape), self.mesh, configured(self.mesh, **{**defaults, **config}), self.device)
@@ -114,13 +114,13 @@ class Place:
         return learner
 
     def reference(self, shape: str) -> StageModule:
-        """Return the frozen reference model of a shape, as a learner loads it for scoring."""
+        """Return the frozen reference model of a shape, loaded like the reference of a learner."""
         config = configured(self.mesh, precision="bfloat16")
         (stage,) = load_chunks(self.model(shape), "token", config, TEMPERATURE, self.mesh, self.device, frozen=True)
         return stage
 
     def rows(self, shape: str, num: int, seed: int) -> list[Trajectory]:
-        """Return random samples of a step, which the seed determines."""
+        """Return random samples for a step; the seed determines the samples."""
         _, known = self.shape(shape)
         if self.on_gpu:
             return fresh_rows(num, known["vocab_size"], seed)
@@ -133,7 +133,7 @@ class Place:
             (self.output_folder / name).write_bytes(content)
 
     def reset_peak(self) -> None:
-        """Reset the peak of GPU memory."""
+        """Reset the counter of peak GPU memory."""
         if self.on_gpu:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()

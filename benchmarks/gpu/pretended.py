@@ -1,8 +1,9 @@
 """Simulate a GPU with fake CUDA tensors, which have a shape but no memory.
 
-The learner runs its GPU code path on them, under autocast as on a real GPU. Attention is the fused kernel; if torch
-cannot select it without a GPU, flash attention replaces it. The functions of liger-kernel that the learner calls are
-replaced by operations that compute nothing, but read, write and keep the same tensors as the kernels of version 0.8.
+The learner runs its GPU code path on the fake tensors, under autocast as on a real GPU. Attention is the fused kernel.
+If torch cannot select this kernel without a GPU, flash attention replaces it. The functions of liger-kernel that the
+learner calls are replaced by operations that compute nothing. These operations read, write and keep the same tensors as
+the kernels of version 0.8.
 """
 
 from __future__ import annotations
@@ -45,11 +46,11 @@ _CAST_UP = frozenset(
     {"pow", "__pow__", "__rpow__", "exp", "log", "rsqrt", "reciprocal", "softmax", "log_softmax", "logsumexp", "sum"}
     | {"rms_norm", "layer_norm", "prod", "cumsum", "linalg_vector_norm"}
 )
-"""Decoder functions whose inputs autocast casts to float32 on CUDA; it casts inputs of _CAST_DOWN to 16 bits."""
+"""Functions of the decoder whose inputs autocast casts to float32 on CUDA. Inputs of _CAST_DOWN are cast to 16 bits."""
 
 
 def _operation(name: str, schema: str, result: Any) -> Any:  # noqa: ANN401 -- torch API
-    """Register an operation that computes nothing; `result` returns its outputs for fake tensors."""
+    """Register an operation that computes nothing; for fake tensors, `result` returns the outputs."""
     made: Any = torch.library.custom_op(f"leeway_counting::{name}", result, mutates_args=(), schema=schema)
     made.register_fake(result)
     return made
@@ -73,7 +74,7 @@ def _flash_stand_in(
 
 
 def _as_autocast(states: Tensor) -> Tensor:
-    """Cast an input of attention as autocast does for SDPA, but not for the operation that replaces it."""
+    """Cast an input of attention, because autocast casts inputs of SDPA but not of the operation that replaces SDPA."""
     return states.to(torch.get_autocast_dtype("cuda")) if torch.is_autocast_enabled("cuda") else states
 
 
@@ -83,7 +84,7 @@ _silu_backward = _operation(
 
 
 class _Silu(torch.autograd.Function):
-    """SiLU whose backward pass is one kernel, as on CUDA; torch decomposes it for fake tensors."""
+    """SiLU with a backward pass of one kernel, as on CUDA; for fake tensors, torch decomposes the pass into several."""
 
     @staticmethod
     def forward(ctx: Any, states: Tensor) -> Tensor:  # noqa: ANN401 -- torch API
@@ -96,7 +97,7 @@ class _Silu(torch.autograd.Function):
 
 
 class _CudaAutocast(TorchFunctionMode):
-    """Mode that casts like autocast on CUDA; torch's checks the device in C++, where fake tensors are on the host."""
+    """Mode that casts like autocast on CUDA. Autocast itself ignores fake tensors, which are on the host in C++."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,13 +123,13 @@ class _CudaAutocast(TorchFunctionMode):
             return tensor
         if not (tensor.requires_grad and tensor.is_leaf and dtype == torch.bfloat16):
             return tensor.to(dtype)
-        if id(tensor) not in self._casts:  # autocast caches the cast of a weight while it is enabled
+        if id(tensor) not in self._casts:  # autocast caches casts of weights while enabled
             self._casts[id(tensor)] = (tensor, tensor.to(dtype))
         return self._casts[id(tensor)][1]
 
 
 class _OnCuda(TorchDispatchMode):
-    """Mode that creates tensors on the fake CUDA device if C++ code would create them on the host."""
+    """Mode that creates tensors on the fake CUDA device where C++ code would create them on the host."""
 
     def __torch_dispatch__(
         self,
@@ -153,13 +154,13 @@ def _host(args: Any) -> torch.device:  # noqa: ANN401 -- torch API
 
 @contextmanager
 def pretended_gpu() -> Iterator[None]:
-    """Make tensors fake in this context, also those on "cuda", and let autocast accept them."""
+    """Make all tensors fake in this context, including tensors on "cuda", and let autocast accept fake tensors."""
     with (
         mock.patch("torch.cuda.amp.common.amp_definitely_not_available", return_value=False),
         mock.patch("torch.cuda.is_bf16_supported", return_value=True),
         mock.patch.object(F, "scaled_dot_product_attention", _flash_stand_in),
         FakeTensorMode(allow_non_fake_inputs=True),
-        # C++ code of torch gets the host as the device of a tensor, because it initializes the runtime of that device;
+        # C++ code of torch initializes the runtime of a tensor's device, so this code gets the host as the device;
         # Python code and dispatch get "cuda"
         mock.patch.dict(fake_tensor._DISPATCH_META_HANDLERS, {torch.ops.prim.device.default: _host}),
         _CudaAutocast(),
@@ -197,7 +198,7 @@ def fake_stage(name: str, layers: tuple[int, int], *, last: bool, **config: obje
 
 
 def _move_buffers(stage: StageModule, device: torch.device) -> StageModule:
-    """Move only the buffers: the weights are on the device already, and torch cannot swap fake tensors."""
+    """Move only the buffers, because the weights are on the device already and torch cannot swap fake tensors."""
     for module in stage.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(device))
@@ -205,7 +206,7 @@ def _move_buffers(stage: StageModule, device: torch.device) -> StageModule:
 
 
 def _fake_tensors(_: Path, shapes: Mapping[str, Sequence[int]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield fake tensors in place of those of a checkpoint."""
+    """Yield fake tensors in place of the tensors of a checkpoint."""
     yield from ((name, torch.empty(tuple(shape), dtype=torch.bfloat16)) for name, shape in shapes.items())
 
 
@@ -215,7 +216,7 @@ def _fake_tensors(_: Path, shapes: Mapping[str, Sequence[int]]) -> Iterator[tupl
 LIBRARY = "liger_kernel"
 _NAMES = (LIBRARY, f"{LIBRARY}.transformers", f"{LIBRARY}.transformers.functional")
 _MULTIPROCESSORS = 132
-"""Number of multiprocessors of an H100; each writes one row of partial sums of a norm's weight gradient."""
+"""Multiprocessors of an H100. Each multiprocessor writes one row of partial sums for the weight gradient of a norm."""
 
 _norm = _operation(
     "fused_norm",
@@ -322,7 +323,7 @@ class _Rotation(torch.autograd.Function):
 
 
 def _rotated(query: Tensor, key: Tensor, cosines: Tensor, sines: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotate query and key of shape [1, H, T, D]; the kernel needs them contiguous as [1, T, H, D]."""
+    """Rotate query and key of shape [1, H, T, D], which the kernel requires to be contiguous as [1, T, H, D]."""
     query, key = (each.transpose(1, 2).contiguous() for each in (query, key))
     query, key = _turn(query, key, cosines.contiguous(), sines.contiguous())
     return query.transpose(1, 2), key.transpose(1, 2)
@@ -371,7 +372,7 @@ def pretended_kernels() -> Iterator[None]:
     with (
         mock.patch.dict(sys.modules, modules),
         mock.patch("leeway.learner.kernels._first_wrong", return_value=None),
-        # the learner replaces this function permanently
+        # the learner replaces this function permanently: restore the original on exit
         mock.patch.object(modeling_qwen2, "apply_rotary_pos_emb", modeling_qwen2.apply_rotary_pos_emb),
     ):
         yield

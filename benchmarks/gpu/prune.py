@@ -1,9 +1,9 @@
 """Remove from a CUDA library the device code that a Hopper card does not run: `python -m benchmarks.gpu.prune FILE`.
 
-Such a library has one container of images ("fatbin") per source file, with one image per architecture. The images of
-sm_90 and sm_90a are kept. A container without them, which the driver would compile from PTX at first use, is emptied
-too; its kernels then fail with "no kernel image". An empty container is invalid, so it gets the smallest image of the
-file. All offsets are unchanged: removed bytes become zeros, which compress to almost nothing.
+A CUDA library has one container of images ("fatbin") per source file, with one image per architecture. The images of
+sm_90 and sm_90a are kept. A container without these images is emptied, although the driver could compile its PTX at
+first use; its kernels then fail with "no kernel image". An empty container is invalid, so it gets the smallest image of
+the file. All offsets stay the same: removed bytes become zeros, which compress to almost nothing.
 
 `--drop` also empties containers in which the mangled name of every kernel matches one of the patterns.
 """
@@ -20,7 +20,7 @@ from typing import NamedTuple
 MAGIC = 0xBA55ED50
 """First four bytes of a container."""
 CUBIN = 2
-"""Kind of an image with machine code; 1 is PTX."""
+"""Kind number of an image with machine code; images with PTX have kind 1."""
 ARCH = 90
 FATBIN = ".nv_fatbin"
 MIB = 2**20
@@ -43,7 +43,7 @@ class Container(NamedTuple):
 
 
 class Pruned(NamedTuple):
-    """Number of containers, and kept and removed bytes of device code."""
+    """Result of pruning: number of containers, and kept and removed bytes of device code."""
 
     num_containers: int
     kept_bytes: int
@@ -51,7 +51,7 @@ class Pruned(NamedTuple):
 
 
 def find_section(data: bytes | bytearray, section: str) -> tuple[int, int]:
-    """Return offset and size of a section of a 64-bit ELF file; (0, 0) if there is none."""
+    """Return offset and size of a section of a 64-bit ELF file, or (0, 0) if the file has no such section."""
     (table,) = struct.unpack_from("<Q", data, 40)
     width, count, names = struct.unpack_from("<HHH", data, 58)
     heads = [struct.unpack_from("<IIQQQQ", data, table + i * width) for i in range(count)]
@@ -82,7 +82,7 @@ def containers(data: bytes | bytearray) -> Iterator[Container]:
 
 
 def prune(data: bytearray, drop: re.Pattern[bytes] | None = None) -> Pruned:
-    """Remove, in place, all images except those of sm_90, and containers in which every kernel matches `drop`."""
+    """Remove in place all images except those of sm_90, and containers in which every kernel matches `drop`."""
     found = list(containers(data))
     smallest = min((image.content for each in found for image in each.images), key=len, default=b"")
     kept_bytes = removed_bytes = 0

@@ -1,4 +1,4 @@
-"""Correctness: facts of the machine, and the learner on the GPU compared with the CPU."""
+"""Steps that report facts of the machine, and compare the learner on the GPU with the learner on the CPU."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ GIB = 2**30
 
 
 def facts(place: Place) -> None:
-    """Report versions, the card, the priority of attention kernels, matrix products, memory traffic and copies."""
+    """Report versions, card, attention kernels, and the speed of matrix products, memory traffic and copies."""
     place.report(
         "software",
         python=platform.python_version(),
@@ -104,7 +104,7 @@ def _nvidia_smi() -> str:
 
 
 def _attention_order(place: Place) -> dict[str, object]:
-    """Return the attention kernel that torch selects, and their priority, which torch sets at the first call."""
+    """Return the attention kernel that torch selects, and the priority of kernels, which the first call sets."""
     query, key, value = (torch.randn(3, 12, 700, 128, device=place.device, dtype=torch.bfloat16) for _ in range(3))
     F.scaled_dot_product_attention(query, key, value, is_causal=True)
     kinds: Any = torch.nn.attention.SDPBackend
@@ -126,7 +126,7 @@ def _attention_order(place: Place) -> dict[str, object]:
 
 
 def _products(place: Place) -> dict[str, float]:
-    """Measure the rates that docs/results/gpu_paper.md assumes: bf16 products of a step, and memory traffic."""
+    """Measure the rates that docs/results/gpu_paper.md assumes: bf16 matrix products and memory traffic."""
     tokens, hidden, wide = (7868, 1536, 8960) if place.on_gpu else (64, 32, 64)
     states = torch.randn(tokens, hidden, device=place.device, dtype=torch.bfloat16)
     weight = torch.randn(wide, hidden, device=place.device, dtype=torch.bfloat16)
@@ -142,7 +142,7 @@ def _products(place: Place) -> dict[str, float]:
 
 
 def _copies(place: Place, *, pinned: bool) -> dict[str, float]:
-    """Measure copies between host and GPU, in GB/s."""
+    """Measure the rates of copies between host and GPU, in GB/s."""
     size = GIB if place.on_gpu else 2**16
     on_device = torch.empty(size, dtype=torch.uint8, device=place.device)
     on_host = torch.ones(size, dtype=torch.uint8)
@@ -169,15 +169,15 @@ _SMALL: dict[str, Any] = {
     "head_dim": 16,
 }
 EXACT_WITHIN = {"float64": 1e-10, "float32": 1e-4, "bfloat16": 0.1}
-"""Maximum difference of a gradient divided by its maximum value. For bfloat16, compared with float32: norm of the
-difference divided by the norm of all gradients; rounding alone reaches half of the limit, a bug about 1."""
+"""Maximum difference of a gradient divided by the maximum value of the gradient. bfloat16 is compared with float32 by
+the norm of the difference over the norm of all gradients. Rounding reaches half of the limit, and a bug about 1."""
 
 
 def _families() -> Iterator[tuple[str, Callable[[], PreTrainedModel]]]:
     qwen = {key: value for key, value in _SMALL.items() if key != "head_dim"}
     yield "llama", lambda: LlamaForCausalLM(LlamaConfig(**_SMALL, tie_word_embeddings=False))
     yield "qwen2", lambda: Qwen2ForCausalLM(Qwen2Config(**qwen, tie_word_embeddings=True))
-    # sliding windows shorter than the sequences, and both soft caps
+    # this model has sliding windows shorter than the sequences, and both soft caps
     yield "gemma2", lambda: Gemma2ForCausalLM(Gemma2Config(**_SMALL, sliding_window=24, query_pre_attn_scalar=16))
 
 
@@ -188,7 +188,7 @@ class _RecordingNetworks(Networks):
 
     def update(self, number: int, lr_scale: float | None) -> UpdateResult:
         self.gradients = {
-            # always a copy, because the step clips gradients in place
+            # copy on every device, because the step clips gradients in place
             name: parameter.grad.detach().to("cpu", torch.float64, copy=True)
             for module in self.policy.modules
             for name, parameter in module.named_parameters()
@@ -198,12 +198,12 @@ class _RecordingNetworks(Networks):
 
 
 def exact(place: Place) -> None:
-    """Compare all gradients of a step on the device in one pass with the CPU in two passes and another packing."""
+    """Compare all gradients of a step: on the device in one pass, and on the CPU in two passes with another packing."""
     unmet: list[str] = []
     for family, make in _families():
         torch.manual_seed(3)
         folder = place.folder / f"exact-{family}"
-        # bfloat16 values, as in checkpoints: compare the computation, not the rounding of weights
+        # weights are exact in bfloat16, as in checkpoints, so that rounding of weights causes no difference
         make().to(torch.bfloat16).save_pretrained(folder)
         rows = fresh_rows(24, 512, seed=5, median=40, longest=160)
         for precision in EXACT_WITHIN:
@@ -216,7 +216,9 @@ def exact(place: Place) -> None:
             place.report(name, **found, wanted=limit, met=met)
             unmet += [] if met else [name]
     if unmet:
-        raise RuntimeError(f"gradients differ from those of the CPU beyond the limit: {', '.join(unmet)}")
+        raise RuntimeError(
+            f"gradients on the device differ from gradients on the CPU by more than the limit: {', '.join(unmet)}"
+        )
 
 
 def _train(
@@ -243,7 +245,7 @@ def _train(
 
 
 def _widen(chunks: Sequence[StageModule]) -> None:
-    """Compute norms and rotary embeddings in float64; in Transformers they are float32 and differ between devices."""
+    """Compute norms and rotary embeddings in float64. In Transformers, both use float32 and differ between devices."""
     for chunk in chunks:
         for name, module in chunk.named_modules():
             if type(module).__name__.endswith("RMSNorm"):
@@ -284,7 +286,7 @@ def _differences(
 
 
 def attention(place: Place) -> None:
-    """Compare outputs and gradients of attention with its formula in float64, and report the kernel calls."""
+    """Compare outputs and gradients of attention with the formula in float64, and report the kernel calls."""
     heads, keys, size = (12, 2, 128) if place.on_gpu else (4, 2, 16)
     lengths = long_tailed(24 if place.on_gpu else 6, seed=2, median=200 if place.on_gpu else 20, longest=700)
     bounds = np.cumsum([0, *lengths]).astype(np.int64)
@@ -331,7 +333,7 @@ def attention(place: Place) -> None:
 
 
 def _with_a_shared_prompt(lengths: Sequence[int]) -> IntArray:
-    """Return the packed index of every token, assuming all sequences share a prompt of 3/4 of the shortest length."""
+    """Return the packed index of every token, if all sequences share a prompt of 3/4 of the shortest length."""
     prompt = min(lengths) * 3 // 4
     ends = np.cumsum([lengths[0], *(length - prompt for length in lengths[1:])])
     return np.concatenate([np.arange(ends[0]), *(np.r_[:prompt, start:end] for start, end in pairwise(ends))])
@@ -355,7 +357,7 @@ def _attend(
 def _by_formula(
     states: list[Tensor], bounds: IntArray, places: IntArray, window: int | None, gradient: Tensor
 ) -> list[Tensor]:
-    """Return output and gradients of attention, computed separately for each sequence."""
+    """Compute attention by its formula, separately for each sequence; return output and gradients."""
     leaves = [each.requires_grad_() for each in states]
     query, key, value = (each.index_select(2, torch.from_numpy(places).to(each.device)) for each in leaves)
     times = query.shape[1] // key.shape[1]
@@ -379,7 +381,7 @@ def _by_formula(
 
 
 def head_inputs(place: Place) -> tuple[Tensor, Tensor, Tensor]:
-    """Return states, head and tokens like those of a micro-batch; logits spread like those of a trained model."""
+    """Return random states, head and tokens of a micro-batch; the logits spread like those of a trained model."""
     tokens, hidden, vocab = (6300, 1536, 151_936) if place.on_gpu else (60, 32, 512)
     torch.manual_seed(4)
     weight = (torch.randn(vocab, hidden, device=place.device) * hidden**-0.5).bfloat16().requires_grad_()
@@ -423,7 +425,7 @@ def head(place: Place) -> None:
 
 
 def groups(place: Place) -> None:
-    """Test a process group of one rank; then one of two ranks on the same GPU, which NCCL rejects."""
+    """Test a process group of one rank, and a group of two ranks on the same GPU, which NCCL rejects."""
     mesh = place.mesh
     total = torch.ones(3, device=place.device)
     dist.all_reduce(total, group=mesh.pipeline)

@@ -1,8 +1,9 @@
 """Shapes of models, random weights, samples of long-tailed lengths, and model FLOPs.
 
-Model FLOPs exclude recomputation: 6 per token and weight of a layer's matrices, 6 per completion token and weight of
-the head, and 6 * width * n^2 per layer for causal attention over a sequence of n tokens (queries and keys, then values:
-2 * 2 * n^2 / 2 * width forward, twice that backward); width is heads * head_dim.
+Model FLOPs exclude recomputation. There are 6 model FLOPs per token and weight of a layer's matrices, and 6 per
+completion token and weight of the head. Causal attention over a sequence of n tokens takes 6 * width * n^2 per layer,
+with width = heads * head_dim: 2 * 2 * n^2 / 2 * width forward for two products (queries with keys, weights with
+values), and twice that backward.
 """
 
 from __future__ import annotations
@@ -78,19 +79,19 @@ SHAPES: dict[str, Shape] = {
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "head_dim": 32,  # minimum of vLLM's attention on a CPU
+        "head_dim": 32,  # minimum size for vLLM's attention on a CPU
         "intermediate_size": 128,
         "vocab_size": 512,
     },
 }
-"""Shapes of Qwen2.5 and Qwen3 (0.6B); "small" is fast to write to disk, and the tiny ones test the code on a CPU."""
+"""Shapes of Qwen2.5 and Qwen3 (0.6B). "small" is fast to write to disk; the tiny shapes test the code on a CPU."""
 QWEN3 = frozenset({"0.6B", "tiny 0.6B"})
 TINY = {"0.6B": "tiny 0.6B"}
-"""Shape -> its replacement on a CPU, if not "tiny"."""
+"""Shape -> its replacement on a CPU; all other shapes are replaced by "tiny"."""
 UNTIED = frozenset({"7B"})
 """Shapes whose head is not tied to the embedding."""
 PEAK_BF16_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
-"""Part of a device's name -> dense peak of its tensor cores (SXM boards, data sheets of the vendor)."""
+"""Part of a device's name -> peak FLOP/s of dense bf16 products (SXM boards, from the vendor's data sheets)."""
 MEDIAN, LONGEST = 512, 4096
 """Median and maximum tokens of a sequence."""
 PROMPT_SHARE = 0.2
@@ -100,7 +101,7 @@ EOS = 0
 BYTES_PER_WEIGHT = 18
 """Bytes for training: float32 master and gradient, two moments, and the bfloat16 weight."""
 ACTIVATIONS_GIB = 20.0
-"""GiB for activations and logits of the largest step; 1.5B took 47 GiB on an H100, 26 of them for weights."""
+"""GiB for activations and logits of the largest step. A step of 1.5B took 47 GiB on an H100, 26 for weights."""
 
 
 def config_of(name: str, **changes: int) -> PreTrainedConfig:
@@ -115,7 +116,7 @@ def config_of(name: str, **changes: int) -> PreTrainedConfig:
 
 
 def random_weights(name: str, folder: Path, device: torch.device) -> Path:
-    """Return a checkpoint folder of a shape, which is created if it does not exist."""
+    """Return a checkpoint folder with random weights of a shape; create the folder if it does not exist."""
     if not (folder / "config.json").exists():
         torch.manual_seed(0)
         with device:
@@ -133,8 +134,8 @@ def fresh_rows(
     """Return samples of random tokens and long-tailed lengths; a fifth of each is its prompt.
 
     Args:
-        num: number of samples; GROUP consecutive ones form a group.
-        vocab_size: V; the behaviour policy is uniform over it.
+        num: number of samples; GROUP consecutive samples form a group.
+        vocab_size: V, the size of the vocabulary; the behaviour policy is uniform.
         seed: seed of lengths, tokens and rewards.
         median: median length, including the prompt.
         longest: maximum length.
@@ -158,7 +159,7 @@ def layer_weights(shape: Shape) -> int:
 
 
 def _width(shape: Shape) -> int:
-    """Return the width of all queries of a token."""
+    """Return the total width of the queries of a token."""
     heads = shape["num_attention_heads"]
     return heads * shape.get("head_dim", shape["hidden_size"] // heads)
 

@@ -1,7 +1,8 @@
 """Unpack the archives of pack.sh into a folder of packages: `python3 -m benchmarks.gpu.site_folder ARCHIVES SITE`.
 
 Uses only the standard library. A complete folder is not unpacked again. Leeway is registered in the folder like an
-installed distribution: vLLM finds its plugin by the entry point, and the doctor finds the requirements by the metadata.
+installed distribution. vLLM then finds Leeway's plugin by the entry point, and `leeway doctor` finds the requirements
+in the metadata.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ PYTHON = (3, 12)
 """Python version of the wheels."""
 DONE = ".done"
 COMPILED = ("vllm", "openai", "ray", "pydantic")
-"""Packages that most processes of a run import; compiled once, not by each process."""
+"""Packages that most processes of a run import. Compilation in advance saves each process the compilation."""
 PROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
 
 
@@ -35,7 +36,7 @@ def unpack(archive: Path, site: Path) -> None:
 
 
 def register(project: dict[str, Any], site: Path) -> Path:
-    """Write the metadata of an installed distribution, and return their folder.
+    """Write the metadata of an installed distribution; return the folder of these files.
 
     Args:
         project: table `project` of pyproject.toml.

@@ -1,6 +1,6 @@
 """Steps of the benchmark, each run as a process: `python -m benchmarks.gpu.steps NAME FOLDER OUTPUT --limit-s S`.
 
-A step prints each result as a line immediately, so results survive if it fails or hangs later.
+A step prints each result as a line immediately, so that results survive if the step fails or hangs later.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from benchmarks.lib.machine import ROOT
 from benchmarks.lib.processes import end_families, end_with_parent, environment
 
 PARTS = {"right": 540.0, "fast": 540.0, "mends": 540.0, "engine": 240.0, "demo": 150.0, "pair": 240.0, "gaps": 120.0}
-"""Part -> time limit in seconds; short, because a GPU machine may be available for ten minutes at a time."""
+"""Part -> time limit in seconds. A GPU machine may be available for ten minutes at a time, so limits are short."""
 SHAPES_OF_PARTS = {"fast": "1.5B", "mends": "1.5B", "engine": "0.6B", "pair": "0.6B", "gaps": "1.5B"}
-"""Part -> shape of its steps, unless their options have one."""
+"""Part -> shape of its steps whose options contain no shape."""
 WITH_ENGINE = ("engine", "demo", "pair")
 """Parts that need vLLM; the last two also need Ray."""
 ON_CPU = 2.0
@@ -45,14 +45,14 @@ class Step:
     part: str
     limit_s: float
     function: str
-    """MODULE:FUNCTION of this package; called with a Place and the options."""
+    """MODULE:FUNCTION of this package, which is called with a Place and the options."""
     answers: str
     options: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
 
     @property
     def shape(self) -> str | None:
-        """Shape of the model that the step trains or serves; None if it fits on any card."""
+        """Shape of the model that the step trains or serves; None if the model fits on any card."""
         return self.options.get("shape", SHAPES_OF_PARTS.get(self.part))
 
 
@@ -61,17 +61,17 @@ def _baseline(name: str, answers: str, *, limit_s: float = 70, **more: Any) -> S
 
 
 STEPS: tuple[Step, ...] = (
-    Step("facts", "right", 60, "right:facts", "versions; attention priority; copies, products and memory traffic"),
+    Step("facts", "right", 60, "right:facts", "versions; attention kernels; copies, products and memory traffic"),
     Step("exact", "right", 110, "right:exact", "loss and all gradients against the CPU: Llama, Qwen2, Gemma 2"),
     Step("attention", "right", 70, "right:attention", "packed attention against its formula; dtypes of kernel calls"),
     Step("head", "right", 80, "right:head", "error of log-probabilities in nats; ms by chunk size"),
-    Step("groups", "right", 70, "right:groups", "process group over NCCL; its error for two ranks on one GPU"),
+    Step("groups", "right", 70, "right:groups", "process group over NCCL; error for two ranks on one GPU"),
     Step("stage", "right", 150, "life:stage", "a stage: kill -9 after step 4, resume, export"),
     _baseline("baseline", "seconds of a step on new batches; attention shapes, memory"),
-    _baseline("baseline 0.5B", "the same for a smaller model", limit_s=50, options={"shape": "0.5B"}),
+    _baseline("baseline 0.5B", "seconds of a step of a smaller model", limit_s=50, options={"shape": "0.5B"}),
     _baseline(
         "baseline segments",
-        "the same with expandable segments",
+        "seconds of a step with expandable segments",
         environment={"PYTORCH_ALLOC_CONF": "expandable_segments:True"},
     ),
     Step("sweep", "fast", 160, "fast:sweep", "chunks, budgets, checkpointing, passes: tokens/s, MFU, memory"),
@@ -79,16 +79,18 @@ STEPS: tuple[Step, ...] = (
     Step("launching", "fast", 40, "fast:launching", "ms of a full and of a nearly empty micro-batch: launch overhead"),
     Step("copies", "fast", 70, "fast:copies", "GB/s of versions, checkpoints and optimizer; a step during writes"),
     Step("offloaded", "fast", 30, "fast:offloaded", "GB/s of the reference from host memory to the GPU"),
-    Step("varlen", "mends", 120, "mends:varlen", "one varlen kernel against buckets: ms of layouts, and of a step"),
+    Step("varlen", "mends", 120, "mends:varlen", "one varlen kernel against buckets: ms by layout, and of a step"),
     Step("shadow", "mends", 150, "mends:shadow", "weights in bf16, fused kernels: ms, error of gradients"),
-    Step("compiled", "mends", 90, "mends:compiled", "the same for layers compiled by torch instead of fused kernels"),
+    Step("compiled", "mends", 90, "mends:compiled", "layers compiled by torch: ms, error of gradients"),
     Step("head2", "mends", 60, "mends:head2", "gradient of the head: out_dtype against a product and a sum"),
     Step("shared", "mends", 110, "mends:shared", "step time next to a decoding process on the same GPU; memory cap"),
     Step("engine", "engine", 160, "engine:leeway", "startup, tokens/s, lag-0 mismatch, 20 updates during 64 requests"),
-    Step("engine of vLLM", "engine", 80, "engine:vllm", "the same requests with vLLM's defaults: tokens/s, mismatch"),
+    Step(
+        "engine of vLLM", "engine", 80, "engine:vllm", "the requests of `engine` with vLLM's defaults: rate, mismatch"
+    ),
     Step("demo", "demo", 150, "whole:demo", "complete run of examples/demo.toml"),
     Step("pair asynchronous", "pair", 130, "whole:pair", "20 steps at max_lag 4", options={"max_lag": 4}),
-    Step("pair synchronous", "pair", 110, "whole:pair", "the same at max_lag 0", options={"max_lag": 0}),
+    Step("pair synchronous", "pair", 110, "whole:pair", "20 steps at max_lag 0", options={"max_lag": 0}),
     Step("gaps", "gaps", 120, "gaps:gaps", "time of a step outside its micro-batches; clocks and power"),
 )
 
@@ -115,13 +117,13 @@ def run_step(
     write: Callable[[Result], None],
     engine_args: Mapping[str, object] | None = None,
 ) -> bool:
-    """Run a step in a process of its own, and pass its results, and a last line with its duration, to `write`.
+    """Run a step in its own process; pass each result, and a last line with the duration, to `write`.
 
     Args:
         step: step to run.
         folder: temporary folder shared by all steps.
         on_cpu: use the CPU and tiny shapes.
-        limit_s: seconds that remain for the part. The limit of the step also applies, times ON_CPU on the CPU.
+        limit_s: seconds that remain for the part. The limit of the step, multiplied by ON_CPU on the CPU, also applies.
         output_folder: folder for tables and traces.
         write: receives each result.
         engine_args: additional arguments of every vLLM engine.
@@ -136,7 +138,7 @@ def run_step(
     process = subprocess.Popen(
         command,
         cwd=ROOT,
-        # serving copies of models and compiled code are removed with the models
+        # copies of models for serving, and compiled code, are removed together with the models
         env=environment(**{"XDG_CACHE_HOME": str(folder / "cache"), **step.environment}),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -216,7 +218,7 @@ def main() -> None:
         sys.exit(1)
     place.close()
     sys.stdout.flush()
-    # skip the shutdown of the interpreter, in which libraries may block
+    # skip the interpreter shutdown, in which libraries may block
     os._exit(0)
 
 

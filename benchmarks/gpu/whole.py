@@ -1,4 +1,4 @@
-"""Complete runs of `leeway train`: the demo, and a pair of runs that differ only in `weight_sync.max_lag`."""
+"""Complete runs of `leeway train`: the demo, and two runs that differ only in `weight_sync.max_lag`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 KEPT = ("report.html", "metrics.jsonl", "actors.jsonl", "events.jsonl", "eval.jsonl", "summary.json", "config.toml")
 """Files of a run that are copied to the results."""
 KEEP_S = 20.0
-"""Seconds of a step's limit reserved for imports before the run, and for copying the files if it times out."""
+"""Seconds of a step's limit for imports before the run, and for copying the files if the run times out."""
 NUM_STEPS, NUM_WARM_UP = 20, 5
 DEMO_STEPS_ON_CPU = 8
 NUM_PROMPTS = 2048
@@ -30,7 +30,7 @@ DEMO_ON_GPU = {
     "actors.gpu_memory_share": 0.3, "learner.gpus": 1, "learner.gpu_memory_share": 0.3, "learner.num_stages": 1,
     "learner.precision": "bfloat16",
 }  # fmt: skip
-"""Overrides with which an engine and the learner share the card."""
+"""Overrides of the demo with which an engine and the learner share the card."""
 PAIR_ON_GPU = {
     "launch.colocate": True, "actors.gpus": 1, "actors.gpu_memory_share": 0.35, "actors.dtype": "bfloat16",
     "actors.max_new_tokens": 256,
@@ -63,7 +63,7 @@ def pair(place: Place, max_lag: int, shape: str = "0.6B") -> None:
 
 
 def run(place: Place, name: str, config: Path, overrides: Sequence[str], **facts: object) -> None:
-    """Train, report figures of the completed steps, and copy report and metrics, even if the run fails."""
+    """Train, report figures of the completed steps, and copy report and metrics, also if the run fails."""
     folder, began_s = place.folder / "runs" / name, time.time()
     log = place.folder / f"{name}.log"
     engine_args = overrides_of({"actors.engine_args": place.engine_args}) if place.engine_args else []
@@ -87,7 +87,7 @@ def run(place: Place, name: str, config: Path, overrides: Sequence[str], **facts
 
 
 def figures(run: FinishedRun, began_s: float) -> dict[str, Any]:
-    """Return rates and medians over the steps after warm-up, and seconds from the command to the first batch."""
+    """Return rates and medians over the steps after the warm-up, and seconds from the command to the first batch."""
     rows = run.updates
     if len(rows) < 2:
         return {"steps": len(rows)}
@@ -134,7 +134,7 @@ def overrides_of(keys: Mapping[str, Any]) -> list[str]:
 
 
 def write_tokenizer(folder: Path, vocab_size: int) -> None:
-    """Write a tokenizer whose words are numbers, one per token of the vocabulary."""
+    """Write a tokenizer that has one word per token of the vocabulary; the words are numbers."""
     words = {"<eos>": EOS, **{str(number): number for number in range(1, vocab_size)}}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<eos>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -145,7 +145,7 @@ def write_tokenizer(folder: Path, vocab_size: int) -> None:
 
 
 def pair_config(folder: Path, model: Path) -> str:
-    """Return the config of a run of the pair as TOML, with the prompts in `folder`."""
+    """Return the config of a run of `pair` as TOML; the prompts are in `folder`."""
     return f"""\
 [model]
 path = "{model}"

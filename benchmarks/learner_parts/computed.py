@@ -45,19 +45,19 @@ UNWEIGHED = TrajectoryBalanceConfig(corrections=())
 BALANCE_GROUPS = 4
 BALANCE_BUDGET = 2048
 BALANCE_MEDIAN, BALANCE_LONGEST = 160, 240
-"""Length of prompt and completion together in tokens; a group of the longest fits the budget."""
+"""Median and maximum number of tokens of a sample; a group of the longest samples fits the token budget."""
 SIDES = {"ours": 0, "one_pass": 0, "two_pass": 0, "plain": 1, "plain_one_pass": 1}
-"""Side -> world that runs it."""
+"""Side of the comparison -> world (process group) that runs this side."""
 
 
 def balance(spot: Spot, *, path: str, quick: bool) -> Figures:
     """Measure trajectory balance on SmolLM2-135M: two stages of one thread each, and a plain loop on both cores.
 
     The sides take turns; figures are seconds of a step. `ours` computes reference scores and takes one pass, because
-    groups are whole in micro-batches; `one_pass` and `two_pass` use precomputed scores. `plain` computes scores too,
-    computes log Z in a separate forward pass, as a loss over groups requires if they may be split, and then runs
-    forward and backward; `plain_one_pass` relies on whole groups. Precision, micro-batches and attention are the same
-    on all sides, as in `measurements.smollm2`, and no samples share a prompt.
+    every group is whole in one micro-batch. `one_pass` and `two_pass` use precomputed scores. `plain` computes scores,
+    then log Z in a separate forward pass, which split groups would require, and then runs forward and backward.
+    `plain_one_pass` requires whole groups and computes log Z in the last pass. Precision, micro-batches and attention
+    are the same on all sides, as in `measurements.smollm2`, and no samples share a prompt.
     """
     num_groups = 2 if quick else BALANCE_GROUPS
     lengths = long_tailed(GROUP_SIZE * num_groups, seed=7, median=BALANCE_MEDIAN, longest=BALANCE_LONGEST)
@@ -115,14 +115,14 @@ def _balance_plain(
 
 SHARED_VOCABULARY = 2048
 SHARED_CASES = {"even": (128, 128), "long_prompts": (512, 128)}
-"""Tokens of prompt and completion."""
+"""Name of the case -> number of tokens of the prompt and of the completion."""
 SHARED_GROUPS = 4
 
 
 def shared_prompts(spot: Spot, *, quick: bool) -> Figures:
-    """Measure a step over groups of 8 whose prompt is computed once, and the same with the prompt once per sample.
+    """Measure a step over groups of 8 whose prompt is computed once, and a step with the prompt once per sample.
 
-    One stage, one thread, trajectory balance in one pass; both sides have the same samples, one group per micro-batch.
+    Both sides run trajectory balance in one pass, on one stage with one thread, and have one group per micro-batch.
     """
     hidden, layers = (64, 2) if quick else (256, 8)
     path = small_llama(spot.folder / "model", hidden_size=hidden, num_layers=layers, vocab_size=SHARED_VOCABULARY)
@@ -152,7 +152,7 @@ def shared_prompts(spot: Spot, *, quick: bool) -> Figures:
 
 
 def _none_the_same(sequences: Sequence[object], prompt_lengths: Sequence[int]) -> packing.IntArray:
-    """Report no shared prompts; replaces `packing.same_prompts`."""
+    """Return that no samples share a prompt; replaces `packing.same_prompts`."""
     return np.arange(len(sequences))
 
 

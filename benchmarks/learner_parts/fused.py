@@ -32,10 +32,10 @@ WORK = (StageCost(1.0, 2.0), StageCost(1.0, 2.0))
 
 
 class SleepingPair:
-    """One rank of two networks that sleep; fused, their pipelines run in opposite directions."""
+    """One rank of two networks that sleep. In fused passes, their pipelines run in opposite directions."""
 
     def __init__(self, mesh: Mesh, num_micro_batches: int, unit_s: float) -> None:
-        """Sleep `unit_s` seconds in a stage's forward, and twice as long in its backward."""
+        """Prepare stages that sleep `unit_s` seconds in forward, and twice as long in backward."""
         self._mesh = mesh
         self._unit_s = unit_s
         self._batch: Any = SimpleNamespace(
@@ -44,7 +44,7 @@ class SleepingPair:
         )
 
     def serial(self, schedule: str, *, train: bool = True) -> Callable[[], None]:
-        """Return sequential passes of both networks with a schedule of one chunk per stage."""
+        """Return a function that runs sequential passes of both networks with one chunk per stage."""
         pipelines = [Pipeline([self._stage(0)], self._mesh, schedule) for _ in WORK]  # type: ignore[arg-type]
 
         def run() -> None:
@@ -57,7 +57,7 @@ class SleepingPair:
         return run
 
     def fused(self, most_held: int, *, train: bool = True) -> Callable[[], None]:
-        """Return fused passes of both networks."""
+        """Return a function that runs fused passes of both networks."""
         fused = FusedPasses(self._mesh, WORK, most_held)
         fused.modules = (self._stage(0), self._stage(1))
 
@@ -114,7 +114,7 @@ def sleeping(spot: Spot, *, num_micro_batches: int, helds: list[int], quick: boo
 
 
 def real(spot: Spot, *, quick: bool) -> Figures:
-    """Measure a step of PPO with a critic model on two stages, one core each: fused, and sequential."""
+    """Measure fused and sequential steps of PPO with a critic model, on two stages with one core each."""
     spot.pin()
     mesh, path = spot.mesh(), spot.folder / "model"
     hidden, layers = (64, 4) if quick else (256, 8)

@@ -42,16 +42,16 @@ SAME_WITHIN = 1e-3
 """Maximum relative difference between the gradient norms of two sides, due to the order of float32 sums."""
 
 STEP_SIZES = (64, 256, 1024)
-"""Numbers of sequences of a step."""
+"""Numbers of sequences of a step at which packing is measured."""
 HEADLINE = 256
 
 
 def packing(spot: Spot, *, quick: bool) -> Figures:
-    """Measure real tokens over the tokens of the micro-batches, packed as a step packs them.
+    """Measure the number of real tokens over the tokens of the micro-batches that the learner packs for a step.
 
     Returns means over draws for steps of several sizes; free space in the last micro-batch counts as waste.
 
-    `pack_extra_N` is the mean number of micro-batches beyond the minimum that could hold the tokens.
+    `pack_extra_N` is the mean number of micro-batches of a step of N sequences beyond the minimum for their tokens.
     """
     figures: Figures = {}
     for size in STEP_SIZES:
@@ -79,7 +79,7 @@ PADDED_VOCABULARY = 1024
 
 
 def packed_against_padded(spot: Spot, *, quick: bool) -> Figures:
-    """Measure a step of the learner's packed step and of the plain padded loop, in alternating order.
+    """Measure a packed step of the learner and a step of the plain padded loop, in alternating order.
 
     Both sides have the same model, data, loss, optimizer and threads, and take one pass; only real tokens count.
     """
@@ -119,14 +119,14 @@ WEIGHED_LENGTH = 64
 
 
 def weighed_gradients(spot: Spot, *, quick: bool) -> Figures:
-    """Measure a step of trajectory balance with its default weights and without weights, taking turns.
+    """Measure a step of trajectory balance with its default weights and a step without weights, in turns.
 
     Short completions and a small model maximize the relative cost of the loss.
     """
     num_sequences = 32 if quick else WEIGHED_SEQUENCES
     path = small_llama(spot.folder / "model", hidden_size=128, num_layers=4, vocab_size=PADDED_VOCABULARY)
     rows = trajectories([WEIGHED_LENGTH] * num_sequences, PADDED_VOCABULARY, seed=4)
-    rows = scored_by_themselves(rows)  # avoids computing a reference
+    rows = scored_by_themselves(rows)  # avoids computing reference scores
     mesh = spot.mesh()
     config = configured(mesh, token_budget=TOKEN_BUDGET)
     losses = {"weighed": TrajectoryBalanceConfig(), "plain": TrajectoryBalanceConfig(corrections=())}
@@ -154,9 +154,9 @@ def logprob_memory(spot: Spot, *, side: str, quick: bool) -> Figures:
     """Measure peak memory of log-probabilities and their gradient: 'chunked' as in the last stage, or by 'full' logits.
 
     Each side runs forward and backward at the size of SmolLM2's head, in a separate process. The figure is the peak
-    resident set size minus the size before the pass, so it includes everything: logits, slopes, the gradient of head
-    and states. The kernel records the peak (VmHWM, reset by writing 5 to /proc/self/clear_refs). The checksums `sums`
-    verify that both sides compute the same values.
+    resident set size minus the size before the pass. The figure therefore includes logits, their gradients, and the
+    gradients of head and states. The kernel records the peak (VmHWM, reset by writing 5 to /proc/self/clear_refs). The
+    checksums `sums` verify that both sides compute the same values.
     """
     num_tokens = 1024 if quick else HEAD_TOKENS
     generator = torch.Generator().manual_seed(0)
@@ -164,7 +164,7 @@ def logprob_memory(spot: Spot, *, side: str, quick: bool) -> Figures:
     hidden = torch.randn(num_tokens, HEAD_WIDTH, generator=generator).requires_grad_()
     tokens = torch.randint(HEAD_ROWS, (num_tokens,), generator=generator)
     coefficients = torch.randn(num_tokens, generator=generator)
-    _score(side, hidden[:8], weight, tokens[:8], coefficients[:8])  # warm up: buffers of a first call stay allocated
+    _score(side, hidden[:8], weight, tokens[:8], coefficients[:8])  # warm up: buffers of the first call stay allocated
     weight.grad = hidden.grad = None
     _reset_peak()
     before = _resident_mib("VmRSS")
@@ -215,15 +215,15 @@ REAL_MICRO_BATCHES = 8
 REAL_BUDGET, REAL_LONGEST = 1024, 512
 REAL_VOCABULARY = 2048
 REAL_FILL = 0.9
-"""Fraction of the micro-batches' capacity that is filled with tokens; the rest allows for packing waste."""
+"""Filled fraction of the capacity of the micro-batches; the free fraction allows for packing waste."""
 
 
 def real_compute(spot: Spot, *, quick: bool) -> Figures:
     """Measure two stages with real compute on one core each, one stage on one core, and the scaling of two cores.
 
-    The sides take turns: a pipeline of two stages (the first world), one stage alone, and two independent single stages
-    at once on one core each. The last gives the maximum gain of two processes: on a machine whose cores share memory
-    bandwidth or clock it is below 2.
+    The sides take turns: a pipeline of two stages (the first world), a single stage, and two independent single stages
+    at the same time on one core each. The two single stages show the maximum gain of two processes, which is below 2 on
+    a machine whose cores share memory bandwidth or clock.
     """
     spot.pin()
     mesh, path = spot.mesh(), spot.folder / "model"
@@ -268,12 +268,12 @@ def real_lengths() -> list[int]:
 SMOLLM2_MICRO_BATCHES = 16
 SMOLLM2_BUDGET = 512
 SMOLLM2_MEDIAN, SMOLLM2_LONGEST = 160, 448
-"""Length of prompt and completion together in tokens."""
+"""Median and maximum number of tokens of prompt and completion together."""
 SHORTEST_COMPLETION = 16
 SMOLLM2_FILL = 0.93
 PLAIN_THREADS = 2
 SIDES = {"plain": 1, "one_pass": 0, "two_pass": 0}
-"""Side -> world that runs it."""
+"""Side of the comparison -> world (process group) that runs this side."""
 SMOLLM2_SAME_WITHIN = 0.02
 """Maximum relative difference of gradient norms, due to the order of bf16 products."""
 
@@ -281,11 +281,12 @@ SMOLLM2_SAME_WITHIN = 0.02
 def smollm2(spot: Spot, *, path: str, quick: bool) -> Figures:
     """Measure SmolLM2-135M: the learner on two stages of one thread each, and a plain loop in one process on two cores.
 
-    Figures are seconds of a step; the two stages of the first world and the plain loop of the second take turns. Both
-    sides have float32 master weights, products in bf16, AdamW, the same packed micro-batches and the learner's
-    attention per sequence, and compute logits only at completion tokens. The learner rounds the master weights; the
-    plain loop uses autocast and starts with weights that are exact in bf16, so that both compute the same function. The
-    learner takes the step once in one pass (a separable loss) and once in two.
+    Figures are seconds of a step. The learner's two stages in the first world and the plain loop in the second world
+    take turns. Both sides have float32 master weights, products in bf16, AdamW, the same packed micro-batches and the
+    learner's attention per sequence, and compute logits only at completion tokens. The learner rounds the master
+    weights to bf16. The plain loop uses autocast and starts with weights that are exact in bf16, so that both sides
+    compute the same function. The learner takes the step once in one pass, which a separable loss permits, and once in
+    two passes.
     """
     num_micro_batches = 2 if quick else SMOLLM2_MICRO_BATCHES
     rows = trajectories(_smollm2_lengths(num_micro_batches), AutoConfig.from_pretrained(path).vocab_size, seed=5)
@@ -322,7 +323,7 @@ def _smollm2_plain(
     config = configured(spot.mesh(), precision="bfloat16")
     loop = PlainLoop(folder, ALGORITHM, config, attention=IMPLEMENTATION)
     batches = packed(batch.packed, rows, DeviceBatch(batch.packed, torch.device("cpu")), TEMPERATURE)
-    # On one thread, like a stage: with two threads, bf16 products are rounded differently, by 16 % of this norm (AMX).
+    # One thread, like a stage: two threads round bf16 products differently, which changes this norm by 16 % (AMX).
     norm = loop.step(batches)
     torch.set_num_threads(PLAIN_THREADS)
 

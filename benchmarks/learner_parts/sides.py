@@ -1,10 +1,10 @@
-"""Training data, and the straightforward training loop that the learner is compared with.
+"""Training data, and straightforward ("plain") training loops with which the learner is compared.
 
-A plain loop trains a Transformers model in one process. It has the loss, the optimizer and the clipping of the
+A plain loop trains a Transformers model in one process. The loop has the loss, the optimizer and the clipping of the
 learner's step, and accumulates gradients over its batches in the same way. `padded` is the usual layout: sequences in
-order of arrival, padded to the longest of the batch. `packed` has the learner's micro-batches and its attention per
-sequence, and computes logits only where they are needed, so only the pipeline differs from the learner.
-`PlainLoop` implements PPO, `BalanceLoop` trajectory balance, the latter on the learner's micro-batches only.
+order of arrival, padded to the longest sequence of the batch. `packed` has the learner's micro-batches and attention
+per sequence, and computes logits only at completion tokens, so that only the pipeline differs from the learner.
+`PlainLoop` implements PPO. `BalanceLoop` implements trajectory balance, only on the learner's micro-batches.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from leeway.learner.packing import PackedBatch
 
 MEDIAN, SIGMA, LONGEST, TOKEN_BUDGET = 200, 1.0, 2048, 4096
 PROMPT = 64
-"""Number of prompt tokens; half of the sequence if that is less."""
+"""Maximum number of prompt tokens; a sequence with fewer than twice as many tokens has a prompt of half its length."""
 
 LogProbabilities = Callable[[PreTrainedModel], Tensor]
 
@@ -53,7 +53,7 @@ def trajectories(lengths: Sequence[int], vocab_size: int, seed: int) -> list[Tra
 
     Args:
         lengths: lengths of prompt and completion together, in tokens.
-        vocab_size: V; the behaviour policy is uniform over it.
+        vocab_size: V, the size of the vocabulary; the behaviour policy is uniform.
         seed: seed of tokens and rewards.
     """
     random = np.random.default_rng(seed)
@@ -72,7 +72,7 @@ def scored_by_themselves(rows: Sequence[Trajectory]) -> list[Trajectory]:
 
 
 def small_llama(folder: Path, *, hidden_size: int, num_layers: int, vocab_size: int) -> Path:
-    """Write the checkpoint of a random Llama: head size 64, MLP 8/3 wide, untied embeddings."""
+    """Write a checkpoint of a random Llama with head size 64, MLP width 8/3 hidden_size, and untied embeddings."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=vocab_size,
@@ -91,7 +91,7 @@ def small_llama(folder: Path, *, hidden_size: int, num_layers: int, vocab_size: 
 def configured(mesh: Mesh, **changes: Any) -> LearnerConfig:  # noqa: ANN401 -- keys of the section
     """Return the `[learner]` section with the mesh's number of stages and a learning rate too small to change weights.
 
-    All steps on all sides then have the same gradient, which verifies that they compute the same function.
+    All steps then have the same gradient, so that gradient norms verify that all sides compute the same function.
     """
     return LearnerConfig.model_validate({"num_stages": mesh.place.num_stages, "learning_rate": 1e-12, **changes})
 
@@ -101,20 +101,20 @@ def configured(mesh: Mesh, **changes: Any) -> LearnerConfig:  # noqa: ANN401 -- 
 
 @dataclass(frozen=True)
 class PlainBatch:
-    """Batch of one forward and backward pass, with n completion tokens."""
+    """Batch of one forward and backward pass. n is its number of completion tokens."""
 
     logprobs: LogProbabilities
     """Log-probabilities of the completion tokens under the model: [n]."""
     behaviour: Tensor
     """Log-probabilities under the behaviour policy: [n]."""
     advantage: Tensor
-    """[n]."""
+    """Advantage of each completion token: [n]."""
     num_slots: int
-    """Number of computed tokens, including padding."""
+    """Number of tokens that the pass computes, including padding."""
 
 
 class _Loop:
-    """Model and optimizer with float32 weights and optional bf16 autocast."""
+    """Model with float32 weights, its optimizer, and optional bf16 autocast."""
 
     def __init__(self, model_path: Path, config: LearnerConfig, attention: str) -> None:
         """Load a checkpoint; `attention` is the name of a Transformers attention implementation."""
@@ -144,7 +144,7 @@ class _Loop:
             return found(model)
 
     def _update(self) -> float:
-        """Apply the accumulated gradients; return their norm before clipping."""
+        """Apply the accumulated gradients; return the gradient norm before clipping."""
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._config.max_grad_norm)
         self._adam.step()
         self._adam.zero_grad(set_to_none=True)
@@ -180,20 +180,20 @@ class PlainLoop(_Loop):
 
 @dataclass(frozen=True)
 class BalanceBatch:
-    """Batch of one forward and backward pass of trajectory balance, with n completion tokens of b samples."""
+    """Batch of one pass of trajectory balance, forward and backward, with n completion tokens of b samples."""
 
     logprobs: LogProbabilities
     """Log-probabilities of the completion tokens under a model: [n]."""
     sample: Tensor
     """Index of the sample of each token: [n]."""
     reward: Tensor
-    """[b]."""
+    """Reward of each sample: [b]."""
     group: Tensor
-    """Index of the group of each sample over the batches of a step: [b]."""
+    """Group of each sample, numbered over all batches of a step: [b]."""
 
 
 class BalanceLoop(_Loop):
-    """Plain loop of trajectory balance without weights: reference scores, log Z of each group, loss and gradient."""
+    """Plain loop of trajectory balance without gradient weights, which also computes reference scores and log Z."""
 
     def __init__(self, model_path: Path, algorithm: TrajectoryBalanceConfig, config: LearnerConfig) -> None:
         """Load a checkpoint as policy and reference, with the learner's attention."""
@@ -205,8 +205,8 @@ class BalanceLoop(_Loop):
     def step(self, batches: Sequence[BalanceBatch], *, one_pass: bool) -> float:
         """Take one optimizer step over all batches; return the gradient norm before clipping.
 
-        Log Z is a mean over the samples of a group. It takes a separate forward pass if they may be in several batches;
-        in one pass it is computed from the micro-batch, which must contain the whole group.
+        Log Z is a mean over the samples of a group. If a group may be in several batches, log Z takes a separate
+        forward pass. With one pass, log Z is computed from the micro-batch, which must contain the whole group.
         """
         num_groups = 1 + int(max(batch.group.max() for batch in batches))
         with torch.no_grad():
@@ -229,7 +229,7 @@ class BalanceLoop(_Loop):
 
 
 def _means(value: Tensor, group: Tensor, num_groups: int) -> Tensor:
-    """Return the mean of each group; the value of a group without samples is unused."""
+    """Return the mean of each group. A group without samples has a meaningless value, which is not used."""
     sums = torch.zeros(num_groups).index_add(0, group, value)
     return sums / torch.bincount(group, minlength=num_groups)
 
@@ -262,7 +262,7 @@ def padded(rows: Sequence[Trajectory], batch_size: int, temperature: float) -> l
 def packed(
     batch: PackedBatch, rows: Sequence[Trajectory], on_device: DeviceBatch, temperature: float
 ) -> list[PlainBatch]:
-    """Return the learner's micro-batches for a plain loop, which needs the learner's attention."""
+    """Return the learner's micro-batches for a plain loop, whose model must use the learner's attention."""
     advantages = _rloo(rows)
     batches = []
     for m, members in enumerate(batch.members):
@@ -280,7 +280,7 @@ def packed(
 def packed_for_balance(
     batch: PackedBatch, rows: Sequence[Trajectory], on_device: DeviceBatch, temperature: float
 ) -> list[BalanceBatch]:
-    """Return the learner's micro-batches for trajectory balance; they contain whole groups."""
+    """Return the learner's micro-batches for trajectory balance, which contain whole groups."""
     assert batch.unit == "group"
     batches = []
     for m, members in enumerate(batch.members):

@@ -1,4 +1,4 @@
-"""Pipeline schedules on stages that sleep: gain and bubble without compute.
+"""Gain and bubble (idle time) of pipeline schedules on stages that sleep instead of computing.
 
 The learner's Pipeline runs modules whose forward, backward for inputs and backward for weights each sleep. The
 processes need no cores, so the measurement covers only schedule and communication.
@@ -29,17 +29,17 @@ WIDTH, HIDDEN = 4, 8
 UNIT_S = 0.05
 """Seconds that a stage sleeps in each of forward, backward for inputs, and backward for weights."""
 CASES = (("1f1b", 1), ("interleaved_1f1b", 2), ("zero_bubble", 1), ("zero_bubble", 2))
-"""Schedule and number of chunks per stage."""
+"""Pairs of a schedule and its number of chunks per stage."""
 
 
 def bubble(schedule: str, num_stages: int, num_chunks: int, num_micro_batches: int) -> float:
-    """Return a stage's idle fraction, assuming that forward, backward for inputs and for weights take equal time."""
+    """Return a stage's idle fraction if forward, backward for inputs and backward for weights take equal time."""
     idle = bubble_in_micro_batches(schedule, num_stages, num_chunks)
     return idle / (num_micro_batches + idle)
 
 
 class Sleep(torch.autograd.Function):
-    """Identity that sleeps in forward and backward."""
+    """Identity function that sleeps in forward and backward."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, forward_s: float, backward_s: float) -> Tensor:  # noqa: ANN401 -- torch API
@@ -77,7 +77,7 @@ class SleepingStage(nn.Module):
     def forward(self, states: Tensor, micro_batch: Tensor) -> Tensor:
         """Map [1, L] tokens or [1, L, hidden] states to states, or to [1, L] on the last stage."""
         states = Sleep.apply(self.embedding * 1.0 if self.share.is_first else states, self.unit_s, self.unit_s)
-        # the gradient of the weight: a split backward sleeps here in its second half
+        # sleep for the gradient of the weight, which a split backward computes in its second half
         states = states * Sleep.apply(self.weight, 0.0, self.unit_s)
         return states.sum(2) if self.share.is_last else states
 
@@ -86,12 +86,12 @@ class SleepingPipeline:
     """One rank of a pipeline that sleeps."""
 
     def __init__(self, mesh: Mesh, schedule: str, num_chunks: int, stage_s: float) -> None:
-        """Build the pipeline; all ranks of the mesh call it together.
+        """Build the pipeline; all ranks of the mesh must call this constructor together.
 
         Args:
             mesh: mesh of the stages.
             schedule: name of the schedule in the config.
-            num_chunks: chunks per stage, which share its time.
+            num_chunks: number of chunks per stage, which share the time of the stage.
             stage_s: seconds that all chunks of a stage sleep in each of the three parts of a micro-batch's work.
         """
         place = mesh.place
@@ -111,7 +111,7 @@ class SleepingPipeline:
 
 
 def measure(spot: Spot, *, quick: bool) -> Figures:
-    """Measure every schedule on the stages of the first world; a second world is one stage with the work of two."""
+    """Measure every schedule on the stages of the first world. A second world has one stage with the work of all."""
     unit_s = UNIT_S / 3 if quick else UNIT_S
     num_rounds = 2 if quick else 3
     mesh, num_stages = spot.mesh(), spot.worlds[0]
@@ -136,7 +136,7 @@ def measure(spot: Spot, *, quick: bool) -> Figures:
 
 
 def _median_s(spot: Spot, pipeline: SleepingPipeline | None, world: int, num_rounds: int) -> float:
-    """Return the median of passes by one world; a first pass, not counted, builds schedules and connects neighbours."""
+    """Return the median seconds of a pass of one world. The first pass, which builds the schedule, does not count."""
 
     def run() -> None:
         assert pipeline is not None

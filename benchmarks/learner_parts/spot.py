@@ -1,4 +1,4 @@
-"""Processes of a measurement: the compared worlds, a common clock and a common start."""
+"""Processes of a measurement, their process groups ("worlds"), and their common start."""
 
 from __future__ import annotations
 
@@ -61,14 +61,14 @@ def take_part(number: int, name: str, worlds: Sequence[int], folder: str, option
 
 
 class Spot:
-    """Place of one process in a measurement.
+    """Membership of one process in a measurement.
 
     The processes form worlds, each with its own process group, so that the compared sides are independent. A store
-    shared by all processes synchronizes their start and records when the last of them finishes.
+    shared by all processes synchronizes their start and records when the last process finishes.
     """
 
     def __init__(self, number: int, worlds: Sequence[int], folder: Path) -> None:
-        """Initialize the place; process groups are created on entering the context.
+        """Store the settings; the `with` statement creates the process group.
 
         Args:
             number: 0-based number of this process over all worlds.
@@ -88,7 +88,7 @@ class Spot:
 
     def __enter__(self) -> Spot:
         torch.set_num_threads(1)
-        keep_freed_memory()  # all sides keep it, like the learner on a CPU
+        keep_freed_memory()  # all sides keep freed memory, like the learner on a CPU
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
             init_method=f"file://{self.folder}/world-{self.world}",
@@ -107,7 +107,7 @@ class Spot:
         dist.destroy_process_group()
 
     def mesh(self) -> Mesh:
-        """Build a mesh with the processes of this world as pipeline stages; all of them call it together."""
+        """Build a mesh whose stages are the processes of this world, all of which must call this method together."""
         return Mesh.build(MeshPlace(self._rank, num_stages=self.size))
 
     def barrier(self) -> None:
@@ -115,11 +115,11 @@ class Spot:
         self.gather(0.0)
 
     def seconds(self, action: Callable[[], object], *, worlds: Sequence[int] = (0,)) -> float:
-        """Return the seconds from the common start of an action until the last process ends; all processes call it.
+        """Return the seconds from the common start of an action to its last end; all processes must call this method.
 
         Args:
-            action: action to time; not called in the other worlds, which wait without computing.
-            worlds: worlds that run it.
+            action: action to time; worlds not in `worlds` wait without calling it.
+            worlds: worlds that run the action.
         """
         start = max(self.gather(time.perf_counter())) + HEAD_START_S  # all processes of a machine share this clock
         time.sleep(max(0.0, start - time.perf_counter()))
@@ -130,12 +130,12 @@ class Spot:
     def take_turns(
         self, worlds: Mapping[str, int], steps: Mapping[str, Callable[[], float]], num_rounds: int
     ) -> tuple[dict[str, list[float]], dict[str, float]]:
-        """Time the steps of the sides in turn; all processes call it.
+        """Time the steps of the sides in turn; all processes must call this method.
 
         Args:
-            worlds: side -> world that takes its steps.
+            worlds: side -> world that takes the steps of this side.
             steps: side of this world -> function that takes a step and returns its gradient norm.
-            num_rounds: number of rounds, including the first, which warms up and does not count.
+            num_rounds: number of rounds; the first round warms up and does not count.
 
         Returns:
             Seconds of each side's steps, and the gradient norm of its last step.
@@ -165,7 +165,7 @@ class Spot:
             print(text, file=sys.stderr, flush=True)
 
     def gather(self, value: float) -> list[float]:
-        """Exchange a value; return those of all processes once they have arrived."""
+        """Store the value of this process, wait for the values of all processes, and return all values."""
         self._count += 1
         keys = [f"{self._count}/{number}" for number in range(self._num_processes)]
         self._store.set(keys[self.number], repr(value))

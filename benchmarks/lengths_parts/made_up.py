@@ -1,4 +1,4 @@
-"""Lengths from known distributions, for which the best possible prediction is known too."""
+"""Measurements on lengths from known distributions, whose best possible prediction is known."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ LONG = 0.2
 
 
 def recall(scores: Floats, lengths: Floats) -> float:
-    """Return the fraction of the longest fifth that is in the fifth with the highest scores."""
+    """Return the fraction of the longest fifth of lengths that is in the fifth with the highest scores."""
     many = round(LONG * len(lengths))
     return len({*np.argsort(scores)[-many:].tolist()} & {*np.argsort(lengths)[-many:].tolist()}) / many
 
 
 class Prompts:
-    """Prompts whose log lengths are normal around a mean of each prompt."""
+    """Prompts with normally distributed log lengths; each prompt has its own mean."""
 
     def __init__(self, own: Floats, seed: int) -> None:
         """Initialize prompts with their means, relative to LEVEL."""
@@ -46,12 +46,12 @@ class Prompts:
         return np.maximum(1, np.rint(np.exp(LEVEL + self.own[:, None] + noise))).astype(np.int64)
 
     def recalls(self, *scores: Floats) -> list[float]:
-        """Return the recall of each score, averaged over draws; the length of a group is the sum over its samples."""
+        """Return the recall of each score as a mean over draws. The length of a group is the sum over its samples."""
         totals = [self.groups().sum(axis=1).astype(np.float64) for _ in range(DRAWS)]
         return [float(np.mean([recall(score, total) for total in totals])) for score in scores]
 
     def covered(self, predicted: Floats) -> float:
-        """Return the fraction of groups whose longest sample is no longer than predicted."""
+        """Return the fraction of groups whose longest sample is at most as long as predicted."""
         return float(np.mean([self.groups().max(axis=1) <= predicted for _ in range(DRAWS)]))
 
 
@@ -83,7 +83,7 @@ def history() -> Figures:
 
 
 def features() -> Figures:
-    """Measure prompts of 16 classes encoded by two of their tokens; half of them are seen once, the others never."""
+    """Measure prompts of 16 classes that two tokens encode. Half of the prompts are seen once, the other half never."""
     random = np.random.default_rng(2)
     kinds = random.integers(0, NUM_CLASSES, NUM_PROMPTS)
     of_class = random.normal(0.0, np.sqrt(VARIANCE * EXPLAINED), NUM_CLASSES)

@@ -1,4 +1,4 @@
-"""Lengths of real completions: SmolLM2-135M on four tasks of reasoning-gym; half of the prompts are seen once."""
+"""Lengths of completions of SmolLM2-135M on four tasks of reasoning-gym; half of the prompts are seen once."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Figures = dict[str, Any]
 
 
 def problems_of(num_prompts: int, model: Path) -> list[Problem]:
-    """Return prompts of the tasks in turn, chat-encoded; the column `task` is not numeric, so it is not a feature."""
+    """Return chat-encoded prompts of the tasks in turn. The column `task` is not numeric, so it is not a feature."""
     import reasoning_gym
 
     codec = PromptCodec(model, chat=True, system_prompt=None)
@@ -43,7 +43,7 @@ def problems_of(num_prompts: int, model: Path) -> list[Problem]:
 
 
 async def generated(problems: list[Problem], folder: Path, model: Path) -> npt.NDArray[np.int64]:
-    """Generate completions; return their lengths in tokens, [prompts, K], truncated at LONGEST."""
+    """Generate completions of at most LONGEST tokens; return their lengths in tokens, [prompts, K]."""
     config = ActorsConfig(
         group_size=K, max_new_tokens=LONGEST, max_prompt_tokens=MOST_PROMPT, max_running_samples=64, dtype="bfloat16",
         kv_cache_gib=1.0, cpus=2,
@@ -93,7 +93,7 @@ def smollm2_tasks(num_prompts: int, folder: Path) -> Figures:
     by_task = np.array([np.mean(of_task[problem.columns["task"]]) for problem in problems]) + chance
     by_length = np.array([len(problem.token_ids) for problem in problems], np.float64) + chance
     totals, longest = groups.sum(axis=1).astype(np.float64) + chance, groups.max(axis=1)
-    shorter = predicted < LONGEST  # for longer predictions, truncation hides whether the prediction was right
+    shorter = predicted < LONGEST  # truncation hides whether a longer prediction was right
     return {
         "num_prompts": num_prompts,
         "mean_tokens": float(groups.mean()),

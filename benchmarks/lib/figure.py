@@ -1,4 +1,4 @@
-"""Reproducible SVG files: the same figures give the same bytes."""
+"""Reproducible SVG files: equal figures give equal bytes."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from matplotlib.figure import Figure
 
 @contextmanager
 def drawn(path: Path, width: float, height: float, *, font_size: float, **settings: Any) -> Iterator[Figure]:  # noqa: ANN401 -- matplotlib API
-    """Yield a figure to draw on, and write it to a file when the block ends.
+    """Yield a matplotlib figure, and write this figure to a file when the `with` block ends.
 
     Args:
         path: SVG file to write.
         width: width in inches.
         height: height in inches.
         font_size: font size in points.
-        settings: further matplotlib settings, with `_` for each dot.
+        settings: further matplotlib settings, with `_` in place of each dot.
     """
     more: dict[Any, Any] = {name.replace("_", "."): value for name, value in settings.items()}
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "leeway", "font.size": font_size, **more}):

@@ -1,4 +1,4 @@
-"""The learner's training step without buffer and actors, and samples for it."""
+"""The training step of the learner without buffer and actors, and samples for such steps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from leeway.learner.step import StepResult, TrainStep
 GROUP_SIZE = 8
 TEMPERATURE = 1.0
 ALGORITHM = OffPolicyPPOConfig(proximal="behaviour", baseline="rloo")
-"""PPO with a group baseline: separable, without a reference model, and short to reimplement."""
+"""PPO with a group baseline, because this loss is separable, needs no reference model, and is easy to reimplement."""
 
 
 def sample(
@@ -35,7 +35,7 @@ def sample(
     reward: float,
     finish_reason: Literal["stop", "length"],
 ) -> Trajectory:
-    """Return a sample in the form in which the buffer passes it to the learner.
+    """Return a sample in the form in which the buffer passes samples to the learner.
 
     GROUP_SIZE consecutive samples form a group.
 
@@ -74,9 +74,9 @@ class Learner:
         *,
         scores: bool = False,
     ) -> None:
-        """Load this rank's chunks of a checkpoint, by default on the CPU. All ranks of the mesh call it together.
+        """Load this rank's chunks of a checkpoint, by default on the CPU; all ranks must call this method together.
 
-        With `scores`, a frozen copy is loaded too; a step uses it to score the samples that have no scores.
+        With `scores`, a frozen copy of the model is loaded too, and a step scores the samples that have no scores.
         """
         self.device = device or torch.device("cpu")
         critic = algorithm.needs.critic
@@ -107,12 +107,12 @@ class Learner:
         return StepBatch.build(to_batch(rows, "benchmark"), 0, {0: 0}, rule)
 
     def step(self, batch: StepBatch, version: int = 0, *, one_pass: bool = True) -> float:
-        """Take one step on top of a version, in one pass or in two, and return the gradient norm before clipping."""
+        """Take the step after a version, in one pass or in two; return the gradient norm before clipping."""
         (update,) = self.result(batch, version, one_pass=one_pass).updates
         if not update.result.taken:
-            raise RuntimeError("the learner did not take the step: loss or gradient is not finite")
+            raise RuntimeError("the learner skipped the step, because loss or gradient is not finite")
         return update.result.grad_norms[0]
 
     def result(self, batch: StepBatch, version: int = 0, *, one_pass: bool = True) -> StepResult:
-        """Take one step as `step` does, and return everything that the learner reports about it."""
+        """Take one step like `step`, and return everything that the learner reports about the step."""
         return self._steps[one_pass].run(batch, version)

@@ -8,7 +8,7 @@ from leeway.planning.lengths import NUM_QUANTILES, REACH, LengthDistribution
 
 
 def lognormal(median: float, sigma: float, longest: int, explained: float = 0.0) -> LengthDistribution:
-    """Return exp(N(log median, sigma^2)), clipped below at one token and above at `longest`, like `max_new_tokens`."""
+    """Return the distribution exp(N(log median, sigma^2)), clipped to at least one token and at most `longest`."""
     scores = np.linspace(-REACH, REACH, NUM_QUANTILES)
     return LengthDistribution(tuple(np.clip(median * np.exp(sigma * scores), 1.0, longest).tolist()), explained)
 

@@ -1,4 +1,4 @@
-"""Machine, commit and example model that the figures are measured on."""
+"""Description of the machine and the commit of a measurement, and example models."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Machine(TypedDict):
 
 
 def describe_machine() -> Machine:
-    """Describe the machine in its current state; call it before the measurement starts."""
+    """Describe the machine and its current load; call this function before the measurement starts."""
     return Machine(
         cores=len(os.sched_getaffinity(0)),
         processor=platform.machine(),
@@ -40,7 +40,7 @@ def describe_machine() -> Machine:
 
 
 def describe_commit(checkout: Path = ROOT) -> str:
-    """Return the current commit, and whether the code of the checkout differs from it."""
+    """Return the current commit, and whether the code of the checkout differs from this commit."""
     if shutil.which("git") is None:
         return "unknown"
     found = []
@@ -54,15 +54,15 @@ def describe_commit(checkout: Path = ROOT) -> str:
 
 
 def smollm2() -> Path:
-    """Return the checkpoint folder of SmolLM2-135M, and create it if missing; raises as `make_model`."""
+    """Return the checkpoint folder of SmolLM2-135M; create the folder if missing. Raises the errors of `make_model`."""
     return make_model(ROOT / "examples" / "smollm2.toml")
 
 
 def make_model(config: Path) -> Path:
-    """Return the model folder of a config; create it if it is missing and a script of the same name is next to it.
+    """Return the model folder of a config. A script next to the folder, if any, creates a missing folder.
 
     Raises:
-        CalledProcessError: the script failed; it printed the reason.
+        CalledProcessError: the script failed and printed the reason.
     """
     folder = config.parent / tomllib.loads(config.read_text())["model"]["path"]
     script = folder.with_suffix(".py")

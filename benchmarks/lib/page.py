@@ -1,4 +1,4 @@
-"""Result pages: the `--page` option, Markdown tables, targets with pass or fail, and how a page was generated."""
+"""Result pages: `--page` option, Markdown tables, targets with pass or fail, and the sentence on the measurement."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ MET = {True: "yes", False: "**no**", None: "-"}
 
 
 def parsed(parser: argparse.ArgumentParser, page: Path) -> argparse.Namespace:
-    """Add `--page` to the parser of a benchmark with `--quick`, and parse; the two options exclude each other."""
+    """Add `--page` to a parser with `--quick`, and parse the command line; the two options exclude each other."""
     parser.add_argument(
-        "--page", type=Path, nargs="?", const=page, metavar="FILE", help="write the page; default: to docs/results/"
+        "--page", type=Path, nargs="?", const=page, metavar="FILE", help="write the page (default: in docs/results/)"
     )
     args = parser.parse_args()
     if args.page and args.quick:
@@ -35,12 +35,12 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def number(value: float | None, form: str) -> str:
-    """Format a value as a table cell; `-` if there is none."""
+    """Format a value as a table cell; None becomes `-`."""
     return "-" if value is None else form.format(value)
 
 
 def share(value: float | None) -> str:
-    """Format a fraction as a percentage; `-` if there is none."""
+    """Format a fraction as a percentage; None becomes `-`."""
     return number(value, "{:.0%}")
 
 
@@ -50,24 +50,24 @@ def ms(seconds: float) -> str:
 
 
 def origin(command: str, machine: Machine, commit: str = "") -> str:
-    """Return the first sentence of a page, which states how it was generated.
+    """Return the first sentence of a page, which states how the page was generated.
 
     Args:
-        command: command that writes the page.
-        machine: machine as it was before the measurement.
-        commit: commit to name; omitted if empty.
+        command: command line that writes the page.
+        machine: description of the machine from before the measurement.
+        commit: commit of the code; the sentence has no commit if this is empty.
     """
     return (
         f"Written by `{command}`{f', commit {commit},' if commit else ''} on {machine['cores']} cores "
-        f"({machine['processor']}), no GPU, Python {machine['python']}; load average of the machine before it began: "
-        f"{machine['load_before']:.1f}."
+        f"({machine['processor']}), no GPU, Python {machine['python']}; load average of the machine before the "
+        f"measurement: {machine['load_before']:.1f}."
     )
 
 
 def judged(
     result: Mapping[str, Any], bars: Mapping[str, float], word: str, *, at_full_size: bool
 ) -> dict[str, dict[str, Any]]:
-    """Compare figures with their targets; `met` is None if a figure was not measured at full size.
+    """Compare figures with their targets. `met` is None if a figure was not measured at full size.
 
     Args:
         result: figures by name.
@@ -86,7 +86,7 @@ def judged(
 
 
 def bars_table(targets: Mapping[str, Mapping[str, Any]], word: str) -> str:
-    """Return the table of the result of `judged` for a word."""
+    """Return the table of figures and targets from a result of `judged`, for "at least" or "at most"."""
     rows = [
         [f"`{key}`", f"{each[word]:g}", number(each["measured"], "{:.3f}"), MET[each["met"]]]
         for key, each in targets.items()

@@ -1,7 +1,8 @@
-"""Virtual environments for the systems that Leeway is compared with and does not depend on.
+"""Virtual environments for peers: systems that Leeway is compared with and does not depend on.
 
-They are created in the user's cache folder, never in the repository. A .pth file makes the packages of the benchmark's
-own environment visible, so torch and Ray need no second copy. The versions that a peer requires take precedence.
+Environments are created in the user's cache folder, never in the repository. A .pth file makes the packages of the
+benchmark's environment visible, so that torch and Ray are not installed twice. Versions that a peer requires take
+precedence.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ class PeersUnavailable(RuntimeError):
 
 @lru_cache
 def python_with(*requirements: str) -> Path:
-    """Return the interpreter of an environment with these requirements; create it if it is missing or outdated.
+    """Return the interpreter of an environment with these requirements; create a missing or outdated environment.
 
     Raises:
         PeersUnavailable: the environment cannot be created.
     """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     here = sysconfig.get_path("purelib")
-    visible = f"{here}\n{ROOT / 'src'}\n"  # an editable installation is a .pth file, which this one does not include
+    visible = f"{here}\n{ROOT / 'src'}\n"  # an editable install is another .pth file, which is not read
     make = hashlib.sha256("\n".join([sys.version, visible, *requirements]).encode()).hexdigest()[:12]
     folder = cache / "leeway" / f"peers-{make}"
     python, done = folder / "bin" / "python", folder / "done"
@@ -42,7 +43,7 @@ def python_with(*requirements: str) -> Path:
     _run([sys.executable, "-m", "venv", "--clear", str(folder)])
     packages = folder / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
     (packages / "leeway_packages.pth").write_text(visible)
-    # Pin the repository's versions, above all torch's: a CPU build must not be replaced.
+    # Pin the versions of the repository, so that no peer replaces the CPU build of torch.
     constraints, own = folder / "constraints.txt", {each.partition("==")[0] for each in requirements}
     lines = (each for each in pinned_versions() if each.partition("==")[0] not in own)
     constraints.write_text("\n".join(lines) + "\n")

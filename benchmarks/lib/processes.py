@@ -24,7 +24,7 @@ import psutil
 from benchmarks.lib.machine import ROOT
 
 SETTINGS = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-"""Environment of every measured process; the tensors are small, so more threads would only compete for the cores."""
+"""Environment of every measured process. Tensors are small, so more threads would only compete for the cores."""
 POLL_S = 0.1
 END_WITHIN_S = 10.0
 _PR_SET_PDEATHSIG = 1
@@ -41,7 +41,7 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def end_at_sigterm() -> None:
-    """Handle SIGTERM like Ctrl-C: shut the measured processes down in order and exit with 143."""
+    """Handle SIGTERM like Ctrl-C: shut the measured processes down, and exit with status 143."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 
 
@@ -65,7 +65,7 @@ def call_in_processes(
     limit_s: float,
     python: Path | None = None,
 ) -> list[Any]:
-    """Call a function in one subprocess per call and return the results; if a call fails, terminate the others.
+    """Run each call of a function in its own subprocess; return the results. A failed call terminates all processes.
 
     Args:
         what: name of the measurement, for errors.
@@ -94,7 +94,7 @@ def call_in_processes(
                 time.sleep(POLL_S)
             found = [_answer(answer) for answer in answers]
             for number, (process, reply) in enumerate(zip(processes, found, strict=True)):
-                status = process.poll()  # None: it is still running, and another one failed
+                status = process.poll()  # None if this process still runs and another one failed
                 if status or (status == 0 and "result" not in reply):
                     why = reply.get("error", "see its output above")
                     raise MeasurementFailed(f"process {number} of {what} ended with status {status}: {why}")
@@ -104,7 +104,7 @@ def call_in_processes(
 
 
 def _answer(path: Path) -> dict[str, Any]:
-    """Return the last line if it is complete JSON, else an empty dict; libraries may print before it."""
+    """Return the JSON of the last line, or {} if this line is not complete JSON. Libraries may print other lines."""
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     try:
         found: dict[str, Any] = json.loads(lines[-1])
@@ -114,13 +114,13 @@ def _answer(path: Path) -> dict[str, Any]:
 
 
 def end_families(*processes: subprocess.Popen[Any]) -> None:
-    """Terminate processes with all of their descendants; kill those that are alive after END_WITHIN_S."""
+    """Terminate processes and all of their descendants; kill every process that is alive after END_WITHIN_S."""
     family: list[psutil.Process] = []
     for process in processes:
         if process.poll() is None:
             try:
                 parent = psutil.Process(process.pid)
-                family += [parent, *parent.children(recursive=True)]  # the parent first: it must not miss its children
+                family += [parent, *parent.children(recursive=True)]  # first the parent: it must not miss a child
             except psutil.NoSuchProcess:
                 continue
     for member in family:
@@ -137,11 +137,11 @@ def _signal(member: psutil.Process, verb: str) -> None:
     try:
         getattr(member, verb)()
     except psutil.NoSuchProcess:
-        return  # it has exited already
+        return  # the process has exited already
 
 
 def end_with_parent() -> None:
-    """Make the kernel send this process SIGTERM when its parent dies for any reason."""
+    """Make the kernel send SIGTERM to this process when the parent process dies."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 

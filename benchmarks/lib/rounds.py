@@ -10,12 +10,12 @@ Figures = Mapping[str, float | None]
 
 
 def median_ratio(numerators: Iterable[float], denominators: Iterable[float]) -> float:
-    """Return the median over the rounds of numerator / denominator."""
+    """Return the median over rounds of numerator / denominator."""
     return median(above / below for above, below in zip(numerators, denominators, strict=True))
 
 
 def means(found: Sequence[Figures]) -> dict[str, float | None]:
-    """Return the mean of each figure over the runs that have it."""
+    """Return the mean of each figure over the runs that have this figure."""
     known = {name: [value for each in found if (value := each[name]) is not None] for name in found[0]}
     return {name: fmean(values) if values else None for name, values in known.items()}
 

@@ -32,14 +32,14 @@ FEW_PROCESSES = ("--actors.num_actors", "1", "--learner.num_stages", "1")
 """Overrides for a run that starts fast and fits on one core."""
 LOOK_EVERY_S = 0.5
 LAST_LINES = 20
-"""Output lines of a failed run that its error quotes; the run folder may be gone when the error is read."""
+"""Number of last output lines in the error of a failed run, whose folder may be removed before the error is read."""
 
 Row = Mapping[str, Any]
 """Metrics of a step from metrics.jsonl and actors.jsonl; docs/metrics.md describes the keys."""
 
 
 def joined(folder: RunFolder) -> Iterator[dict[str, Any]]:
-    """Yield the row of each step with the columns of the actors; if a step has several actor lines, the last counts.
+    """Yield the metrics of each step with those of the actors. If a step has several actor lines, the last line counts.
 
     Raises:
         ValueError: a line is not JSON.
@@ -53,7 +53,7 @@ class RunFailed(MeasurementFailed):
     """Raised if a run fails; the message has the reason and the last lines of its output."""
 
     def __init__(self, name: str, why: str, status: int | None, printed: Sequence[str]) -> None:
-        last = ["last output:", *printed[-LAST_LINES:]] if printed else ["see its output above"]
+        last = ["last output:", *printed[-LAST_LINES:]] if printed else ["see the output above"]
         super().__init__("\n    ".join([f"{name} {why}; {last[0]}", *last[1:]]))
         self.why = why
         self.status = status
@@ -63,27 +63,27 @@ class RunFailed(MeasurementFailed):
 
 @dataclass(frozen=True)
 class Samples:
-    """Samples used for training, as arrays with one entry per sample."""
+    """Samples used for training; every attribute is an array with one entry per sample."""
 
     step: npt.NDArray[np.int64]
-    """Step that used the sample."""
+    """Number of the step that used each sample."""
     length: npt.NDArray[np.int64]
-    """Length of the completion in tokens."""
+    """Length of each completion in tokens."""
     started_s: npt.NDArray[np.float64]
     finished_s: npt.NDArray[np.float64]
 
 
 class Generated(NamedTuple):
-    """Generation of one actor within a window of time."""
+    """Amount of generation of one actor within a window of time."""
 
     busy_s: float
     """Seconds with at least one training request running."""
     num_tokens: float
-    """Completion tokens; a span that extends beyond the window counts by the fraction inside it."""
+    """Completion tokens. A request that extends beyond the window counts by the fraction of its time inside."""
 
 
 class FinishedRun:
-    """Reader of the folder of a run that has ended."""
+    """Reader for the folder of a run that has ended."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -133,7 +133,7 @@ class FinishedRun:
         )
 
     def generated(self, window: Interval) -> dict[str, Generated]:
-        """Return, by actor, its generation within a window of seconds since the epoch, from timeline.json."""
+        """Return actor -> its generation within a window of seconds since the epoch, from timeline.json."""
         found: dict[str, Generated] = {}
         for span in read(self.folder / "timeline.json"):
             if span.cat == "generate" and span.dur:
@@ -153,7 +153,7 @@ class KeptResults:
         Args:
             folder: folder named by `--work`.
             name: name of the JSON file that stores the facts.
-            facts: settings that the runs of this benchmark have in common.
+            facts: settings shared by all runs of this benchmark.
 
         Raises:
             SystemExit: the folder has runs with other facts.
@@ -169,17 +169,20 @@ class KeptResults:
         """Return whether a result is stored under a name."""
         return (self.folder / f"{name}.json").exists()
 
+    def load(self, name: str) -> Any:  # noqa: ANN401 -- JSON
+        """Return the result stored under a name."""
+        return json.loads((self.folder / f"{name}.json").read_text())
+
     def result(self, name: str, make: Callable[[Path], Mapping[str, Any]]) -> Any:  # noqa: ANN401 -- JSON
-        """Return the result stored under a name; if missing, make it in a folder that is removed afterwards."""
-        kept = self.folder / f"{name}.json"
+        """Return the result stored under a name. A missing result is made in a run folder, which is then removed."""
         if self.has(name):
-            return json.loads(kept.read_text())
+            return self.load(name)
         folder = self.folder / "runs" / name
-        shutil.rmtree(folder, ignore_errors=True)  # left by an earlier call that did not finish
+        shutil.rmtree(folder, ignore_errors=True)  # folder of an earlier call that did not finish
         part = self.folder / f"{name}.part"
         part.write_text(json.dumps(result := make(folder)))
-        part.replace(kept)
-        shutil.rmtree(folder, ignore_errors=True)  # a peer's run may not use it
+        part.replace(self.folder / f"{name}.json")
+        shutil.rmtree(folder, ignore_errors=True)  # the run of a peer may not create the folder
         return result
 
 
@@ -207,9 +210,9 @@ def train(
         config: TOML file.
         folder: run folder to create.
         overrides: arguments of `leeway train`.
-        log: file for the output of the run; None: the output of this process.
+        log: file for the output of the run; if None, the run prints to the output of this process.
         limit_s: timeout in seconds.
-        prefix: command that runs the subprocess, such as `taskset`.
+        prefix: command that starts the subprocess, such as `taskset`.
         look: callback that receives the folder about every LOOK_EVERY_S during the run.
         module: module whose command line is run.
         variables: further environment variables.

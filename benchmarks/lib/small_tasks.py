@@ -4,8 +4,8 @@
     adding    two numbers of 2 to 5 digits with the work shown, `58+967=` -> `8+7+0=15,5+6+1=12,0+9+1=10;1025`:
               20 to 52 tokens
 
-The model is a Llama of 0.9 million parameters. Next-token prediction on the training rows stops when about half of its
-greedy answers are correct.
+The model is a Llama of 0.9 million parameters, trained by next-token prediction until about half of its greedy answers
+are correct.
 
     python benchmarks/lib/small_tasks.py TASK FOLDER
 """
@@ -77,7 +77,7 @@ TASKS = {
 
 
 def make(name: str, folder: Path) -> Path:
-    """Write model, rows and config of a task unless they exist; return the path of the config."""
+    """Write model, rows and config of a task, unless the config exists; return the path of the config."""
     config = folder / "run.toml"
     if config.exists():
         return config
@@ -100,7 +100,7 @@ def make(name: str, folder: Path) -> Path:
         f"max_new_tokens = {task.max_new_tokens}\n\n"
         "[learner]\nnum_steps = 200\ngroups_per_step = 16\nlearning_rate = 1e-4\n",
         encoding="utf-8",
-    )  # written last: a folder with a config is complete
+    )  # the config is written last, so that its existence marks a complete folder
     return config
 
 
@@ -116,16 +116,16 @@ def half_teach(
             tokens, labels = encode(task, checked)
             with torch.no_grad():
                 guesses = model(tokens[:, :-1], use_cache=False).logits.argmax(-1)
-            # a greedy answer is correct if each token is the most likely one given the correct tokens before it
+            # a greedy answer is correct if each of its tokens is the most likely one after the correct earlier tokens
             right = 1 - float(((guesses != labels[:, 1:]) & (labels[:, 1:] != IGNORED)).any(1).float().mean())
             if right >= STOP_AT:
                 print(f"{step} steps, accuracy {right:.3f}", flush=True)
                 return
-    raise RuntimeError(f"the model's accuracy is below {STOP_AT:.0%} after {MOST_STEPS} steps")
+    raise RuntimeError(f"the model's accuracy is below {STOP_AT:.0%} after {MOST_STEPS} steps: raise MOST_STEPS")
 
 
 def encode(task: SmallTask, questions: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return token ids and labels, each [rows, length], padded at the end; the question's labels are ignored."""
+    """Return token ids and labels, each [rows, length], padded at the end. Labels of question tokens are ignored."""
     rows = []
     for question in questions:
         prompt, completion = ([IDS[each] for each in text] for text in (question, task.answer(question)))

@@ -21,17 +21,17 @@ from benchmarks.lib.processes import SETTINGS, MeasurementFailed, end_families
 from leeway.launch.observe.trace import read
 
 LIMIT_S = 300.0
-"""Timeout in seconds of a start and one step."""
+"""Timeout in seconds of a run with one step."""
 DROP_CACHES = Path("/proc/sys/vm/drop_caches")
 ROWS = {
     "first line of output": "first_line_s",
     "Ray is up": "ray_s",
     "stages and actors are ready": "ready_s",
     "first lease": "lease_s",
-    "processor seconds until then": "cpu_s",
-    "of them in actors and their engines": "actors_cpu_s",
+    "processor seconds until training starts": "cpu_s",
+    "processor seconds of actors and their engines": "actors_cpu_s",
 }
-"""Row of the table -> figure."""
+"""Row of the table -> name of its figure."""
 WANTED_S = 20.0
 """Target in seconds from the command to the first lease, with warm caches."""
 
@@ -63,7 +63,7 @@ def measure(folder: Path, *, checkout: Path = ROOT, cold: bool = False) -> dict[
     found: dict[str, float] = {}
     printed = []
     assert process.stdout is not None
-    limit = threading.Timer(LIMIT_S, end_families, [process])  # ends the output, and so the loop
+    limit = threading.Timer(LIMIT_S, end_families, [process])  # ending the processes ends the loop over their output
     limit.start()
     try:
         for line in process.stdout:
@@ -86,7 +86,7 @@ def measure(folder: Path, *, checkout: Path = ROOT, cold: bool = False) -> dict[
 
 
 def _cpu(command: psutil.Process) -> tuple[float, float]:
-    """Return the processor seconds of a run so far, and those of its actors alone."""
+    """Return the processor seconds of a run, and the processor seconds of its actors."""
     total_s = actors_s = 0.0
     for process in _family(command):
         with suppress(psutil.Error):
@@ -105,7 +105,7 @@ def _family(command: psutil.Process) -> Iterator[psutil.Process]:
 
 
 def section(columns: Mapping[str, Sequence[dict[str, float]]]) -> list[str]:
-    """Return the section of a page with the median of the starts of each column."""
+    """Return the section of a page that shows the median over the starts of each column."""
     rows = []
     for row, key in ROWS.items():
         cells = [[start[key] for start in starts if key in start] for starts in columns.values()]
@@ -113,7 +113,7 @@ def section(columns: Mapping[str, Sequence[dict[str, float]]]) -> list[str]:
     counts = ", ".join(f"{head}: {len(starts)}" for head, starts in columns.items())
     return [
         "## Start-up time",
-        f"Median seconds since the command. Number of starts: {counts}. *Cold* starts with an empty page cache.",
+        f"Median seconds since the command. Number of starts: {counts}. *Cold* starts have an empty page cache.",
         table(["", *columns], rows),
         _judgement(median(start["lease_s"] for start in columns["now, warm"])),
     ]
@@ -122,10 +122,10 @@ def section(columns: Mapping[str, Sequence[dict[str, float]]]) -> list[str]:
 def _judgement(lease_s: float) -> str:
     return (
         f"Target: at most {WANTED_S:g} s to the first lease with warm caches. Measured: {lease_s:.1f} s, "
-        f"{'met' if lease_s <= WANTED_S else '**not met**'}. Nearly all of it is processor time on two cores: two "
-        "actors and two engines each import vLLM, and two stages import PyTorch and Transformers. The command itself "
-        "loads Transformers first, to reject a model that the stages could not train before it starts them. Importing "
-        "vLLM once and forking the engines would save most of it, but vLLM does not fork inside a Ray actor."
+        f"{'met' if lease_s <= WANTED_S else '**not met**'}. Nearly all of this is processor time on two cores: two "
+        "actors and two engines each import vLLM, and two stages import PyTorch and Transformers. The command loads "
+        "Transformers before it starts the stages, to reject a model that the stages cannot train. A single import of "
+        "vLLM with forked engines would save most of the time, but vLLM does not fork inside a Ray actor."
     )
 
 

@@ -1,4 +1,4 @@
-"""Results page and plot of the matrix."""
+"""Results page and plot of `benchmarks/off_policy.py`."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ from benchmarks.off_policy_world.world import (
 from matplotlib.axes import Axes
 
 Outcomes = dict[str, dict[str, list[Outcome]]]
-"""Row -> lag -> one outcome per seed."""
+"""Row of the matrix -> lag -> one outcome per seed."""
 Means = dict[str, dict[str, float | None]]
-"""Row -> lag -> KL; None if a seed became non-finite."""
+"""Row of the matrix -> lag -> mean KL, or None if a seed became non-finite."""
 
 WANTED_KL = 1e-3
-"""Target KL of trajectory balance at lags 0 to 16, and with default weights also on uniform data."""
+"""Target KL of trajectory balance at lags 0 to 16; with default weights, the target includes uniform data."""
 TB = "trajectory_balance"
 PPO = "off_policy_ppo"
 NAIVE = f"{PPO}+naive"
@@ -56,7 +56,7 @@ ALGORITHMS_SHOWN = {
     f"{PPO}+naive": ("#c0392b", "-"),
     "distillation": ("#8c564b", "-"),
 }
-"""Row -> colour and line style of the left plot."""
+"""Row of the matrix -> colour and line style in the left plot."""
 CORRECTIONS_SHOWN = {
     PPO: ("#1f5fa8", "-"),
     f"{PPO}+naive": ("#c0392b", "-"),
@@ -68,59 +68,62 @@ CORRECTIONS_SHOWN = {
     f"{PPO}+cispo": ("#e08a1e", ":"),
     f"{PPO}+interpolated": ("#8c564b", ":"),
 }
-"""Row -> colour and line style of the right plot."""
+"""Row of the matrix -> colour and line style in the right plot."""
 
 SHOWS = """\
-- **The optimum of trajectory balance is independent of data age.** Up to lag 16 its KL changes by no more than \
-between seeds, with and without weights. On data of one old policy or of the uniform policy it is larger but still \
-small; with weights it is about twice that without, because completions that the policy rarely generates count less. \
-An anchor at the sampler has no effect while the sampler follows the policy, and holds the policy back if it never \
-does. This world of 1,024 completions with a decaying learning rate does not test whether a run reaches the optimum: \
-[stability.md](stability.md) does.
+- **The optimum of trajectory balance is independent of data age.** Up to lag 16, the KL of trajectory balance changes \
+by no more than between seeds, with and without weights. On data of one old policy or of the uniform policy, this KL \
+is larger but still small. On such data, the KL with weights is about twice the KL without weights, because \
+completions that the policy rarely generates count less. An anchor at the sampler has no effect while the sampler \
+follows the policy, and limits the progress of the policy if the sampler never follows. This world of 1,024 \
+completions with a decaying learning rate does not test whether a run reaches the optimum. \
+[stability.md](stability.md) tests this.
 - **The optimum of OAPL depends on the draw.** While the sampler follows the policy, successive optima end near the \
-best completion, far from pi*. On data of the first policy its optimum is pi*, and it comes close.
-- **Naive PPO degrades from the first update of lag.** It centres its trust region on the behaviour policy, and \
-computes the KL in its reward from that policy too; on old or uniform data it therefore stays near the behaviour \
-policy. Proximal RLOO does the same with the completion as one action and degrades equally.
-- **Decoupled PPO hardly degrades up to lag 16**, with either baseline, and comes near pi* even on uniform data. It \
-does not reach pi*: the weight of a token corrects the choice of that token, but not the prefix before it or the \
-continuation after it, which mu generated.
+best completion, far from pi*. On data of the first policy, the optimum of OAPL is pi*, and OAPL ends close to pi*.
+- **Naive PPO degrades from the first update of lag.** Naive PPO centres its trust region on the behaviour policy, and \
+computes the KL in its reward from the behaviour policy too. On old or uniform data, naive PPO therefore stays near \
+the behaviour policy. Proximal RLOO treats the completion as one action, has the same centre, and degrades equally.
+- **Decoupled PPO hardly degrades up to lag 16**, with either baseline, and comes near pi* even on uniform data. \
+Decoupled PPO does not reach pi*: the weight of a token corrects the choice of that token, but not the prefix and the \
+continuation, which mu generated.
 - **Corrections gain little up to lag 16**: token_tis (the default), none (`+unbounded`), icepop and geometric_mask \
-differ by no more than seeds do. sequence_tis is worse at 16. On uniform data token_tis leaves less than half of the \
-KL of raw weights, and some of the others do great harm. sequence_tis collapses, and not to the best completion: the \
-expectation of a truncated weight is not 1, so the baseline no longer cancels. icepop drops every token that the \
-policy generates less than half as often as mu, so nothing raises the probability of those. gspo varies between seeds: \
-its ratio is that of a sequence, so the weight of one token affects all of them. Up to lag 1, gspo has the lowest KL \
-of all PPO rows: its narrow clip limits updates, which may reflect a learning rate from a coarse grid as much as the \
-surrogate.
-- **An interpolated proximal policy is as good as a computed one.** It needs no pass over the draw, is as near to pi* \
-at lag 0 and 1, and is the nearest of all PPO rows at lag 4 and 16 and on uniform data. Its trust region is centred on \
-a policy between the behaviour policy and the current policy, and moves with the current one: the farther apart they \
-are, the less it limits updates. In this world weights cannot explode, so this does no harm.
+differ by no more than seeds do. sequence_tis is worse at lag 16. On uniform data, the KL of token_tis is less than \
+half of the KL of raw weights, and the KL of some other corrections is much higher. sequence_tis collapses to a \
+completion that is not the best one: the expectation of a truncated weight is not 1, so the baseline no longer \
+cancels. icepop drops every token that the policy generates less than half as often as mu, so nothing raises the \
+probability of such tokens. gspo varies between seeds: its ratio is that of a sequence, so the weight of one token \
+affects all tokens. Up to lag 1, gspo has the lowest KL of all PPO rows. Its narrow clip limits updates, so the coarse \
+grid of learning rates may explain the low KL as well as the surrogate does.
+- **An interpolated proximal policy is as good as a computed one.** An interpolated policy needs no pass over the \
+draw. Its KL is as low as that of a computed policy at lag 0 and 1, and the lowest of all PPO rows at lag 4 and 16 and \
+on uniform data. The trust region is centred on a policy between the behaviour policy and the current policy, and \
+moves with the current policy. The more these two policies differ, the less the trust region limits updates. In this \
+world weights cannot explode, so the weak limit does no harm.
 - **Averaging and bounding of gradients have little effect**: `dr_grpo`, `batch` and a critic differ from \
-default PPO by about as much as seeds do. `entropy` has a different optimum, and reaches it at every age: its reward \
-is lower by the value of the bonus.
-- **Distillation uses no reward**, so the source of the tokens does not matter: at every age no row is nearer to its \
-teacher.
-- **The rule on the effective sample size** never acts at lag 0 and 1, and changes little at other lags: it slows a \
-run whose weights are uneven, but corrects no bias.
-- **Online DPO has a different optimum.** The best completion of a group is always preferred to the worst, so on its \
-own data the sigmoid loss converges to one completion per prompt, mostly the best one: the highest reward, and farther \
-from pi* than the reference. IPO stops at its margin. Neither depends on the source of a pair, and up to lag 16 \
-neither changes; uniform pairs contain completions that the policy rarely generates, and move it less.
+default PPO by about as much as seeds do. `entropy` has a different optimum and reaches this optimum at every age, so \
+its reward is lower by the value of the bonus.
+- **Distillation uses no reward**, so the source of the tokens does not matter: at every age, the row of distillation \
+is nearer to its teacher than all other rows are to pi*.
+- **The rule on the effective sample size** never acts at lag 0 and 1, and changes little at other lags. The rule \
+slows a run whose weights are uneven, but corrects no bias.
+- **Online DPO has a different optimum.** The best completion of a group is always preferred to the worst. On its own \
+data, the sigmoid loss therefore converges to one completion per prompt, mostly the best one. The result has the \
+highest reward, and is farther from pi* than the reference. IPO stops at its margin. Neither loss depends on the \
+source of a pair, and neither result changes up to lag 16. Uniform pairs contain completions that the policy rarely \
+generates, and change the policy less.
 
-The tables are measurements; the explanations here are our interpretation of them, written for the run of three seeds.
+The tables are measurements. The explanations are our interpretation of the run with three seeds.
 
-Limits: with 4 tokens a uniform policy bounds the weight of a token by 4 and that of a completion by 1,024, so no \
-weight explodes as it can with a vocabulary of 100,000 and a thousand tokens, for which corrections are designed. The \
-learning rate decays to 0, so lag matters less and less towards the end: the tables show the cost of data age for a \
-run whose learning rate decays. All samples of a draw have the same age. The policy sees every completion many times, \
-so the results do not cover generalization. Learning rates were chosen at lag 0 on one seed, and no parameter of a \
-correction was tuned. Rows that differ only in a weight are identical at lag 0, where the weight is 1."""
+Limits: with 4 tokens, a uniform policy bounds the weight of a token by 4 and the weight of a completion by 1,024. \
+Weights therefore cannot explode, unlike with a vocabulary of 100,000 and a thousand tokens, for which corrections are \
+designed. The learning rate decays to 0, so lag matters less towards the end: the tables show the cost of data age for \
+a run whose learning rate decays. All samples of a draw have the same age. The policy sees every completion many \
+times, so the results do not cover generalization. Learning rates were chosen at lag 0 on one seed, and no parameter \
+of a correction was tuned. Rows that differ only in a weight are identical at lag 0, where the weight is 1."""
 
 
 def means(seen: list[Outcome]) -> dict[str, float | None]:
-    """Return means over seeds; None if one of them became non-finite."""
+    """Return the mean over seeds of each figure; None if a seed became non-finite."""
     if any(outcome.kl is None or outcome.reward is None for outcome in seen):
         return {"kl": None, "reward": None}
     return {
@@ -164,28 +167,30 @@ def _setting(num_seeds: int, num_draws: int, wall_s: float) -> str:
 Written by `python benchmarks/off_policy.py` on {os.cpu_count()} cores ({platform.machine()}), no GPU, Python \
 {platform.python_version()}, in {wall_s / 60:.0f} minutes.
 
-**The world.** {NUM_PROMPTS} prompts, a vocabulary of {NUM_TOKENS}, completions of exactly {LENGTH} tokens: \
-{NUM_SEQUENCES} of them for each prompt, so all reported figures are exact. A reward is a sum of random scores: of \
-tokens by position, of adjacent tokens, and of the first token with the last; mean 0, standard deviation 1. The policy \
-is a transformer of 2 layers and width 32 that starts as the reference. pi* ~ pi_ref exp(r / beta) with beta = {BETA}. \
-KL(pi || pi*) times beta is exactly the difference between the optimum and pi in E[r] - beta KL(pi || pi_ref). Every \
-seed is a different world; figures are means over {num_seeds} seeds, the same for all cells.
+**The world.** There are {NUM_PROMPTS} prompts, a vocabulary of {NUM_TOKENS}, and completions of exactly {LENGTH} \
+tokens. Each prompt has {NUM_SEQUENCES} completions, so all reported figures are exact. A reward is a sum of random \
+scores: of tokens by position, of adjacent tokens, and of the first token with the last. Rewards have mean 0 and \
+standard deviation 1. The policy is a transformer of 2 layers and width 32 that starts as the reference. The optimum \
+is pi* ~ pi_ref exp(r / beta) with beta = {BETA}. KL(pi || pi*) times beta is exactly the difference between the \
+optimum and pi in E[r] - beta KL(pi || pi_ref). Every seed is a different world. Figures are means over {num_seeds} \
+seeds, which all cells share.
 
-**A cell.** {num_draws} draws of {SAMPLES_PER_DRAW // GROUP_SIZE} groups of {GROUP_SIZE} samples ({num_samples:,} \
-samples in total), {NUM_MINIBATCHES} minibatches x {NUM_EPOCHS} epochs = {UPDATES_PER_DRAW} updates per draw, with \
-pi_prox fixed at the start of the draw, as in the learner. The losses are those of `algorithms`, called through its \
-registry. Corrections and other parameters have their defaults (token_tis for all losses); PPO has kl_beta = {BETA} in \
-its reward, sigmoid DPO and OAPL the same beta, IPO 0.1 (its beta sets a pair's margin, 1 / (2 beta) = 5), \
-`distillation` has pi* as its teacher, `+entropy` a bonus of 0.01, and the rule on the effective sample size a budget \
-of 0.5 and `scale_lr`. The optimizer has the learner's defaults; the learning rate decays to 0 on a cosine. Its peak \
-is chosen for each row from \
-{", ".join(f"{rate:g}" for rate in LEARNING_RATES)} by the KL at lag 0 on another seed, and is the same at every lag.
+**A cell.** A cell has {num_draws} draws of {SAMPLES_PER_DRAW // GROUP_SIZE} groups of {GROUP_SIZE} samples \
+({num_samples:,} samples in total). A draw has {NUM_MINIBATCHES} minibatches x {NUM_EPOCHS} epochs = \
+{UPDATES_PER_DRAW} updates. pi_prox is fixed at the start of the draw, as in the learner. The losses are those of \
+`algorithms`, called through its registry. Corrections and other parameters have their defaults (token_tis for all \
+losses), with these exceptions. PPO has kl_beta = {BETA} in its reward; sigmoid DPO and OAPL have this beta too. IPO \
+has a beta of 0.1, which sets a pair's margin to 1 / (2 beta) = 5. `distillation` has pi* as its teacher, and \
+`+entropy` has a bonus of 0.01. The rule on the effective sample size has a budget of 0.5 and `scale_lr`. The \
+optimizer has the learner's defaults; the learning rate decays to 0 on a cosine. The peak of the rate is chosen for \
+each row from {", ".join(f"{rate:g}" for rate in LEARNING_RATES)} by the KL at lag 0 on another seed, and holds for \
+every lag.
 
-**Lag** L: the samples of a draw come from the policy L updates before its first update, so the last of its updates \
-trains on data that are L + {UPDATES_PER_DRAW - 1} versions old. **first**: all samples come from the first policy, \
-which is the reference, so the last update trains on data that are {num_draws * UPDATES_PER_DRAW - 1} versions old; \
-the optimum of `oapl` on these is pi* as well. **uniform**: every token of every draw is sampled uniformly, never from \
-a policy."""
+**Lag** L: the samples of a draw come from the policy L updates before the first update of the draw. The last update \
+of the draw therefore trains on data that are L + {UPDATES_PER_DRAW - 1} versions old. **first**: all samples come \
+from the first policy, which is the reference. The last update of the run therefore trains on data that are \
+{num_draws * UPDATES_PER_DRAW - 1} versions old. On such data, the optimum of `oapl` is pi*. **uniform**: every token \
+of every draw is sampled uniformly, never from a policy."""
 
 
 def _kl_table(outcomes: Outcomes) -> str:
@@ -201,9 +206,9 @@ def _reward_table(outcomes: Outcomes, worlds: list[World]) -> str:
     most = statistics.fmean(float(world.rewards_PS.amax(1).mean()) for world in worlds)
     distance = statistics.fmean(world.kl(sequence_logprobs(world.reference)) for world in worlds)
     text = (
-        f"Final expected reward, mean over seeds. The reference has {before:.3f}, and its KL to pi* is "
+        f"Final expected reward, mean over seeds. The reference has {before:.3f}, and a KL to pi* of "
         f"{distance:.2f}; pi* has {best:.3f}; the best completion has {most:.2f}. A reward above that of pi* is not "
-        "better: it costs KL to the reference."
+        "better, because its KL to the reference is too high."
     )
     rows = [[f"`{name}`", *map(_reward_cell, by_lag.values())] for name, by_lag in outcomes.items()]
     return f"{text}\n\n{table(['', *_headings()], rows)}"
@@ -229,7 +234,7 @@ def _reward_cell(seen: list[Outcome]) -> str:
 
 def _growth_table(kl: Means) -> str:
     rows = [[f"`{name}`", *(_growth(by_lag, lag) for lag in LAGS[1:])] for name, by_lag in kl.items()]
-    return f"Cost of data age: KL over that of the same row at lag 0.\n\n{table(['', *_headings()[1:]], rows)}"
+    return f"Cost of data age: the KL of a row over its KL at lag 0.\n\n{table(['', *_headings()[1:]], rows)}"
 
 
 def _growth(by_lag: dict[str, float | None], lag: str) -> str:
@@ -248,10 +253,10 @@ def _targets(outcomes: Outcomes, kl: Means, reference_kl: float) -> str:
     )
     return f"""\
 - Trajectory balance with default weights reaches KL(pi || pi*) below {WANTED_KL:g}: {shipped}.
-- OAPL on data of the first policy only, whose optimum is pi*, ends at a KL of {first}; the KL of the reference is \
+- OAPL on data of the first policy only, for which its optimum is pi*, ends at a KL of {first}; the reference has \
 {reference_kl:.2f}.
-- Naive PPO degrades with lag, and decoupled PPO less. KL over that at lag 0, naive and decoupled: {costs}. Naive PPO \
-ends farther from pi* in {num_worse} of {len(pairs)} cells with lag, compared seed by seed."""
+- Naive PPO degrades more with lag than decoupled PPO. Final KL over the KL at lag 0, naive and decoupled: {costs}. \
+Naive PPO ends farther from pi* in {num_worse} of {len(pairs)} cells with lag, compared seed by seed."""
 
 
 def _against(by_lag: dict[str, float | None], lag: str) -> str:
@@ -268,7 +273,7 @@ def draw(path: Path, kl: Means, reference_kl: float) -> None:
 
     Args:
         path: SVG file to write.
-        kl: KL of every cell.
+        kl: row -> lag -> mean KL.
         reference_kl: KL(pi_ref || pi*), at which every run starts.
     """
     with drawn(path, 11, 5, font_size=9) as figure:
@@ -282,10 +287,10 @@ def draw(path: Path, kl: Means, reference_kl: float) -> None:
 
 def _draw(axes: Axes, kl: Means, shown: dict[str, tuple[str, str]], reference_kl: float) -> None:
     for name, (colour, line) in shown.items():
-        values = [math.nan if value is None else value for value in kl[name].values()]  # a gap where it is NaN
+        values = [math.nan if value is None else value for value in kl[name].values()]  # NaN leaves a gap in the line
         places = range(len(values))
         axes.plot(places[:-1], values[:-1], line, color=colour, marker="o", markersize=4, label=_short(name))
-        # uniform is not a lag: draw its point separately
+        # "uniform" is not a lag: draw the point of uniform data separately
         axes.plot(places[-2:], values[-2:], line, color=colour, linewidth=0.7, alpha=0.35)
         axes.plot(places[-1:], values[-1:], "o", color=colour, markersize=5)
     axes.axhline(reference_kl, color="#999999", linewidth=1, linestyle="--", label="reference, before training")

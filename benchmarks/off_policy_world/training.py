@@ -1,4 +1,4 @@
-"""Training of a policy in a world with one loss of `algorithms`, on data of the age that the cell specifies."""
+"""Training of a policy in an enumerable world, with one loss of `algorithms` and data of a given age."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from leeway.algorithms.registry import Loss, loss_for
 from leeway.algorithms.trajectory_balance import TrajectoryBalanceConfig
 
 Lag = Literal["0", "1", "4", "16", "first", "uniform"]
-"""Updates between the behaviour policy and the draw; or always the first policy, or always the uniform one."""
+"""Age of the data: updates from the behaviour policy to the draw, or "first", or "uniform"."""
 LAGS: tuple[Lag, ...] = ("0", "1", "4", "16", "first", "uniform")
 MAX_LAG = 16
 
@@ -50,19 +50,19 @@ MAX_GRAD_NORM = 1.0
 
 
 LEARNING_RATES = (1e-3, 3e-3, 1e-2, 3e-2)
-"""Grid from which each row takes the rate with the lowest KL at lag 0 (off_policy.py --tune)."""
+"""Grid of learning rates. Each row has the rate with the lowest KL at lag 0 (off_policy.py --tune)."""
 GROUP_SIZE = 8
 
 
 @dataclass(frozen=True)
 class Row:
-    """One algorithm with the settings that it uses at every lag."""
+    """One algorithm with its settings, which do not depend on the lag."""
 
     name: str
     config: AlgorithmSection
     learning_rate: float
     has_teacher: bool = False
-    """Whether pi* replaces the reference."""
+    """Whether the optimum pi* replaces the reference policy."""
 
 
 def _ppo(name: str, learning_rate: float, **keys: Any) -> Row:  # noqa: ANN401
@@ -100,7 +100,7 @@ ROWS = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """Final figures of a run; None if it became non-finite."""
+    """Final figures of a run; None if the run became non-finite."""
 
     kl: float | None
     """KL(pi || pi*), nats, mean over prompts."""
@@ -110,7 +110,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Draw:
-    """Samples of one step, G groups of K completions, with the tables that are constant over its updates."""
+    """Samples of one step, G groups of K completions, with tables that stay constant over the updates of the step."""
 
     rewards_PS: Tensor
     prompts_G: Tensor
@@ -129,7 +129,7 @@ def train(world: World, row: Row, lag: Lag, seed: int, num_draws: int) -> Outcom
     Args:
         world: world to learn.
         row: algorithm and its settings.
-        lag: age of the data; early draws use the first policy if there is none as old.
+        lag: age of the data. Early draws use the first policy if no policy is old enough.
         seed: seed of the samples and of the order of minibatches.
         num_draws: number of draws.
     """
@@ -172,14 +172,14 @@ def behaviour(lag: Lag, present_PC: Tensor, past: deque[Tensor]) -> Tensor:
 
 
 def age(lag: Lag, began: int, num_updates: int) -> int:
-    """Return the age in updates of the samples of a draw that began after `began` updates; highest for uniform."""
+    """Return the age in updates of the samples of a draw that began after `began` updates; uniform data are oldest."""
     if not lag.isdecimal():
         return num_updates if lag == "first" else num_updates + 1
     return num_updates - began + min(int(lag), began)
 
 
 def sample(behaviour_PC: Tensor, random: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Sample completions from the behaviour policy, equally many groups per prompt: G prompts and G, K completions."""
+    """Sample an equal number of groups per prompt from the behaviour policy: G prompts, and G, K completions."""
     share_PS = of_sequences(behaviour_PC).exp()
     drawn = torch.multinomial(share_PS, SAMPLES_PER_DRAW // NUM_PROMPTS, replacement=True, generator=random)
     sequences_GK = drawn.view(-1, GROUP_SIZE)
@@ -233,7 +233,7 @@ def update(
 def run_cells(cells: list[dict[str, Any]]) -> list[dict[str, float | None]]:
     """Train cells and return their outcomes in order, as dicts; print progress to stderr.
 
-    A cell has the name of its `row`, `lag`, `seed`, `num_draws`, and `learning_rate`, which is None for the row's rate.
+    A cell is a dict with `row` (a name), `lag`, `seed`, `num_draws` and `learning_rate` (None for the rate of the row).
     """
     torch.set_num_threads(1)
     rows = {row.name: row for row in ROWS}

@@ -1,10 +1,11 @@
 """A world small enough to enumerate, so that the optimal policy pi* is known exactly.
 
 The completions over a small vocabulary form a tree: a node is a prefix, a completion is a path. A small transformer is
-evaluated on all prefixes at once. Rewards and a reference policy define the optimum; the KL to it is exact.
+evaluated on all prefixes at once. Rewards and a reference policy define the optimum; the KL to the optimum is exact.
 
-Suffixes: V tokens of the vocabulary, L tokens of a completion, P prompts, N nodes, S completions of a prompt,
-numbered by their tokens as digits. C = N * V choices: a token after a prefix.
+Suffixes of names are dimensions: V tokens of the vocabulary, L tokens of a completion, P prompts, N nodes, and S
+completions of a prompt, numbered by their tokens as digits. C = N * V counts choices; a choice is a token after a
+prefix.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def _nodes_SL() -> Tensor:
 
 
 def _ancestors_NL(nodes_SL: Tensor, depth_N: Tensor) -> Tensor:
-    """Return the ancestors of each node, read from the path of any completion through it."""
+    """Return the ancestors of each node, read from the path of any completion through the node."""
     through_N = torch.empty(NUM_NODES, dtype=torch.int64)
     through_N[nodes_SL] = torch.arange(NUM_SEQUENCES)[:, None].expand(-1, LENGTH)
     above_NL = (depth_N[:, None] - torch.arange(LENGTH)).clamp_min(0)
@@ -48,7 +49,7 @@ CHOICES_SL = NODES_SL * NUM_TOKENS + TOKENS_SL
 DEPTH_N = torch.arange(LENGTH).repeat_interleave(NUM_TOKENS ** torch.arange(LENGTH))
 """Number of tokens of each prefix."""
 LAST_TOKEN_N = (torch.arange(NUM_NODES) - torch.tensor(FIRST_OF_DEPTH)[DEPTH_N]) % NUM_TOKENS
-"""Last token of each prefix; meaningless for the empty one."""
+"""Last token of each prefix; the value of the empty prefix has no meaning."""
 ANCESTORS_NL = _ancestors_NL(NODES_SL, DEPTH_N)
 """Each node, its parent, its grandparent and so on, filled up with the empty prefix."""
 IS_ANCESTOR_NL = DEPTH_N[:, None] >= torch.arange(LENGTH)
@@ -64,7 +65,7 @@ NUM_LAYERS = 2
 
 
 class Block(nn.Module):
-    """Attention of each prefix to its own prefixes, then a feed-forward layer."""
+    """Layer with attention of each prefix to its own prefixes, followed by a feed-forward layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +80,7 @@ class Block(nn.Module):
         """Map P, N, WIDTH to P, N, WIDTH."""
         projected_PNW = self.query_key_value(self.attention_norm(hidden_PNW))
         query, key, value = projected_PNW.unflatten(-1, (3, NUM_HEADS, -1)).unbind(2)
-        # gather only the few ancestors of every node, in the dimension after P, N; masking all pairs would cost more
+        # gather only the few ancestors of every node, in the dimension after P, N, because masking all pairs costs more
         score = (query.unsqueeze(2) * key[:, ANCESTORS_NL]).sum(-1) / math.sqrt(WIDTH // NUM_HEADS)
         attention = score.masked_fill(~IS_ANCESTOR_NL.unsqueeze(-1), -math.inf).softmax(2)
         seen = (attention.unsqueeze(-1) * value[:, ANCESTORS_NL]).sum(2)
@@ -126,18 +127,18 @@ class World:
     reference: TreePolicy
     """Reference policy, from which every run starts."""
     optimum_logprobs_PS: Tensor
-    """log pi*, float64."""
+    """log pi* of every completion, in float64."""
 
     @classmethod
     def made_from(cls, seed: int) -> World:
-        """Make a world of random rewards for tokens by position, adjacent tokens, and the first token with the last."""
+        """Make a world with random scores of tokens by position, adjacent tokens, and the first token with the last."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             place_PLV = torch.randn(NUM_PROMPTS, LENGTH, NUM_TOKENS)
             neighbours_PVV = torch.randn(NUM_PROMPTS, NUM_TOKENS, NUM_TOKENS)
             ends_PVV = torch.randn(NUM_PROMPTS, NUM_TOKENS, NUM_TOKENS)
             reference = TreePolicy()
-            # logits with a standard deviation of 1: preferences without excluded tokens
+            # logits have a standard deviation of 1, so that the reference has preferences but excludes no token
             torch.nn.init.normal_(reference.head.weight, std=WIDTH**-0.5)
         rewards_PS = place_PLV[:, torch.arange(LENGTH), TOKENS_SL].sum(-1)
         rewards_PS = rewards_PS + neighbours_PVV[:, TOKENS_SL[:, :-1], TOKENS_SL[:, 1:]].sum(-1)
@@ -146,7 +147,7 @@ class World:
         return cls(rewards_PS, reference, optimum_logprobs(sequence_logprobs(reference), rewards_PS))
 
     def optimum_PC(self) -> Tensor:
-        """Return log pi* of each choice, in the precision of a policy: P, C."""
+        """Return log pi* of each choice in float32, like the log-probabilities of a policy: P, C."""
         total_PN = torch.full((NUM_PROMPTS, NUM_NODES), -math.inf, dtype=torch.float64)
         total_PC = torch.full((NUM_PROMPTS, NUM_CHOICES), -math.inf, dtype=torch.float64)
         for t in range(LENGTH):
@@ -156,16 +157,16 @@ class World:
         return (total_PC - total_PN.repeat_interleave(NUM_TOKENS, dim=1)).float()
 
     def kl(self, logprobs_PS: Tensor) -> float:
-        """Return KL(pi || pi*) in nats, mean over prompts, of a policy given by log pi of every completion."""
+        """Return KL(pi || pi*) in nats, as a mean over prompts, from log pi of every completion."""
         return float((logprobs_PS.exp() * (logprobs_PS - self.optimum_logprobs_PS)).sum(1).mean())
 
     def expected_reward(self, logprobs_PS: Tensor) -> float:
-        """Return the expected reward, mean over prompts, of a policy given by log pi of every completion."""
+        """Return the expected reward of a policy, as a mean over prompts, from log pi of every completion."""
         return float((logprobs_PS.exp() * self.rewards_PS).sum(1).mean())
 
 
 def _logaddexp_at(total: Tensor, where_S: Tensor, logprobs_PS: Tensor) -> Tensor:
-    """Add probabilities at their indices; all values are logarithms."""
+    """Sum probabilities that have the same index; arguments and result are logarithms."""
     top = logprobs_PS.max()
     added = torch.zeros_like(total).index_add(1, where_S, (logprobs_PS - top).exp())
     return torch.logaddexp(total, added.log() + top)
@@ -183,5 +184,5 @@ def sequence_logprobs(policy: TreePolicy) -> Tensor:
 
 
 def of_sequences(choices_PC: Tensor) -> Tensor:
-    """Sum log-probabilities of choices, exact to 1e-7, to those of completions, float64: P, C -> P, S."""
+    """Sum log-probabilities of choices to log-probabilities of completions, exact to 1e-7: float64, P, C -> P, S."""
     return choices_PC.double()[:, CHOICES_SL].sum(-1)

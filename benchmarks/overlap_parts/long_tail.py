@@ -1,10 +1,10 @@
-"""Checkpoint, prompts and config of the runs; completions end at random, with a long tail of lengths.
+"""Checkpoint, prompts and config of runs whose completions end at random, with a long tail of lengths.
 
-The model is a Llama with random weights, so its cost is that of any model of its size, except for one path through it
-that determines its output. Every prompt ends with a letter, its class. A token of class c is followed by one of the
-WORDS tokens of class c or, with probability 1 / mean_length(c), by the end of the sequence. A completion of class c
-therefore has a geometric length of that mean. The means of the classes are the quantiles of a log-normal distribution.
-The model is not trained.
+The model is a Llama whose random weights have the cost of any model of this size. Only a few dimensions determine the
+output. Every prompt ends with a letter, which is the class of the prompt. A token of class c is followed by one of the
+WORDS tokens of class c or, with probability 1 / mean_length(c), by the end of the sequence. The length of a completion
+of class c is therefore geometric with this mean. The means of the classes are the quantiles of a log-normal
+distribution. The model is not trained.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MEDIAN_LENGTH = 48.0
 SIGMA = 0.6
 """Standard deviation of the logarithm of the mean lengths."""
 WORDS = 3
-"""Number of tokens of a class, including its letter."""
+"""Number of tokens of a class, including the letter of the class."""
 DIGITS = "0123456789"
 CLASSES = "abcdefghijklmnop"
 OTHERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ!#$%&*"
@@ -37,7 +37,7 @@ WIDTH, LAYERS, INTERMEDIATE = 256, 2, 768
 NEVER = -40.0
 """Logit of tokens that must not be generated."""
 LOUD = 100.0
-"""Norm of an embedding; the layers add vectors of norm about 1, which do not affect the output."""
+"""Norm of an embedding. The layers add vectors of norm about 1, which are too small to affect the output."""
 SEED = 0
 
 GROUP_SIZE = 4
@@ -59,7 +59,7 @@ def words(number: int) -> list[int]:
 
 
 def make_model(max_tokens: int = MAX_TOKENS) -> LlamaForCausalLM:
-    """Make the model; its first NUM_CLASSES dimensions hold the class, and the layers write only to the others."""
+    """Make the model. Its first NUM_CLASSES dimensions hold the class; the layers write only to other dimensions."""
     torch.manual_seed(SEED)
     model = LlamaForCausalLM(
         LlamaConfig(
@@ -99,34 +99,34 @@ def make_model(max_tokens: int = MAX_TOKENS) -> LlamaForCausalLM:
 
 @dataclass(frozen=True)
 class Setting:
-    """Sizes of both runs."""
+    """Sizes of the synchronous and the asynchronous run."""
 
     num_steps: int
     num_warmup: int
     """Number of steps at the beginning that do not count."""
     groups_per_step: int
-    """Number of prompts per step, GROUP_SIZE samples each; more prompts lengthen training, but hardly generation."""
+    """Number of prompts per step, each with GROUP_SIZE samples. More prompts lengthen training, hardly generation."""
 
     @property
     def samples_per_step(self) -> int:
-        """Number of samples per step, all of which the actor keeps in flight at once, as a synchronous system would."""
+        """Number of samples per step. Like a synchronous system, the actor keeps all samples in flight at once."""
         return self.groups_per_step * GROUP_SIZE
 
 
 def questions(num_prompts: int) -> list[str]:
-    """Return `num_prompts` prompts, each ending with its class."""
+    """Return `num_prompts` prompts, each of which ends with the letter of its class."""
     chance = random.Random(SEED)
     return [f"{number:07d}{chance.choice(CLASSES)}" for number in range(num_prompts)]
 
 
 def write_checkpoint(folder: Path, max_tokens: int = MAX_TOKENS) -> None:
-    """Write model and tokenizer for samples of up to `max_tokens`."""
+    """Write model and tokenizer for samples of up to `max_tokens` tokens."""
     make_model(max_tokens).save_pretrained(folder)
     make_tokenizer(VOCABULARY, max_tokens).save_pretrained(folder)
 
 
 def write_setting(folder: Path, setting: Setting, num_prompts: int = NUM_PROMPTS) -> Path:
-    """Create a folder with the model, prompts and config; return the path of the config."""
+    """Create a folder with model, prompts and config; return the path of the config."""
     folder.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps({"question": question}) for question in questions(num_prompts)]
     (folder / "prompts.jsonl").write_text("\n".join(lines) + "\n")

@@ -1,4 +1,4 @@
-"""A reward without cost that differs between the samples of a prompt: whether the number of words is even."""
+"""A cheap reward that differs between the samples of a prompt: whether the number of words is even."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The planner's choice, the config and the best plan of a small space, of which every plan is run.
+"""Comparison of the planner's choice with the config and the best plan, in small spaces whose plans are all run.
 
-A space is the set of permitted values of a few keys; the other keys are set on the command line, which a plan does not
-change. Fleets sleep according to a token-time model (`benchmarks/fleet.py`), which is also their profile; three spaces
-are real runs with vLLM (`predictions`), in rounds.
+A space is the set of permitted values of a few keys. All other keys are set on the command line, and plans do not
+change such keys. Most spaces run fleets, whose engines sleep according to a token-time model (`benchmarks/fleet.py`).
+This model is also the profile of the fleet. Three spaces run vLLM, in rounds (`predictions`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from leeway.planning.world import Costs
 
 STEPS = 18
 FIXED = ("learner.num_stages", "learner.num_replicas", "learner.num_chunks", "learner.schedule", "learner.token_budget")
-"""Keys that plans keep, because the cost model of a fleet does not cover other shapes of the learner."""
+"""Keys that no plan changes, because the cost model of a fleet does not cover other shapes of the learner."""
 FREE = ("actors.num_actors", "actors.max_running_samples", "weight_sync.max_lag", "weight_sync.publish_every")
 COUNTS = ("count", "num_actors")
 SLOW = TokenTime(2 * LAW.base, 2 * LAW.per_sample)
@@ -45,21 +45,21 @@ Figures = dict[str, Any]
 
 @dataclass(frozen=True)
 class Choice:
-    """A space of plans."""
+    """A space of plans, and the setting in which its plans run."""
 
     name: str
     free: Mapping[str, Sequence[int]]
-    """Key -> permitted values, of which the first is that of the config."""
+    """Key -> permitted values; the first value is that of the config."""
     fixed: Mapping[str, object]
-    """Further keys of the command line that differ between spaces."""
+    """Further keys that the command line sets, and that differ between spaces."""
     setting: FleetSetting | None = None
-    """Setting of a fleet; None: real engines."""
+    """Setting of the fleet; None for real engines."""
     cores: float = 2.0
     prices: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def plans(self) -> list[dict[str, int]]:
-        """All plans that fit on the cores together with a learner stage; the first is that of the config."""
+        """All plans that fit on the cores together with a learner stage; the first plan is that of the config."""
         found = [dict(zip(self.free, values, strict=True)) for values in product(*self.free.values())]
         return [plan for plan in found if sum(n for key, n in plan.items() if key.endswith(COUNTS)) < self.cores]
 
@@ -71,7 +71,7 @@ class Choice:
 
 def _fleet(name: str, law: TokenTime, lengths: LengthDistribution, step_s: float, free: Mapping[str, Sequence[int]],
            pause_s: float = 0.05, prices: Mapping[str, float] | None = None, **values: int) -> Choice:  # fmt: skip
-    """Return a space of a fleet of identical engines; `values` are those of keys in FREE, without their sections."""
+    """Return a space for a fleet of identical engines. `values` sets keys of FREE, which are named without sections."""
     fixed = {key: values[key.rpartition(".")[2]] for key in FREE if key.rpartition(".")[2] in values}
     cores = 1.0 + max(free.get(FREE[0], [values.get("num_actors", 1)]))
     return Choice(name, free, fixed, FleetSetting({"actors": law}, lengths, step_s, 1e-4, pause_s), cores, prices or {})
@@ -103,11 +103,11 @@ CHOICES = (
 
 
 def chosen(folder: Path, choice: Choice, costs: Costs, profile: Profile | None) -> Figures:
-    """Return the planner's choice in a space, compared with measurements of all of its plans.
+    """Choose a plan in a space, run all plans of the space, and return the comparison.
 
     Args:
         folder: folder of the runs.
-        choice: space.
+        choice: space of plans.
         costs: measured costs of fleets.
         profile: profile of the real engines, for spaces with real engines.
 
@@ -189,7 +189,7 @@ def profile_of_fleet(config: Config, setting: FleetSetting, costs: Costs) -> Pro
 
 
 def _worth(folder: Path, choice: Choice, plan: Keys, known: Sequence[str]) -> float:
-    """Run a plan; return its samples per second, divided by the price if there are prices."""
+    """Run a plan; return its samples per second, divided by its price if the space has prices."""
     overrides = choice.overrides(plan)
     if choice.setting is None:
         number = 200 + len(list(folder.glob("case-*.log")))

@@ -1,8 +1,8 @@
-"""Predictions for eight configs from a profile of two others, and their measurements: vLLM runs on two cores.
+"""Measured rates of eight configs with vLLM on two cores, and predictions from a profile of two other configs.
 
-The checkpoint and the cores are those of `benchmarks/overlap.py`: one actor on its own core, everything else on
-another. All ten configs run in turn, `ROUNDS` times, because the speed of a shared machine varies. The profile covers
-all runs of its two configs, and the rate of a config is the median of its runs.
+The checkpoint and the cores are those of `benchmarks/overlap.py`: one actor has its own core, and all other processes
+share a second core. All ten configs run in turn, `ROUNDS` times, because the speed of a shared machine varies. The
+profile covers all runs of its two configs, and the rate of a config is the median of its runs.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ ROUNDS = 3
 GROUPS = 12
 WARM_UP = 5
 SAMPLES = 1_000
-"""Approximate number of samples used for training in each run after the warm-up."""
+"""Approximate number of samples that each run uses for training after the warm-up."""
 
 Figures = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Case:
-    """Changes to the config of `overlap`."""
+    """Changes of a case to the config of `benchmarks/overlap.py`."""
 
     slots: int
     budget: int = 1024
@@ -90,16 +90,16 @@ def measured(folder: Path, number: int, case: Case, more: Sequence[str] = ()) ->
 
 
 class Runs(NamedTuple):
-    """Results of all rounds."""
+    """Results of all rounds: the profile, and the figures of each case."""
 
     profile: Profile
-    """Profile of the runs of `PROFILED`, as from `leeway profile --from`."""
+    """Profile of the runs of `PROFILED`, like the result of `leeway profile --from`."""
     figures: dict[Case, list[Figures]]
     """Figures of each case by round."""
 
 
 def run_all(folder: Path, cases: Sequence[Case]) -> Runs:
-    """Run the profiled configs and these cases in rounds.
+    """Run the profiled configs and some cases in rounds.
 
     Raises:
         MeasurementFailed: a run failed.

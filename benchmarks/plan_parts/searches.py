@@ -1,4 +1,4 @@
-"""Metropolis chains compared with enumeration, on synthetic settings."""
+"""Comparison of Metropolis chains with enumeration, on synthetic settings."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Instance:
         self._pools: dict[tuple[object, ...], EnginePool] = {}
 
     def score(self, plan: Plan) -> float:
-        """Return the throughput that the bounds allow for a plan; -inf if it needs too many GPUs."""
+        """Return the throughput that the bounds allow for a plan, or -inf if the plan needs too many GPUs."""
         first, first_slots, second, second_slots, stages, replicas, schedule, every = self.space.choices(plan).values()
         if first + second + stages * replicas > self._gpus:  # type: ignore[operator]
             return float("-inf")
@@ -79,7 +79,7 @@ class Instance:
 
 
 def searched(config: Config, num_instances: int = NUM_INSTANCES) -> dict[str, Any]:
-    """Return the best enumerated score over the best score that chains found, and the seconds of the chains."""
+    """Return the worst ratio of the best score to the score that chains found, and the longest time of the chains."""
     ratios, seconds, sizes = [], [], []
     for seed in range(num_instances):
         instance = Instance(config, seed)
@@ -98,5 +98,5 @@ def searched(config: Config, num_instances: int = NUM_INSTANCES) -> dict[str, An
 
 
 def enumerated(instance: Instance) -> float:
-    """Return the best score of all plans."""
+    """Return the best score of all plans, by enumeration."""
     return max(map(instance.score, instance.space.all()))

@@ -6,10 +6,11 @@
     prices       relative prices of an hour, 2.85 to 1 (StreamRL, arXiv 2504.15930)
     Qwen2.5      layers, widths and heads of the 7B and the 72B model (arXiv 2412.15115)
 
-An engine step reads the weights once and the keys and values of all contexts, and computes 2 N FLOP per token; a linear
-model is fitted to that roofline as `leeway profile` fits measurements. A step of trajectory balance is 12 N FLOP per
-token: reference 2, forward 2 for the shared term of a group, forward 2, backward 4, and recomputed forward 2, because
-activations are stored only at layer boundaries; attention takes the same passes.
+N is the number of parameters. An engine step reads the weights once and the keys and values of all contexts, and
+computes 2 N FLOP per token. A linear model is fitted to that roofline, as `leeway profile` fits a model to
+measurements. A step of trajectory balance takes 12 N FLOP per token: 2 N for the reference, 2 N for the shared term of
+a group, 2 N forward, 4 N backward, and 2 N for recomputed activations, which are stored only at layer boundaries.
+Attention is computed in these six passes too.
 """
 
 from __future__ import annotations
@@ -21,23 +22,23 @@ from leeway.planning.costs import LearnerShape, LearnerTime, LeastSquares, Token
 from leeway.planning.world import Costs
 
 READS, COMPUTES, TRAINS = 0.8, 0.6, 0.4
-"""Fractions of the sheet's bandwidth and FLOP/s that an engine reaches, and of FLOP/s for a learner; assumed."""
+"""Assumed fractions of bandwidth and FLOP/s that an engine reaches, and of FLOP/s that a learner reaches."""
 LAUNCH_S, REDUCE_S = 3e-3, 1e-5
-"""Fixed seconds of an engine step, and seconds of each of the two all-reduces of a layer over its GPUs; assumed."""
+"""Assumed fixed seconds of an engine step, and seconds of each of the two all-reduces of a layer over its GPUs."""
 UPDATE_S, MICRO_BATCH_S = 0.5, 5e-3
-"""Seconds of a learner step for optimizer and gradient sum, and fixed seconds of each micro-batch; assumed."""
+"""Assumed seconds of a learner step for optimizer and gradient sum, and fixed seconds of each micro-batch."""
 LINK, TO_GPU = 50e9, 25e9
-"""Bytes per second of a host's link (400 Gbit/s), and from its memory to a GPU; assumed, and never shared."""
+"""Assumed bytes per second of a host's link (400 Gbit/s), and from its memory to a GPU; links are never shared."""
 PASSES = 6
 """Number of passes of a learner step, each with the cost of a forward pass."""
 FREE = 0.9
-"""Fraction of a GPU's memory available to weights and caches."""
+"""Fraction of a GPU's memory that is available to weights and caches."""
 RANK_BYTES, REST_BYTES = 18, 6e9
-"""Bytes of a learner per parameter (weights, gradients and two moments in float32, weights in bf16), and the rest."""
+"""Bytes of a learner per parameter (float32 weights, gradients and two moments; bf16 weights), and its fixed bytes."""
 BUDGET = 20_480
-"""Token budget of a micro-batch; the longest sample fits."""
+"""Token budget of a micro-batch, which the longest sample does not exceed."""
 LOADS = ((1, 8, 16, 24, 32, 48, 64, 96), (512, 2048, 8192))
-"""Numbers of running samples and context tokens of each, at which the roofline is evaluated."""
+"""Numbers of running samples, and context tokens per sample, at which the roofline is evaluated."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +49,9 @@ class Gpu:
     flops: float
     """Dense bf16 FLOP per second."""
     bandwidth: float
-    """Bytes per second."""
+    """Memory bandwidth in bytes per second."""
     memory: float
-    """Bytes."""
+    """Memory in bytes."""
     price: float
     """Relative price per hour."""
 
@@ -64,10 +65,10 @@ class Model:
     layers: int
     width: int
     kv_width: int
-    """Width of keys, and of values."""
+    """Width of the keys of a token, which is also the width of its values."""
     tensor_parallel: int
     stages: tuple[int, ...]
-    """Possible numbers of pipeline stages, which divide its layers."""
+    """Possible numbers of pipeline stages, which divide the number of layers."""
 
     @property
     def kv_bytes(self) -> int:
@@ -82,7 +83,7 @@ LARGE = Model("Qwen2.5-72B", 72.7e9, 80, 8192, 1024, 8, (20, 40))
 
 
 def engine_law(model: Model, gpu: Gpu) -> TokenTime:
-    """Return the cost of an engine step."""
+    """Return the cost model of an engine step."""
     num = model.tensor_parallel
     read_s, token_s = 2 * model.parameters / (num * gpu.bandwidth * READS), _token_s(model, gpu)
     fixed_s = LAUNCH_S + (2 * model.layers * REDUCE_S if num > 1 else 0.0)
@@ -102,14 +103,14 @@ def kv_tokens(model: Model, gpu: Gpu) -> float:
 
 
 def learner_law(model: Model, gpu: Gpu) -> LearnerTime:
-    """Return the cost of a learner step."""
+    """Return the cost model of a learner step."""
     rate = gpu.flops * TRAINS
-    attention = 2 * model.layers * model.width  # FLOP of a pass per squared token, with half of the pairs masked
+    attention = 2 * model.layers * model.width  # FLOP of a pass per squared token count; half of the pairs are masked
     return LearnerTime(UPDATE_S, MICRO_BATCH_S, PASSES * 2 * model.parameters / rate, PASSES * attention / rate)
 
 
 def shapes(model: Model, gpu: Gpu, most_ranks: int) -> list[LearnerShape]:
-    """Return the shapes of a learner that fit the GPUs' memory."""
+    """Return the shapes of a learner that fit into the memory of the GPUs."""
     kept = BUDGET * model.width * 2 * model.layers + REST_BYTES
     return [
         LearnerShape(stages, replicas, token_budget=BUDGET)
@@ -120,7 +121,7 @@ def shapes(model: Model, gpu: Gpu, most_ranks: int) -> list[LearnerShape]:
 
 
 def other_costs(model: Model) -> Costs:
-    """Return the costs of weight transfers: from the learner's host to all others at once, and then to the GPUs."""
+    """Return the costs outside engine and learner; weights are sent from the learner's host to all hosts at once."""
     size = 2 * model.parameters
     return Costs(
         reward_s=0.1,

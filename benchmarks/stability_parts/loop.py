@@ -1,7 +1,7 @@
-"""Training loop in one process and one thread, with a sample queue in place of the replay buffer.
+"""Training loop in one process and one thread, with a sample queue instead of the replay buffer.
 
-The loop reproduces the lag of the system without running it: a `Sampler` replaces the engine. The `StalenessContract`
-of the run admits new samples, and its `LagControl` controls the lag.
+The loop reproduces the lag of the system without its processes. A `Sampler` replaces the engine. The
+`StalenessContract` of the run admits new samples, and the `LagControl` of the run controls the lag.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from leeway.learner.optimizer import ADAM_BETAS, ADAM_EPS, learning_rate
 
 CONFIG = ROOT / "examples" / "sums.toml"
 PARTS = 4
-"""Number of parts per step; the granularity at which new samples are admitted."""
+"""Number of parts per step; new samples are admitted one part at a time."""
 
 
 @dataclass(frozen=True)
 class Samples:
-    """B completions of one or more policies; T indexes their tokens in order, including end-of-sequence tokens."""
+    """B completions of one or more policies. T indexes all tokens in order, including end-of-sequence tokens."""
 
     prompts: list[list[int]]
     """Prompt of each completion."""
@@ -52,7 +52,7 @@ class Samples:
 
 
 class Sampler:
-    """Sampler that draws from a model as vLLM does: at temperature 1, over the full vocabulary."""
+    """Sampler that draws from a model like vLLM, at temperature 1 and over the full vocabulary."""
 
     def __init__(self, model: PreTrainedModel, pad: int, eos: int, max_new_tokens: int) -> None:
         self._model = model
@@ -111,7 +111,7 @@ def completion_logprobs(model: PreTrainedModel, samples: Samples, pad: int) -> T
         ],
         dtype=torch.bool,
     )
-    # padding is on the right, which a causal model does not attend to
+    # padding is on the right, so no token of a causal model attends to padding
     logits = model(tokens[:, :-1], use_cache=False).logits
     chosen = is_completion[:, 1:]
     logprobs_T: Tensor = logits[chosen].log_softmax(-1).gather(1, tokens[:, 1:][chosen][:, None])[:, 0]
@@ -123,27 +123,27 @@ class Part:
     """Queued groups that no update has used yet."""
 
     version: int
-    """Version of the policy that sampled them."""
+    """Version of the policy that sampled the groups."""
     samples: Samples
     rewards_B: Tensor
 
 
 @dataclass
 class Curve:
-    """Metrics of a run, one entry per update."""
+    """Metrics of a run, with one entry per update."""
 
     reward: list[float] = field(default_factory=list)
-    """Mean over the samples of the update."""
+    """Mean reward of the samples of an update."""
     lag: list[float] = field(default_factory=list)
-    """Mean over the tokens of the update, in versions."""
+    """Mean lag of the tokens of an update, in policy versions."""
     allowed: list[int] = field(default_factory=list)
-    """Maximum lag at which new samples were admitted after the update."""
+    """Maximum lag at which new samples were admitted after an update."""
     drift: list[float] = field(default_factory=list)
     lr_scale: list[float] = field(default_factory=list)
     masked: list[float] = field(default_factory=list)
     """Fraction of tokens whose gradient was masked."""
     ess: list[float] = field(default_factory=list)
-    """Effective sample share over sequences, with raw weights."""
+    """Effective sample share over sequences, computed from raw importance weights."""
     k1: list[float] = field(default_factory=list)
     """Mean of log mu - log pi over tokens."""
     k3: list[float] = field(default_factory=list)
@@ -153,7 +153,7 @@ class Curve:
 
 
 class DelayedRun:
-    """One run with the task, model and settings of a config; each step of the config has one update."""
+    """One run with the task, model and settings of a config. Each step has one update."""
 
     def __init__(self, overrides: list[str], seed: int, config: Path = CONFIG, pace: float = 2.0) -> None:
         """Load the config, task, tokenizer and models.
@@ -162,7 +162,7 @@ class DelayedRun:
             overrides: overrides of the config, in the form that `leeway train` accepts.
             seed: seed of the prompt order and of the samples.
             config: config of a run; its task has one synchronous reward function, and its max_lag is a number.
-            pace: steps' worth of samples that can be generated while one step trains. Above 1, the queue is always as
+            pace: number of steps whose samples can be generated while one step trains. Above 1, the queue is always as
                 full as admission permits, and every token has the resulting lag.
         """
         self.config: Config = load_config(config, overrides)
@@ -186,7 +186,7 @@ class DelayedRun:
         self._behaviour = copy.deepcopy(self._policy)
         self._sampler = Sampler(self._behaviour, self._pad, self._eos, self.config.actors.max_new_tokens)
         self._past: deque[list[Tensor]] = deque(maxlen=self._contract.actor_lag + 1)
-        """Weights of the newest versions, which actors may still serve; the oldest is first."""
+        """Weights of the newest versions, which actors may still serve; the oldest version is first."""
         self._prompts: list[Problem] = []
         self._queue: deque[Part] = deque()
         self._adam = torch.optim.AdamW(
@@ -207,13 +207,13 @@ class DelayedRun:
         return int(self._tokenizer.eos_token_id)
 
     def train(self, num_updates: int, eval_every: int = 0) -> Curve:
-        """Run `num_updates` updates; evaluate after the last and, if `eval_every` is set, at that interval."""
+        """Run `num_updates` updates; evaluate after the last one, and every `eval_every` updates if that is not 0."""
         curve = Curve()
         for version in range(num_updates):
             self._past.append([parameter.detach().clone() for parameter in self._policy.parameters()])
             if version == 0:
                 self._fill(version, math.inf, 0)
-            while len(self._queue) < PARTS:  # the learner waits
+            while len(self._queue) < PARTS:  # the learner waits for samples
                 self._generate(version)
             drawn = [self._queue.popleft() for _ in range(PARTS)]
             self._fill(version, PARTS * self._pace, self.config.learner.groups_per_step)

@@ -1,7 +1,7 @@
-"""TRL's GRPOTrainer on the model, task, rewards and sizes of a Leeway config, in the environment with TRL.
+"""Training with TRL's GRPOTrainer on the model, task, rewards and sizes of a Leeway config.
 
-It uses its fastest settings on a CPU: both cores in one process, no KL and therefore no reference model, a step's
-samples in one batch, no checkpoints and no logging.
+The module runs in an environment with TRL. The trainer has the fastest settings for a CPU: both cores in one process,
+no KL term and therefore no reference model, the samples of a step in one batch, no checkpoints, and no logging.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ Figures = dict[str, Any]
 
 
 def train(config: str, overrides: Sequence[str], num_threads: int) -> Figures:
-    """Train with TRL; return the time at the end of each step, and the accuracies over time.
+    """Train with TRL; return the time at the end of each step, and pairs of seconds and accuracy.
 
     Args:
         config: TOML file of Leeway, whose checkpoint exists.
-        overrides: overrides of its keys.
+        overrides: overrides of keys of the config.
         num_threads: number of compute threads.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, set_seed
     from trl import GRPOConfig, GRPOTrainer
 
     torch.set_num_threads(num_threads)
-    keep_freed_memory()  # like Leeway's learner
+    keep_freed_memory()  # keep freed memory, like Leeway's learner
     made = load_config(Path(config), overrides)
     set_seed(made.run.seed)
     task, folder = load_task(made.task), Path(made.model.path)
@@ -56,7 +56,7 @@ def train(config: str, overrides: Sequence[str], num_threads: int) -> Figures:
             self.paused_s = 0.0
             self.steps_s: list[float] = []
             self.accuracies: list[tuple[float, float]] = []
-            """Seconds of training, and accuracy on held-out problems at that time."""
+            """Pairs of the seconds of training and the accuracy on held-out problems at that time."""
 
         def on_train_begin(self, *args: object, **kwargs: object) -> None:
             self.began_s = time.perf_counter()
@@ -130,7 +130,7 @@ def _accuracy(
     problems: Sequence[Problem],
     config: Config,
 ) -> float:
-    """Return the accuracy of greedy answers."""
+    """Return the accuracy of greedy answers on problems."""
     right = 0
     for first in range(0, len(problems), EVALUATED_AT_ONCE):
         some = problems[first : first + EVALUATED_AT_ONCE]

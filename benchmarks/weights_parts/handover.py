@@ -29,7 +29,7 @@ NUM_COPIED_BYTES = 256 * 2**20
 
 
 class CountingService(WeightService):
-    """Weight service that counts the sent bytes of each version."""
+    """Weight service that counts the bytes sent for each version."""
 
     def __init__(self, run_id: str, folder: Path) -> None:
         """Initialize the service with zero counts."""
@@ -44,7 +44,7 @@ class CountingService(WeightService):
 
 
 class Service:
-    """The weight service of a folder; it serves until closed."""
+    """Weight service of a folder, which serves in a thread until it is closed."""
 
     def __init__(self, *, folder: str) -> None:
         """Bind a free loopback port and serve a weight store."""
@@ -55,11 +55,11 @@ class Service:
         self._thread.start()
 
     def address(self) -> str:
-        """Return the address for clients."""
+        """Return the address to which clients connect."""
         return self._address
 
     def sent_bytes(self) -> dict[str, int]:
-        """Return the sent bytes of each version's files."""
+        """Return version -> bytes of its files that the service has sent."""
         return dict(self._service.sent_bytes)
 
     def close(self) -> None:
@@ -69,10 +69,10 @@ class Service:
 
 
 class Receiver:
-    """An actor's side of weight transfer, without an engine: receives weights through a Puller or with torch.load."""
+    """Receiving side of weight transfer without an engine, which uses a Puller or torch.load."""
 
     def __init__(self, *, name: str, transport: str, folder: str, address: str, staging: str, dtype: str) -> None:
-        """Open a puller: transport "folder" reads the store, "network" fetches from the service and stages files."""
+        """Open a puller. Transport "folder" reads the store; "network" fetches from the service and stages files."""
         self._read_bytes = 0
         self._count_verified_bytes()
         knobs = WeightSyncConfig.model_validate({"transport": transport})
@@ -80,15 +80,15 @@ class Receiver:
             host_folder._SHM = Path(staging)
         self._dtype = dtype
         self._is_checked = transport == "network"
-        """Whether the transport verifies files: "network" does; with "folder", each engine verifies them."""
+        """Whether the transport verifies files. "network" verifies files; with "folder", each engine does."""
         self._puller = open_puller(StoreAccess(knobs, Path(folder), address, RUN_ID), name, dtype)
 
     def pull(self, *, version: int) -> dict[str, Any]:
-        """Wait for a version and stage it.
+        """Wait for a version, then stage the version.
 
         Returns:
-            `seen` and `staged`: times of the clock that all processes share; `verified_bytes`: bytes that this process
-            verified against a checksum of the manifest meanwhile.
+            `seen` and `staged` are times of the clock that all processes share. `verified_bytes` is the number of bytes
+            that this process verified against a checksum of the manifest between these times.
         """
         desired = PolicyVersion(0, version)
         deadline = time.monotonic() + WAIT_S
@@ -114,7 +114,7 @@ class Receiver:
         return time.perf_counter() - began
 
     def ready(self) -> None:
-        """Do nothing; a call returns once this process has been initialized."""
+        """Return as soon as the process is initialized; used to wait for the initialization."""
 
     def close(self) -> None:
         """Close the puller."""
@@ -132,7 +132,7 @@ class Receiver:
 
 
 class Clients:
-    """Clients of the service without engines, one thread and connection each, that fetch whole versions."""
+    """Clients of the service that fetch whole versions without engines; each client has a thread and a connection."""
 
     def __init__(self, *, address: str, num_clients: int) -> None:
         """Connect all clients."""
@@ -141,11 +141,11 @@ class Clients:
         list(self._pool.map(lambda client: client.store(), self._clients))
 
     def fetch(self, *, version: int, start: float) -> list[float]:
-        """Fetch a version with all clients at once; return the seconds of each from `start`, on the shared clock."""
+        """Fetch a version with all clients at once; return the seconds of each client since `start` (shared clock)."""
         return list(self._pool.map(lambda client: _fetch(client, PolicyVersion(0, version), start), self._clients))
 
     def ready(self) -> None:
-        """Do nothing; a call returns once this process has been initialized."""
+        """Return as soon as the process is initialized; used to wait for the initialization."""
 
     def close(self) -> None:
         """Close the connections."""
@@ -166,12 +166,12 @@ def _fetch(client: WeightClient, version: PolicyVersion, start: float) -> float:
 
         client.read(version, file, contents.size_of(file), 0, count)
         if found != contents.size_of(file):
-            raise RuntimeError(f"{file}: {found} bytes of {contents.size_of(file)}")
+            raise RuntimeError(f"received {found} of {contents.size_of(file)} bytes of {file}")
     return time.perf_counter() - start
 
 
 class Copying:
-    """Copy bandwidth of a core, between two buffers that are larger than every cache."""
+    """Measurement of the copy bandwidth of a core, between two buffers that are larger than every cache."""
 
     def __init__(self) -> None:
         """Touch both buffers, so that their pages exist before the measurement."""
@@ -179,7 +179,7 @@ class Copying:
         self._target = np.zeros(NUM_COPIED_BYTES, np.uint8)
 
     def rates(self, *, num_rounds: int) -> dict[str, list[float]]:
-        """Return GB/s of every round: `copy` counts each copied byte once; `checksum` is xxh3-64."""
+        """Return GB/s of every round for `copy`, which counts each copied byte once, and for `checksum` (xxh3-64)."""
         found: dict[str, list[float]] = {"copy": [], "checksum": []}
         for _ in range(num_rounds):
             start = time.perf_counter()
@@ -191,4 +191,4 @@ class Copying:
         return found
 
     def close(self) -> None:
-        """Do nothing; there are no open resources."""
+        """Do nothing, because this object has no open resources."""

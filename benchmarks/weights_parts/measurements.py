@@ -42,7 +42,7 @@ class Setting:
 
     @property
     def num_groups(self) -> int:
-        """Number of sampled groups; they repeat after `num_groups / groups_per_step` steps."""
+        """Number of sampled groups, which repeat after `num_groups / groups_per_step` steps."""
         return 4 if self.quick else 20
 
     @property
@@ -51,7 +51,7 @@ class Setting:
         return 1 if self.quick else 4
 
     def samples(self) -> Path:
-        """Return the path of the learner's training samples; generate them if missing."""
+        """Return the path of the learner's training samples; generate missing samples."""
         path = self.scratch / "samples.npz"
         if not path.exists():
             log("generating training samples")
@@ -60,7 +60,7 @@ class Setting:
         return path
 
     def snapshots(self) -> list[Path]:
-        """Return the paths of two versions of the weights, one optimizer step apart; train them if missing."""
+        """Return the paths of two versions of the weights, one optimizer step apart; train missing versions."""
         paths = [self.scratch / f"{name}.safetensors" for name in ("before", "after")]
         if not all(path.exists() for path in paths):
             log("training two versions to transfer")
@@ -82,7 +82,7 @@ class Setting:
         )
 
     def new_folder(self, name: str, *, in_memory: bool = False) -> Path:
-        """Create an empty folder that no other measurement uses."""
+        """Create an empty folder for one measurement."""
         folder = (self.memory if in_memory else self.scratch) / name
         try:
             folder.mkdir()
@@ -101,9 +101,9 @@ def update(setting: Setting) -> Figures:
     """Measure the cost of an update while two actors generate and the learner trains and publishes every step.
 
     Figures cover the updates of both engines, of which the first warms up, and the learner's steps. Both sides of
-    `pause_over_step` come from the same engine in the same run under the same load: after every update and a second of
-    generation, vLLM's bare reload of tensors in memory is timed, and then the time between tokens until the next
-    version arrives. The other engine and the learner continue meanwhile.
+    `pause_over_step` come from one engine in one run under one load. After every update, the engine generates for a
+    second. Then vLLM's bare reload of tensors in memory is timed, and after the reload the time between tokens until
+    the next version arrives. The second engine and the learner continue during these measurements.
     """
     num_rounds = 3 if setting.quick else 9
     model = smollm2()
@@ -154,7 +154,7 @@ def update(setting: Setting) -> Figures:
 
 
 def _train_until_all_have_followed(learner: Peer, engines: list[Peer], num_rounds: int) -> list[dict[str, Any]]:
-    """Train until all engines have finished; return the learner's steps. Busy engines skip versions, like actors."""
+    """Train until all engines have finished; return the learner's steps. Like actors, busy engines skip versions."""
     limit_s = STEP_LIMIT_S * (num_rounds + 2)
     for engine in engines:
         engine.begin("follow", num_updates=num_rounds, limit_s=limit_s)
@@ -170,7 +170,7 @@ def _train_until_all_have_followed(learner: Peer, engines: list[Peer], num_round
 
 
 def deltas(setting: Setting) -> Figures:
-    """Measure steps at both rates from the same weights on the same batches, and again from spread weights."""
+    """Measure steps at two learning rates on equal batches, from the checkpoint and from spread weights."""
     num_steps = 3 if setting.quick else 6
     rates = {"1e-6": SMALL_RATE, "1e-5": LARGE_RATE}
     found: dict[str, list[dict[str, float]]] = {}
@@ -196,20 +196,20 @@ def deltas(setting: Setting) -> Figures:
 
 PLACES = ("disk", "memory")
 KEPT_FILES = 3
-"""Number of torch.save files that are retained, like versions of the store."""
+"""Number of torch.save files that are kept, like versions in the store."""
 WARM_UP_ROUNDS = KEPT_FILES + 2
-"""Number of uncounted rounds, until pages of removed files are reused for new ones. A page that the machine has never
-touched costs ten times as much, on whichever side uses it first."""
+"""Number of uncounted rounds, after which new files reuse pages of removed files. A page that the machine has never
+touched costs ten times as much, for the first side that uses the page."""
 
 
 def sync(setting: Setting) -> Figures:
     """Measure the time from `publish` to staged in another process, compared with torch.save and torch.load.
 
-    Covers the folder transport in bfloat16 and float32, on disk and in memory, and the network transport, full and as
-    deltas. Both sides have the same tensors in memory, two processes, the same folder, and new files each time; they
-    take turns. Neither side calls fsync. torch.load has read the whole file when it returns, and a staged version has
-    been read once for verification and stays mapped, so both are in the page cache. The receiver polls for a version
-    every millisecond; the notification of the other side is not timed.
+    Covers the folder transport in bfloat16 and float32, on disk and in memory, and the network transport with full
+    versions and with deltas. Both sides have the same tensors in memory, two processes, the same folder, and new files
+    each time. The sides take turns, and neither side calls fsync. torch.load has read the whole file when it returns. A
+    staged version has been read once for verification and stays mapped. Both files are therefore in the page cache. The
+    receiver polls for a version every millisecond; the notification on the side of torch is not timed.
     """
     snapshots = setting.snapshots()
     with Peer("copying") as peer:
@@ -283,7 +283,7 @@ def _torch(sender: Peer, target: Peer, files: Path, number: int) -> dict[str, fl
 def receiver(
     transport: str, folder: Path, dtype: str, *, address: str = "", staging: Path | None = None, name: str = "actor-0"
 ) -> Peer:
-    """Return a peer that receives weights."""
+    """Return a peer process that receives weights."""
     return Peer(
         "receiver",
         name=name,
@@ -296,7 +296,7 @@ def receiver(
 
 
 def sent_bytes(service: Peer, version: int) -> int:
-    """Return the bytes of a version's files that the service has sent so far."""
+    """Return the bytes of a version's files that the service has sent."""
     return service.call("sent_bytes").get(f"0.{version}", 0)
 
 
@@ -305,9 +305,10 @@ PULL_LIMIT_S = 120.0
 
 
 def hosts(setting: Setting) -> Figures:
-    """Measure how often a version is sent and verified if many actors of one machine pull it at once.
+    """Measure how often a version is sent and verified if many actors of one machine pull the version at once.
 
-    Covers pullers of both transports, each in a separate process, with a version of SmolLM2 in bfloat16 for each.
+    Covers the folder and the network transport. Each puller has a separate process. Each transport has a version of
+    SmolLM2 in bfloat16.
     """
     num_pullers = 4 if setting.quick else NUM_PULLERS
     snapshots = setting.snapshots()
@@ -336,7 +337,7 @@ def _pull_at_once(
     address: str = "",
     staging: Path | None = None,
 ) -> list[dict[str, float]]:
-    """Return `sync`, seconds from the call of `publish`, and `verified_bytes` of each puller."""
+    """Pull a version with all pullers; return `sync` (seconds from `publish`) and `verified_bytes` of each puller."""
     with contextlib.ExitStack() as stack:
         pullers = [
             stack.enter_context(
@@ -357,12 +358,12 @@ def _pull_at_once(
 
 NUM_PROCESSES, CLIENTS_EACH = 8, 8
 NUM_VALUES = 4 * 2**20
-"""Number of values of a version (8 MiB), so that the machine can hold and send those of all clients."""
+"""Number of values of a version (8 MiB), so that the machine can hold and send the versions of all clients."""
 HEAD_START_S = 0.5
 
 
 def fairness(setting: Setting) -> Figures:
-    """Measure the slowest over the median of many clients that fetch a version from one service at once."""
+    """Measure the slowest over the median time of many clients that fetch a version from one service at once."""
     num_each = 2 if setting.quick else CLIENTS_EACH
     snapshots = setting.snapshots()
     weights = setting.new_folder("fairness") / "weights"

@@ -1,4 +1,4 @@
-"""Figures computed from raw measurements, and the results page. Ratios are medians of the ratios of rounds."""
+"""Figures computed from raw measurements, and the results page. Ratios are medians of the rounds' ratios."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ BARS = {
     "host_reads": 1.0,
     "fairness": 2.0,
 }
-"""Figure -> maximum target."""
+"""Name of a figure -> maximum target."""
 
 
 def pause_figures(engines: Sequence[Rounds]) -> Figures:
-    """Return the cost of an update for an engine.
+    """Return the figures on the cost of an update for an engine.
 
     Args:
         engines: rounds of each engine, as `FollowingEngine.follow` returns them.
@@ -50,7 +50,7 @@ def pause_figures(engines: Sequence[Rounds]) -> Figures:
 
 
 def learner_figures(steps: Rounds) -> Figures:
-    """Return the cost of publishing for the learner.
+    """Return the figures on the cost of publishing for the learner.
 
     Args:
         steps: steps as `PublishingLearner.finish` returns them.
@@ -94,7 +94,7 @@ def copying_figures(rates: Mapping[str, Sequence[float]]) -> Figures:
 
 
 def sync_figures(places: Mapping[str, Figures], network: Mapping[str, Figures]) -> Figures:
-    """Return the time from publish to staged, compared with torch.save plus torch.load.
+    """Return figures that compare the time from publish to staged with torch.save plus torch.load.
 
     Args:
         places: 'DTYPE_PLACE' -> `num_bytes` and `rounds` with sync, save and load.
@@ -120,7 +120,7 @@ def sync_figures(places: Mapping[str, Figures], network: Mapping[str, Figures]) 
 
 
 def summed_up(result: Figures) -> Figures:
-    """Return the figures that need several measurements, if these are present."""
+    """Return the figures that combine several measurements, if all of these measurements are present."""
     found: Figures = {}
     sync = result.get("sync", {}).get("bfloat16_disk")
     if sync is not None:
@@ -135,11 +135,11 @@ def summed_up(result: Figures) -> Figures:
 
 
 def hosts_figures(num_bytes: int, sent_share: float, pullers: Mapping[str, Rounds]) -> Figures:
-    """Return how often a version was sent to one machine and verified on it.
+    """Return how often a version was sent to one machine, and verified on this machine.
 
     Args:
         num_bytes: bytes of the version's tensors.
-        sent_share: bytes sent by the service to all pullers of the network, over those of the version's files.
+        sent_share: bytes sent by the service to all network pullers, over the bytes of the version's files.
         pullers: transport -> `sync` and `verified_bytes` of each puller.
     """
     return {
@@ -206,35 +206,36 @@ def page(result: Figures) -> list[str]:
 def _head(r: Figures) -> str:
     return (
         f"{origin('python benchmarks/weights.py', r['machine'])} "
-        "The model is SmolLM2-135M; its head is tied and is published in addition to the embedding, so a version in "
-        f"bfloat16 is {r['delta_full_mb']:.0f} MB. The compared sides take turns within one run; ratios are medians "
-        "of the rounds' ratios. Absolute figures depend on the machine and its load; compare within this page only."
+        "The model is SmolLM2-135M. Its head is tied, but is published in addition to the embedding, so a version in "
+        f"bfloat16 has {r['delta_full_mb']:.0f} MB. The compared sides take turns within one run; ratios are medians "
+        "of the rounds' ratios. Absolute figures depend on the machine and its load, so compare only figures of this "
+        "page."
     )
 
 
 def _update(r: Figures) -> str:
     text = (
-        f"{r['update_num_actors']} engines ({r['update_num_running']} running requests each, bfloat16, one thread "
-        f"each) and a learner (one thread) share the {r['machine']['cores']} cores. The learner publishes every step, "
-        'and the engines read the weights from the folder like actors, with `kv_cache = "keep"`. '
-        "`pause_over_step` is the pause of an update, from the request to pause until generation resumes, over one "
-        "engine step plus the *bare reload*: vLLM's reload of tensors that are already in the engine's memory "
-        "(`initialize_layerwise_reload`, `load_weights`, `finalize_layerwise_reload`). Both are measured in the same "
-        "engine while the learner and the other engine continue: the bare reload a second after each update, and the "
-        "engine step until the next version arrives. The pause includes the rest of the engine step that is running at "
-        "the request (half of one on average), loading from the mapped files, vLLM's repacking of the weights, and the "
-        "messages between the actor's process and that of its engine. It does not include fetching and verification, "
+        f"{r['update_num_actors']} engines and a learner share the {r['machine']['cores']} cores, with one thread "
+        f"each. Each engine has {r['update_num_running']} running requests in bfloat16. The learner publishes every "
+        'step, and the engines read the weights from the folder like actors, with `kv_cache = "keep"`. '
+        "`pause_over_step` is the pause of an update over one engine step plus the *bare reload*. The pause lasts from "
+        "the request to pause until generation resumes. The bare reload is vLLM's reload of tensors that are already "
+        "in the engine's memory (`initialize_layerwise_reload`, `load_weights`, `finalize_layerwise_reload`). The bare "
+        "reload is measured a second after each update, and the engine step until the next version arrives, while the "
+        "learner and the second engine continue. The pause includes the rest of the engine step that is running at the "
+        "request (half of a step on average), loading from the mapped files, vLLM's repacking of the weights, and the "
+        "messages between the processes of actor and engine. The pause does not include fetching and verification, "
         "which run during generation."
     )
     rows = [
         ["engine step (median time between tokens)", ms(r["engine_step_s"])],
         ["bare reload", ms(r["bare_reload_s"])],
         ["pause of an update", ms(r["pause_s"])],
-        ["loading, part of the pause", ms(r["load_s"])],
+        ["loading, which is part of the pause", ms(r["load_s"])],
         ["pause around a bare reload", ms(r["bare_pause_s"])],
         ["longest time between two tokens during an update", ms(r["gap_s"])],
         ["longest time between two tokens during a bare reload", ms(r["bare_gap_s"])],
-        ["from a version seen to served", ms(r["update_s"])],
+        ["from detecting a version to serving it", ms(r["update_s"])],
     ]
     slower = r["staging_step_over_step"]
     rest = (
@@ -250,13 +251,14 @@ def _update(r: Figures) -> str:
 def _learner(r: Figures) -> str:
     return (
         f"The same run has {r['num_learner_steps']} optimizer steps (float32 weights, bf16 autocast, AdamW, one stage) "
-        f"on samples of the model itself, each followed by publishing. A step takes {r['learner_step_s']:.1f} s, the "
-        f"call of `Publisher.publish` {ms(r['publish_call_s'])} ms for the copy to host memory with rounding to "
+        "on samples of the model itself. The learner publishes after each step. A step takes "
+        f"{r['learner_step_s']:.1f} s. The call of `Publisher.publish` takes {ms(r['publish_call_s'])} ms, in which "
+        "the weights are copied to host memory and rounded to "
         "bfloat16. "
-        f"`publish_stall_frac` is the second over the first, {r['publish_stall_frac']:.4f} (worst step "
-        f"{r['publish_stall_frac_worst']:.4f}). A thread of the learner does the rest: the version was available "
-        f"{ms(r['publish_committed_s'])} ms after the start of the call. If all cores are busy, as here, the thread "
-        "takes time from learner and engines, which is part of the steps above."
+        f"`publish_stall_frac`, the time of the call over the time of the step, is {r['publish_stall_frac']:.4f} "
+        f"(worst step {r['publish_stall_frac_worst']:.4f}). A thread of the learner writes the version, which is "
+        f"available {ms(r['publish_committed_s'])} ms after the start of the call. All cores are busy in this run, so "
+        "the thread takes time from learner and engines, and the step times above include this time."
     )
 
 
@@ -272,16 +274,17 @@ def _deltas(r: Figures) -> str:
         for name in r["delta_over_full"]
     ]
     text = (
-        "Real optimizer steps as above, with the learner alone: bytes of the delta over bytes of the full version in "
-        "bfloat16, and the fraction of values that a step does not change. Every delta was decoded and compared. The "
-        "first step of AdamW moves every weight by the learning rate and therefore changes most values. This "
-        f"checkpoint was made from four-bit weights: {r['boundary_share']:.1%} of its weights are exactly halfway "
-        "between two values of bfloat16, so even a tiny step may round them differently. *Spread* starts from the same "
-        "weights moved to random values that round to the same bfloat16, as they are after training."
+        "The learner takes real optimizer steps without engines. The table has the bytes of the delta over the bytes "
+        "of the full version in bfloat16, and the fraction of values that a step does not change. Every delta was "
+        "decoded and compared. The first step of AdamW moves every weight by the learning rate and therefore changes "
+        f"most values. This checkpoint was made from four-bit weights: {r['boundary_share']:.1%} of its weights are "
+        "exactly halfway between two values of bfloat16, so even a tiny step may round them differently. *Spread* "
+        "starts from weights that are moved to random values with the same bfloat16 rounding, like weights after "
+        "training."
     )
     rest = (
-        f"Encoding takes one core {r['delta_full_mb'] / r['delta_encode_mb_per_s']:.2f} s for the full version "
-        f"({r['delta_encode_mb_per_s']:.0f} MB/s of weights), decoding "
+        f"On one core, encoding takes {r['delta_full_mb'] / r['delta_encode_mb_per_s']:.2f} s for the full version "
+        f"({r['delta_encode_mb_per_s']:.0f} MB/s of weights), and decoding takes "
         f"{r['delta_full_mb'] / r['delta_decode_mb_per_s']:.2f} s ({r['delta_decode_mb_per_s']:.0f} MB/s)."
     )
     head = ["learning rate", "unchanged, median", "`delta_over_full`, median", "times smaller", "each step"]
@@ -305,23 +308,24 @@ def _sync(r: Figures) -> str:
         for name, each in r["sync"].items()
     ]
     text = (
-        "Time from the call of `Publisher.publish` to the return of `Puller.fetch` in another process, with the "
-        "version verified and staged, through the folder transport; compared with `torch.save` in the first process "
-        "and `torch.load` in the second, for the same tensors and the same folder. Files are new each time and are in "
-        "the page cache afterwards, neither side calls fsync, and the two take turns. The first five rounds do not "
-        "count: until pages of removed files are reused, writes use memory that the machine has never touched, at ten "
-        "times the cost, on both sides. `sync_over_torch_save_load` is the ratio of the first row. Leeway writes "
-        "checksums, verifies them and maps the files; `torch.load` copies the files to the heap."
+        "A sync lasts from the call of `Publisher.publish` to the return of `Puller.fetch` in another process, when "
+        "the version is verified and staged. The first table measures the folder transport. A sync is compared with "
+        "`torch.save` in the first process and `torch.load` in the second process, for the same tensors and the same "
+        "folder. Files are new each time and are in the page cache afterwards. Neither side calls fsync, and the sides "
+        "take turns. The first five rounds do not count. In these rounds, writes on both sides use memory that the "
+        "machine has never touched, at ten times the cost, until pages of removed files are reused. "
+        "`sync_over_torch_save_load` is the ratio of the first row. Leeway writes checksums, verifies them and maps "
+        "the files; `torch.load` copies the files to the heap."
     )
     head = ["tensors, folder", "MB", "until seen, ms", "fetch, ms", "sync, ms", "save, ms", "load, ms", "ratio"]
     whole, delta = r["sync_network"]["whole"], r["sync_network"]["delta"]
     rest = (
         f"With the bare reload of {ms(r['bare_reload_s'])} ms added to both sides, the ratio of the first row is "
-        f"{r['sync_over_torch_save_load_with_reload']:.2f}. With the network transport on loopback, for bfloat16 from "
-        f"a store on disk to a staging folder in /dev/shm, a full version takes {ms(whole['sync_s'])} ms (fetch "
-        f"{ms(whole['fetch_s'])} ms), and the delta of an optimizer step {ms(delta['sync_s'])} ms (fetch "
-        f"{ms(delta['fetch_s'])} ms, {delta['sent_share']:.2%} of the bytes). Deltas save bytes even if they take "
-        "longer: they are meant for links that are slower than the encoder."
+        f"{r['sync_over_torch_save_load_with_reload']:.2f}. The network transport on loopback transfers bfloat16 from "
+        f"a store on disk to a staging folder in /dev/shm. A full version takes {ms(whole['sync_s'])} ms (fetch "
+        f"{ms(whole['fetch_s'])} ms). The delta of an optimizer step takes {ms(delta['sync_s'])} ms (fetch "
+        f"{ms(delta['fetch_s'])} ms, {delta['sent_share']:.2%} of the bytes). Deltas save bytes but may take longer: "
+        "deltas are meant for links that are slower than the encoder."
     )
     return f"{text}\n\n{table(head, rows)}\n\n{rest}"
 
@@ -331,11 +335,11 @@ def _bandwidth(r: Figures) -> str:
     return (
         f"One core copies {r['memcpy_gb_per_s']:.1f} GB/s in memory and checksums {r['checksum_gb_per_s']:.1f} GB/s "
         f"(xxh3-64). A sync in bfloat16 through the folder moves {disk['gb_per_s']:.2f} GB/s on disk and "
-        f"{memory['gb_per_s']:.2f} GB/s in /dev/shm: {r['sync_over_memcpy']:.3f} and "
-        f"{memory['gb_per_s'] / r['memcpy_gb_per_s']:.3f} of the copy rate. The bytes are copied twice (to host "
-        "memory, and into the page cache) and read twice (checksum before writing, verification after), which takes "
-        f"{2 / r['memcpy_gb_per_s'] + 2 / r['checksum_gb_per_s']:.2f} s per GB; the rest is the kernel's work for new "
-        "pages of a file, which `torch.save` needs too. Loading copies the bytes once more."
+        f"{memory['gb_per_s']:.2f} GB/s in /dev/shm, which are {r['sync_over_memcpy']:.3f} and "
+        f"{memory['gb_per_s'] / r['memcpy_gb_per_s']:.3f} of the copy rate. A sync copies the bytes twice (to host "
+        "memory, and into the page cache) and reads them twice (checksum before writing, verification after writing). "
+        f"This takes {2 / r['memcpy_gb_per_s'] + 2 / r['checksum_gb_per_s']:.2f} s per GB. The remaining time is the "
+        "work of the kernel for new pages of a file, which `torch.save` needs too. Loading copies the bytes once more."
     )
 
 
@@ -343,12 +347,14 @@ def _many(r: Figures) -> str:
     verified, last = r["host_verified"], r["host_last_s"]
     return (
         f"{r['host_num_pullers']} pullers on one machine, one process each, wait for a version of {r['host_mb']:.0f} "
-        "MB and fetch it at once. Over the network, the service sent "
-        f"{r['host_reads']:.2f} times the bytes of the version (`host_reads`), the pullers verified it "
-        f"{verified['network']:.2f} times, and the last finished {last['network']:.2f} s after the call of `publish`. "
-        "Through the folder, each puller verified it separately, like its engine "
-        f"({verified['folder']:.2f} times in total), and the last finished after {last['folder']:.2f} s.\n\n"
+        "MB and fetch it at the same time. Over the network, the service sent "
+        f"{r['host_reads']:.2f} times the bytes of the version (`host_reads`), and the pullers verified the version "
+        f"{verified['network']:.2f} times. The last puller finished {last['network']:.2f} s after the call of "
+        "`publish`. "
+        "Through the folder, each puller verified the version separately, like its engine "
+        f"({verified['folder']:.2f} times in total), and the last puller finished after {last['folder']:.2f} s.\n\n"
         f"{r['fairness_num_clients']} clients without engines fetch a version of {r['fairness_mb']:.1f} MB from one "
-        f"service at once, eight clients per process: slowest over median {r['fairness']:.2f} (worst round "
-        f"{r['fairness_worst']:.2f}), median {r['fairness_median_s']:.2f} s, total {r['fairness_gb_per_s']:.2f} GB/s."
+        "service at the same time, with eight clients per process. The slowest time over the median is "
+        f"{r['fairness']:.2f} (worst round {r['fairness_worst']:.2f}), the median time {r['fairness_median_s']:.2f} s, "
+        f"and the total rate {r['fairness_gb_per_s']:.2f} GB/s."
     )

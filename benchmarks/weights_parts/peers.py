@@ -1,7 +1,7 @@
 """Worker processes of a measurement, called over a pipe.
 
-`python -m benchmarks.weights_parts.peers ROLE OPTIONS` runs one of them: it reads calls from standard input, one JSON
-object per line. It exits when the pipe closes, and thus also if its parent is killed.
+`python -m benchmarks.weights_parts.peers ROLE OPTIONS` runs one worker, which reads calls from standard input as one
+JSON object per line. The worker exits when the pipe closes, and therefore also when its parent is killed.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ ROLES = {
     "learner": "training:PublishingLearner",
     "engine": "engine:FollowingEngine",
 }
-"""Role -> module and class."""
+"""Role of a worker -> module and class of its object."""
 CALL_LIMIT_S = 120.0
 END_WITHIN_S = 15.0
 
 
 class Peer:
-    """A subprocess with an object of its role's class, created from the options."""
+    """A subprocess that creates an object of its role's class from the options, and runs calls of its methods."""
 
     def __init__(self, role: str, **options: object) -> None:
-        """Start the process; it initializes in the background, and the first call waits for that.
+        """Start the process, which initializes in the background; the first call waits for the initialization.
 
         Args:
             role: key of ROLES.
@@ -60,17 +60,17 @@ class Peer:
             env=environment(HF_HUB_OFFLINE="1", PYTHONFAULTHANDLER="1"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            bufsize=0,  # otherwise closing a broken pipe would write to it again
+            bufsize=0,  # with a buffer, closing a broken pipe would write to the pipe again
         )
         self._rest = b""
 
     @property
     def pid(self) -> int:
-        """Process id."""
+        """Process id of the subprocess."""
         return self._process.pid
 
     def call(self, method: str, *, limit_s: float = CALL_LIMIT_S, **arguments: object) -> Any:  # noqa: ANN401 -- JSON
-        """Call a method of the role, wait, and return its result.
+        """Call a method of the role, wait for its end, and return its result.
 
         Raises:
             MeasurementFailed: the method raised, took longer than `limit_s`, or the process exited.
@@ -79,7 +79,7 @@ class Peer:
         return self.result(method, limit_s=limit_s)
 
     def begin(self, method: str, **arguments: object) -> None:
-        """Start a call; `result` waits for its end."""
+        """Start a call of a method; `result` waits for the end of the call."""
         assert self._process.stdin is not None
         call = json.dumps({"method": method, "arguments": arguments}, default=str)
         try:
@@ -88,7 +88,7 @@ class Peer:
             raise MeasurementFailed(f"the process of the {self.role} exited before '{method}'") from error
 
     def result(self, what: str, *, limit_s: float = CALL_LIMIT_S) -> Any:  # noqa: ANN401 -- JSON
-        """Wait for a call started by `begin` and return its result; raises as `call`."""
+        """Wait for a call that `begin` started, and return its result; raises the errors of `call`."""
         answer = json.loads(self._line(what, limit_s))
         if "error" in answer:
             raise MeasurementFailed(f"{self.role}, '{what}': {answer['error']}")
@@ -100,17 +100,17 @@ class Peer:
         return b"\n" in self._rest or bool(select.select([self._process.stdout.fileno()], [], [], 0)[0])
 
     def disconnect(self) -> None:
-        """Close the pipe to the process, as the exit of this process would."""
+        """Close the pipe to the process, like the exit of this process would do."""
         assert self._process.stdin is not None
         self._process.stdin.close()
 
     def kill(self) -> None:
-        """Kill the process if it is running. Idempotent."""
+        """Kill the process if it is running; later calls have no effect."""
         self._process.kill()
         self.end()
 
     def end(self) -> None:
-        """Request the process to exit, and kill it after END_WITHIN_S. Idempotent."""
+        """Request the process to exit, and kill it after END_WITHIN_S; later calls have no effect."""
         process = self._process
         assert process.stdin is not None
         try:
@@ -154,7 +154,7 @@ class Peer:
 
 
 def call_all(peers: Iterable[Peer], method: str, *, limit_s: float = CALL_LIMIT_S, **arguments: object) -> list[Any]:
-    """Make the same call to several peers at once; return the result of each."""
+    """Make the same call to several peers at the same time; return the result of each peer."""
     peers = list(peers)
     for peer in peers:
         peer.begin(method, **arguments)
@@ -170,12 +170,12 @@ def log(text: str) -> None:
 
 
 def lines_of(loop: asyncio.AbstractEventLoop) -> asyncio.Queue[bytes]:
-    """Return a queue of the lines of standard input; exit this process at its end, because the parent is gone."""
+    """Return a queue of the lines of standard input. At the end of the input, exit, because the parent has exited."""
     queue: asyncio.Queue[bytes] = asyncio.Queue()
 
     def watch() -> None:
         rest = b""
-        while data := os.read(0, 65536):  # not a buffered reader, whose lock would be held at interpreter exit
+        while data := os.read(0, 65536):  # a buffered reader would hold its lock at interpreter exit
             *lines, rest = (rest + data).split(b"\n")
             for line in lines:
                 loop.call_soon_threadsafe(queue.put_nowait, line)
@@ -189,7 +189,7 @@ async def main() -> None:
     """Create the object of the role, then run calls in order and print their results."""
     name, options = sys.argv[1:]
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # keeps output of libraries out of the results
+    os.dup2(2, 1)  # output of libraries must not mix with the results
     lines = lines_of(asyncio.get_running_loop())
     module, _, kind = ROLES[name].partition(":")
     role = getattr(importlib.import_module(f"benchmarks.weights_parts.{module}"), kind)(**json.loads(options))

@@ -1,7 +1,8 @@
-"""Training of SmolLM2-135M by the learner's step on samples of the model itself, and uses of the resulting weights.
+"""Training of SmolLM2-135M with the learner's step on samples of the model itself, and uses of the weights.
 
-AdamW, float32 weights, bf16 autocast, one stage of one thread. The samples are generated once with Transformers and
-stored in a file, so that gradients have realistic size and noise, and every measurement trains on the same samples.
+The learner has AdamW, float32 weights, bf16 autocast, and one stage of one thread. Samples of the model itself give
+gradients of realistic size and noise. Transformers generates the samples once into a file, so that every measurement
+trains on the same samples.
 """
 
 from __future__ import annotations
@@ -53,13 +54,13 @@ class Sampling:
         self._model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
 
     def make(self, *, path: str, num_groups: int) -> None:
-        """Sample sums of two numbers, K = GROUP_SIZE completions to each, and write them as .npz."""
+        """Sample K = GROUP_SIZE completions for each of several sums of two numbers, and write them as .npz."""
         random = np.random.default_rng(11)
         torch.manual_seed(11)
         sums = random.integers(10, 90, (num_groups, 2))
         prompts = [self._tokenizer(TEMPLATE.format(a, b))["input_ids"] for a, b in sums]
         length = max(len(prompt) for prompt in prompts)
-        # prompts of equal length: a longer example instead of padding avoids masks
+        # prompts get equal lengths by a longer example instead of padding, which would need masks
         prompts = [[*prompt[: length - len(prompt)], *prompt] for prompt in prompts]
         tokens = torch.tensor(prompts).repeat_interleave(GROUP_SIZE, 0)
         logprobs = []
@@ -82,18 +83,18 @@ class Sampling:
         )
 
     def close(self) -> None:
-        """Do nothing; there are no open resources."""
+        """Do nothing, because this object has no open resources."""
 
 
 def trajectories(path: Path) -> list[Trajectory]:
-    """Return the samples written by `make`, group by group."""
+    """Return the samples written by `make`, ordered by group."""
     with np.load(path) as saved:
         tokens, logprobs, rewards = saved["tokens"], saved["logprobs"], saved["rewards"]
     return [sample(i, tokens[i], logprobs[i], float(rewards[i]), "length") for i in range(len(tokens))]
 
 
 def closeness(text: str, right: int) -> float:
-    """Return 1 if the first number is correct, up to 0.5 if it is close, 0 if there is none."""
+    """Return 1 if the first number of a text is correct, up to 0.5 if it is close, and 0 if there is no number."""
     found = _NUMBER.search(text)
     if found is None:
         return 0.0
@@ -102,10 +103,10 @@ def closeness(text: str, right: int) -> float:
 
 
 class Trainer:
-    """Learner that trains on stored samples, a few groups per step, in repeated passes."""
+    """Learner that trains on stored samples in repeated passes, with a few groups per step."""
 
     def __init__(self, *, model: str, samples: str, scratch: str, learning_rate: float, groups_per_step: int) -> None:
-        """Load the model; `scratch` is a folder for temporary files, the learning rate is constant."""
+        """Load the model; `scratch` is a folder for temporary files, and the learning rate is constant."""
         torch.set_num_threads(1)
         torch.manual_seed(0)
         rendezvous = Path(scratch) / f"group-{os.getpid()}"
@@ -126,11 +127,11 @@ class Trainer:
         return norm
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the tensors that a stage publishes, by checkpoint name; these are the live weights."""
+        """Return name in the checkpoint -> tensor that a stage publishes. The tensors are the weights, not copies."""
         return self._learner.policy.published_tensors()
 
     def boundary_share(self) -> float:
-        """Return the fraction of weights halfway between two bfloat16 values, whose rounding any change can affect."""
+        """Return the fraction of weights halfway between two bfloat16 values, whose rounding changes with any step."""
         bits = [tensor.view(torch.int32) & 0xFFFF for tensor in self.tensors().values()]
         return sum(int((each == 0x8000).sum()) for each in bits) / sum(each.numel() for each in bits)
 
@@ -138,7 +139,8 @@ class Trainer:
     def spread(self) -> None:
         """Move every weight to a random value that rounds to the same bfloat16.
 
-        Trained weights are distributed like this; this checkpoint, made from four bits, has only few distinct values.
+        Trained weights are distributed like these values; this checkpoint was made from four-bit weights and has few
+        distinct values.
         """
         generator = torch.Generator().manual_seed(1)
         for _, parameter in self._learner.policy.named_weights():
@@ -167,7 +169,7 @@ class DeltaLearner:
         """Load the model.
 
         Args:
-            snapshots: folder for the weights of the last two versions, which other measurements send; "": none.
+            snapshots: folder for the weights of the last two versions, which other measurements send; "" saves none.
             spread: whether to call `Trainer.spread` first.
             training: arguments of the Trainer.
         """
@@ -177,7 +179,7 @@ class DeltaLearner:
             self._trainer.spread()
 
     def boundary_share(self) -> float:
-        """Return `Trainer.boundary_share`."""
+        """Return the result of `Trainer.boundary_share`."""
         return self._trainer.boundary_share()
 
     def steps(self, *, num_steps: int) -> list[dict[str, float]]:
@@ -210,7 +212,7 @@ class DeltaLearner:
         return {name: tensor.to(torch.bfloat16) for name, tensor in self._trainer.tensors().items()}
 
     def _save(self, name: str) -> None:
-        """Save the weights as float32; a sender rounds them to its own dtype."""
+        """Save the weights as float32; a `Sender` rounds them to its own dtype."""
         tensors = {key: tensor.clone() for key, tensor in self._trainer.tensors().items()}
         save_file(tensors, Path(self._snapshots) / f"{name}.safetensors")
 
@@ -242,7 +244,7 @@ def differences(new: dict[str, torch.Tensor], old: dict[str, torch.Tensor]) -> d
 
 
 class PublishingLearner:
-    """Learner that takes real optimizer steps and publishes each of them."""
+    """Learner that takes real optimizer steps, and publishes the weights after each step."""
 
     def __init__(self, *, folder: str, dtypes: list[str], **training: Any) -> None:  # noqa: ANN401 -- JSON
         """Load the model.
@@ -259,7 +261,7 @@ class PublishingLearner:
         self._rounds: list[dict[str, float]] = []
 
     def train(self, *, num_steps: int) -> None:
-        """Take steps and publish each; the last version may still be in flight on return."""
+        """Take steps and publish after each; the last version may still be incomplete on return."""
         for _ in range(num_steps):
             start = time.perf_counter()
             norm = self._trainer.step()
@@ -274,8 +276,8 @@ class PublishingLearner:
         """Wait until all versions are published.
 
         Returns:
-            For each step, in seconds: `step` without publishing, `publish` for the call alone, `committed` from the
-            call until the version is available; and the gradient norm as `norm`.
+            For each step, `norm` is the gradient norm. Times are in seconds: `step` without publishing, `publish` for
+            the call of the publisher, and `committed` from the start of this call until the version is available.
         """
         self._publisher.flush(LEARNER_FLUSH_S)
         return self._rounds
@@ -293,7 +295,7 @@ def _note_commit(found: dict[str, float], began_s: float, version: PolicyVersion
 class Sender:
     """Sender that alternates between two versions of the weights, one optimizer step apart.
 
-    It sends through a Publisher or with torch.save, from the same tensors in memory.
+    A version is sent through a Publisher or with torch.save, from the same tensors in memory.
     """
 
     def __init__(
@@ -305,8 +307,8 @@ class Sender:
             snapshots: safetensors files of the versions.
             dtype: dtype to send.
             folder: folder of the weight store.
-            full_every: interval of full versions; 1 for no deltas.
-            num_values: maximum number of values of a version, which then has only some tensors; None: all.
+            full_every: interval of full versions; 1 disables deltas.
+            num_values: maximum number of values of a version, which then has only some tensors; None sends all.
         """
         torch.set_num_threads(1)
         self._versions = [
@@ -325,10 +327,11 @@ class Sender:
         return sum(tensor.numel() * tensor.element_size() for tensor in self._versions[0].values())
 
     def publish(self, *, version: int) -> dict[str, float]:
-        """Publish the next version and wait until it is complete.
+        """Publish the next version, and wait until the version is complete.
 
         Returns:
-            `began`: a time of the clock that all processes share; `call`: seconds that the call blocked.
+            `began` is a time of the clock that all processes share. `call` is the number of seconds that the call
+            blocked.
         """
         tensors = self._next()
         began = time.perf_counter()
@@ -354,7 +357,7 @@ class Sender:
 
 
 def _first(tensors: dict[str, torch.Tensor], num_values: int) -> dict[str, torch.Tensor]:
-    """Return tensors in the order of their names, as many as fit into `num_values` values together."""
+    """Return the first tensors by name that have at most `num_values` values together."""
     chosen: dict[str, torch.Tensor] = {}
     for name, tensor in sorted(tensors.items()):
         if tensor.numel() <= num_values:

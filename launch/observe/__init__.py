@@ -2,10 +2,10 @@
 
 status      RunStatus: the status of a run, as stored in status.json; StatusView: a run viewed from another process
 observer    Observer: merges the reports of the roles, and keeps the status up to date (`totals`: sums, rates, overlap)
-alerts      Alerts: faults that raise no error, such as wrong weights or failing rewards
+alerts      Alerts: detects faults that raise no error, such as wrong weights or failing rewards
 trace       Trace: a timeline of the spans of each role, for Perfetto
 metrics     the registry of metrics; Rows: reads metrics.jsonl while it grows
-sinks       actors.jsonl, events.jsonl, Weights & Biases, Prometheus
-view        View: the status in any width and height, for `leeway top`
+sinks       write actors.jsonl and events.jsonl, and send metrics to Weights & Biases and Prometheus
+view        View: shows the status on a terminal of any size, for `leeway top`
 display     Display: the progress line of the launcher
 """

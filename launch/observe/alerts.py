@@ -6,7 +6,7 @@
     publishing  the weight publisher waits for something, such as disk space
     refused     an actor refused an update and keeps its version
     failing     a reward function of an actor fails on successive samples for the same reason
-    unstable    the reward falls while the samples are stale, or the policy moves away from them (`Stability`)
+    unstable    the reward falls while the samples are stale, or the policy moves away from its samples (`Stability`)
     fidelity    the lengths of completions used for training differ from those of all generated completions
     damage      blocks of buffer records are damaged
 
@@ -33,19 +33,19 @@ from leeway.launch.pools import actor_pools
 
 LEARNER = "learner"
 STUCK_AFTER_S = 300.0
-"""Seconds without a new published version before `stuck` starts; publishing takes up to minutes for a large model."""
+"""Seconds without a new published version before `stuck` starts; publishing a large model can take minutes."""
 BEHIND_AFTER_S = 30.0
-"""Seconds beyond the bound before `behind` starts; such an actor starts no samples, and is usually updating."""
+"""Seconds that an actor exceeds max_actor_lag before `behind` starts; an update usually ends earlier."""
 MISMATCH_TOKENS = 32
-"""Minimum number of tokens before the check runs; fewer are carried over to the next step."""
+"""Minimum number of tokens for the mismatch check; fewer tokens are carried over to the next step."""
 MISMATCH_ENDS = 0.5
-"""Fraction of the limit below which a mismatch ends; hysteresis, so that it does not flap at the limit."""
+"""Fraction of the limit below which a mismatch ends; this hysteresis avoids repeated alerts near the limit."""
 FAILING_SAMPLES = 200
 """Failed samples in a row, in one actor and for one reason, after which a reward function counts as broken."""
 FAILING_TIMEOUTS = 5
-"""The same for a function that times out, in samples and in multiples of its timeout."""
+"""Timed-out samples in a row, and multiples of the timeout, after which a reward function counts as broken."""
 PUBLISHING_S = 3.0
-"""Seconds after which a wait of the publisher is reported."""
+"""Seconds after which a wait of the weight publisher is reported."""
 
 
 @dataclass(frozen=True)
@@ -56,11 +56,11 @@ class Alert:
     source: str
     """The process that has the fault: an actor, "learner" or "buffer"."""
     text: str
-    action: Action | None = None  # taken in addition to the report
+    action: Action | None = None  # what the launcher does besides the report
 
 
 class Alerts:
-    """Derives alerts from polls; the caller takes their actions."""
+    """Derives alerts from polls; the caller executes the actions of the alerts."""
 
     def __init__(
         self, config: Config, contract: StalenessContract, clock: Callable[[], float] = time.monotonic
@@ -70,10 +70,10 @@ class Alerts:
         self._mismatch_limits = {
             pool.name: mismatch_limit(pool.config.dtype, config.learner.precision) for pool in actor_pools(config)
         }
-        """Pool of actors -> limit of the mean absolute difference of log-probabilities."""
+        """Maps a pool of actors to its limit of the mean absolute difference of log-probabilities."""
         self._stability = Stability(config)
         self.startup_warning = self._stability.startup_warning
-        """Known risk of the config, to report before the first step; '' if there is none."""
+        """Known risk of the config, to report before the first step; '' if no risk is known."""
         self._active: dict[tuple[str, str], Alert] = {}
         self._since: dict[tuple[str, str], tuple[object, float]] = {}
         self._reports: dict[str, tuple[ActorReport, float]] = {}
@@ -117,14 +117,14 @@ class Alerts:
         if count < MISMATCH_TOKENS:
             self._differences[actor] = total, count
             return
-        # the limit of the actor's pool; the largest limit for an actor that has not reported
+        # use the limit of the actor's pool, or the largest limit for an actor that has not reported
         pool = self._reports[actor][0].pool if actor in self._reports else ""
         mean, limit = total / count, self._mismatch_limits.get(pool, max(self._mismatch_limits.values()))
         text = (
             f"{actor} and the learner differ by {mean:.2g} nats in log-probability on average (limit {limit:g}) over "
             f"{count} tokens of the same version: their weights or numerics differ"
         )
-        # "not <=" instead of ">", so that NaN raises the alert
+        # with "not <=" instead of ">", NaN raises the alert
         exceeds = not mean <= (limit * MISMATCH_ENDS if ("mismatch", actor) in self._active else limit)
         ended = f"{actor} and the learner agree again"
         yield from self._update("mismatch", actor, text if exceeds else "", self._config.on_mismatch, ended)
@@ -208,7 +208,7 @@ class Alerts:
     # --- state of alerts --------------------------------------------------------------------------
 
     def _duration_s(self, kind: str, source: str, state: object, now: float) -> float:
-        """Return the seconds since the source entered this state; 0 if the state is falsy."""
+        """Return the seconds since the source entered `state`; 0 if `state` is empty or None."""
         key = kind, source
         if not state:
             self._since.pop(key, None)
@@ -220,7 +220,7 @@ class Alerts:
         return now - since_s
 
     def _update(self, kind: str, source: str, text: str, action: Action | None, ended: str) -> Iterator[Alert]:
-        """Start, update or (without a text) end an alert; yield its start or end."""
+        """Start or update an alert, or end the alert if `text` is empty; yield its start or end."""
         key = kind, source
         if text:
             alert = Alert(kind, source, text, action)
@@ -241,26 +241,26 @@ def _prefixed(prefix: str, text: str | None) -> str:
 
 
 WINDOW = 20
-"""Steps per window whose mean rewards are compared."""
+"""Number of steps per window; the mean rewards of two windows are compared."""
 FELL_BY_ERRORS, FELL_BY_STD = 4.0, 0.2
-"""Drop of a window's mean below the best window's, in standard errors and in standard deviations of single rewards; it
-must exceed both. In a stable run, the mean varies by less than half of FELL_BY_STD standard deviations."""
+"""Limits in standard errors and in standard deviations of single rewards. The mean reward of a window must fall by more
+than both below the best window. In a stable run, the mean varies by less than half of the second limit."""
 ENDS_AT = 0.5
-"""Fraction of these limits below which the alert ends."""
+"""Fraction of the limits of `unstable` below which the alert ends."""
 LOW_ESS = 0.8
-"""Effective sample size over sequences, as a fraction; above it the data are nearly on-policy."""
+"""Effective sample size over sequences, as a fraction; above this value, the data are nearly on-policy."""
 LARGE_DRIFT = 0.1
-"""Nats per token between the policy and its samples (mismatch/k3); a tenth of that is already large."""
+"""Limit of mismatch/k3, the distance of the policy from its samples in nats per token; a tenth is already large."""
 
 
 class _Window(NamedTuple):
-    """Means over consecutive steps; NaN if unknown."""
+    """Means of metrics over consecutive steps; NaN if a metric has no value."""
 
     first: int
     last: int
     reward: float
     squared_error: float
-    """Squared standard error of that mean."""
+    """Squared standard error of `reward`."""
     std: float
     """Standard deviation of the rewards within a step."""
     ess: float
@@ -281,7 +281,7 @@ class _Window(NamedTuple):
 
 
 class Stability:
-    """Detects instability from the rows of the steps; `text` describes it while it lasts."""
+    """Detects instability from the rows of the steps; `text` describes the instability while it lasts."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -290,7 +290,7 @@ class Stability:
         self._rows: deque[Mapping[str, Any]] = deque(maxlen=2 * WINDOW)
         self._best: _Window | None = None
         self.text = self.ended = ""
-        """The problem and its remedy ('' if stable), and the text to report when it ends."""
+        """`text` is the problem and its remedy, '' if stable; `ended` is the text to report when the problem ends."""
 
     @property
     def startup_warning(self) -> str:
@@ -322,7 +322,7 @@ class Stability:
         scale = ENDS_AT if self.text else 1.0
         limit = scale * max(FELL_BY_ERRORS * error, FELL_BY_STD * best.std)
         what = ""
-        # comparisons with NaN are false
+        # a comparison with NaN is false, so an unknown metric raises no alert
         if now.ess < LOW_ESS and best.reward - now.reward > limit:
             what = f"the reward fell from {best} to {now} at an effective sample size of {now.ess:.0%}"
         elif now.drift > scale * LARGE_DRIFT:

@@ -24,11 +24,11 @@ log = logging.getLogger(__name__)
 PLAIN_INTERVAL_S = 10.0
 """Seconds between lines if the output is not a terminal."""
 MIN_WAIT = 24
-"""Minimum number of columns for a wait at the end of the progress line."""
+"""Minimum number of columns for the text of a wait at the end of the progress line."""
 
 
 def progress_line(status: RunStatus, left_s: float | None, width: int) -> Text:
-    """Return the phrases that fit a width, then the first wait; `left_s` is the estimated time to the last step."""
+    """Return the phrases that fit into `width`, and the first wait; `left_s` is the estimated time to the last step."""
     shown = packed(phrases(status, left_s), width)[0]
     if status.phase == TRAINING and status.waits and len(shown) + MIN_WAIT <= width:
         shown.append(f"  {status.waits[0]}", style="dim")
@@ -38,13 +38,13 @@ def progress_line(status: RunStatus, left_s: float | None, width: int) -> Text:
 class LossyStream:
     """Wrapper of a standard stream that may be closed during the run; later output is discarded without an error.
 
-    Flushes every write. All other attributes are those of the stream.
+    Flushes every write. All other attributes come from the stream.
     """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 -- of any kind
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 -- any attribute of the stream
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
@@ -52,7 +52,7 @@ class LossyStream:
             self._stream.write(text)
             self._stream.flush()
         except OSError as error:
-            self._discard()  # first, because the warning may go to this stream
+            self._discard()  # before the warning, which may be written to this stream
             log.warning("the output of the launcher can no longer be written (%s); the run continues", error)
         return len(text)
 
@@ -60,7 +60,7 @@ class LossyStream:
         self.write("")
 
     def _discard(self) -> None:
-        """Redirect it, and standard streams on the same file, to /dev/null, because Python flushes them at exit."""
+        """Redirect the stream, and standard streams on its file, to /dev/null: Python flushes streams at exit."""
         with suppress(OSError), open(os.devnull, "wb", 0) as null:  # streams in tests have no descriptor
             lost = self._stream.fileno()
             standard = [each.fileno() for each in (sys.__stdout__, sys.__stderr__) if each is not None]
@@ -69,7 +69,7 @@ class LossyStream:
 
 
 class Display:
-    """A redrawn progress line on a terminal, else a line every 10 s. Tolerates a narrow or closed terminal."""
+    """Redraws a progress line on a terminal, or prints a line every 10 s. Tolerates a narrow or closed terminal."""
 
     def __init__(self, folder: RunFolder, *, clock: Callable[[], float] = time.monotonic) -> None:
         """Create a display that shows nothing yet. `clock` returns monotonic seconds."""
@@ -109,7 +109,7 @@ class Display:
             self._print_line(status, left_s)
 
     def _left_s(self, status: RunStatus) -> float | None:
-        """Return the seconds to the last step at the mean pace of this launch; None before its first step."""
+        """Return the seconds to the last step at the mean pace of this launch; None before its first training step."""
         if status.phase != TRAINING:
             return None
         if self._training_since is None:
@@ -119,7 +119,7 @@ class Display:
         return (status.written_s - since_s) / done * (status.num_steps - status.step) if done > 0 else None
 
     def _print_line(self, status: RunStatus, left_s: float | None) -> None:
-        """Print a line: after a new step with the wait of the learner only, otherwise with all waits."""
+        """Print a status line with the learner's wait after a new step, or with all waits if there is no new step."""
         is_stuck = status.step == self._last_step
         self._last_line_s, self._last_step = self._clock(), status.step
         text = line(status, left_s, NUM_WAITS if is_stuck else int(bool(status.learner.waits_for)))

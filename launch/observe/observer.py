@@ -1,7 +1,7 @@
 """Observer: merges the reports of the roles into the status of the run, and writes status.json.
 
-It writes at every poll. Between polls (while processes start or an evaluation runs), its own thread writes every two
-seconds. A file that is no longer updated means that the launcher died.
+The observer writes the file at every poll. Between polls, for example while processes start, the observer's thread
+writes the file every two seconds. If the file is no longer updated, the launcher has died.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 QUIET_S = 2.0
-"""Seconds without a poll after which the file is written anyway."""
+"""Seconds without a write after which the observer's thread writes status.json."""
 CLOSE_S = 5.0
 
 
@@ -72,8 +72,8 @@ class Observer:
     ) -> None:
         """Create an observer that writes nothing before the first phase.
 
-        `started_s` is on `clock`; `earlier` is the history of a resumed run. `list_processes` must not block.
-        `on_write` is called with every status that is written, in any thread; its exceptions are logged.
+        `started_s` is a time of `clock`; `earlier` is the history of a resumed run. `list_processes` must not block.
+        `on_write` is called in any thread with every written status; exceptions of `on_write` are logged.
         """
         config = plan.config
         self._path, self._metrics, self._config = plan.folder.status, plan.folder.metrics, config
@@ -97,13 +97,13 @@ class Observer:
         self._reports: dict[str, ActorReport] = {}  # newest report of each working actor
         self._known = PollResult(publishing="", desired={pool.name: pool.count for pool in actor_pools(config)})
         self._lag0: dict[str, float] = {}
-        """Actor -> newest `mismatch/lag0_abs`; the next table is by pool."""
+        """Maps an actor to its newest `mismatch/lag0_abs`; `_lag0_of_pool` maps a pool."""
         self._lag0_of_pool: dict[str, float] = {}
         self._num_restarts, self._restarts_before = 0, 0
-        """Restarts of the learner in this launch, and in earlier ones."""
+        """Number of learner restarts in this launch, and in earlier launches."""
         self._pauses_s: list[float] = []
         self._policy_waits_s = 0.0
-        """Seconds that all actors waited for weights since the last row; `_pauses_s` covers the same period."""
+        """Seconds that all actors together waited for weights since the last row; `_pauses_s` has the same period."""
         self._polled_s: float | None = None
         self._last_warning = ""
         self._lock = threading.RLock()
@@ -140,7 +140,7 @@ class Observer:
             self.status.evaluations = [*self.status.evaluations, accuracy]
 
     def polled(self) -> RunStatus:
-        """Write the status after `ingest`; return the written status."""
+        """Write and return the status; called after `ingest`."""
         with self._lock:
             return self._write()
 
@@ -152,7 +152,7 @@ class Observer:
             self._write()
 
     def resume_at(self, step: int, version: int, num_redone: int) -> None:
-        """Continue the totals of earlier launches; the learner resumes at this step, the last one in metrics.jsonl."""
+        """Continue the totals of earlier launches; the learner resumes at `step`, the last step in metrics.jsonl."""
         self._rewind(step, version)
         self._restarts_before = self.trained.restarts + 1
         self.status.steps_redone += num_redone
@@ -177,7 +177,7 @@ class Observer:
             return rows
 
     def summary(self, before: Accuracy | None, after: Accuracy | None, buffer: Status) -> dict[str, Any]:
-        """Return the values of summary.json; an accuracy is None if it was not evaluated."""
+        """Return the values of summary.json; an accuracy is None if there was no such evaluation."""
         status, trained, evaluated = self.status, self.trained, before or after
         return {
             "accuracy_before": before.greedy if before else None,
@@ -247,7 +247,7 @@ class Observer:
             yield self.status.row
 
     def _actor_columns(self) -> dict[str, Any]:
-        """Return the columns of all actors and of their weights, since the last row."""
+        """Return the columns about all actors and their weights, which cover the time since the last row."""
         pauses, self._pauses_s = self._pauses_s, []
         policy_waits_s, self._policy_waits_s = self._policy_waits_s, 0.0
         reports = self._reports.values()
@@ -309,14 +309,14 @@ class Observer:
         status.waits = [] if status.ended is not None else waits(status, self._wall())
 
     def _trained_per_s(self) -> float:
-        """Return the throughput of the newest step; it decays if the next step takes longer than that one."""
+        """Return the throughput of the newest step; the value decays if the next step takes longer."""
         row = self.status.row
         step_s = (row.get("time/step") or 0.0) + (row.get("time/wait_for_batch") or 0.0)
         rate, since_s = row.get("perf/trained_tokens_per_s") or 0.0, self._clock() - self._stepped_s
         return rate * step_s / since_s if since_s > step_s else rate
 
     def _dated(self, processes: Iterable[ProcessStatus]) -> Iterator[ProcessStatus]:
-        """Yield the processes with the time at which each was first observed in its state."""
+        """Yield the processes with the time at which each process was first observed in its state."""
         seen = (*self.status.actors, *self.status.stages, *self.status.services)
         before = {(each.role, each.number): each for each in seen}
         for each in processes:
@@ -376,7 +376,7 @@ class Observer:
         while not self._closed.wait(self._quiet_s / 4):
             try:
                 self._write_if_quiet()
-            except Exception as error:  # the thread must not end: the run would count as dead
+            except Exception as error:  # if this thread ended, the run would count as dead
                 self._warn_once("the status of the run cannot be computed", error)
 
     def _write_if_quiet(self) -> None:
@@ -386,21 +386,21 @@ class Observer:
                 return
             try:
                 self._known.processes = tuple(self._list_processes()) or self._known.processes
-            except Exception as error:  # a process may be removed meanwhile; the next write retries
+            except Exception as error:  # a process may be removed during the call; the next write retries
                 log.info("cannot read the states of the processes: %s; retrying", error)
             self._write()
 
     def _write(self) -> RunStatus:
         self._describe()
         self.status.written_s, self.status.wall_s = self._wall(), round(self._clock() - self._started_s, 1)
-        status = copy.copy(self.status)  # a display may use it while the next poll is processed
+        status = copy.copy(self.status)  # a display may use the copy while the next poll changes the status
         try:
             write_status(self._path, status)
-        except OSError as error:  # views from other processes go stale; training continues
+        except OSError as error:  # other processes then read an old status; training continues
             self._warn_once(f"{self._path} cannot be written", error)
         try:
             self._on_write(status)
-        except Exception as error:  # a view must neither end the run nor mask the error that ends it
+        except Exception as error:  # an error of a display must not end the run or hide another error
             self._warn_once("the status of the run cannot be shown", error)
         return status
 

@@ -2,7 +2,7 @@
 
 The metric `lag/token_mean` becomes the gauge `leeway_lag_token_mean`; `pool/NAME/lag_mean` becomes
 `leeway_pool_lag_mean{pool="NAME"}`, and `reward/part/NAME` becomes `leeway_reward_part{function="NAME"}`.
-`ACTOR_GAUGES` and `RUN_GAUGES` add more. Counts are gauges too, because they decrease when the learner repeats steps.
+`ACTOR_GAUGES` and `RUN_GAUGES` define more gauges. Counts are gauges too: a repeated step decreases its counts.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ log = logging.getLogger(__name__)
 
 
 class Tracker:
-    """Writes events, evaluations and the columns of the actors. Flushes every line, so that a crash loses none."""
+    """Writes events, evaluations and the columns of the actors. Flushes every line, so that a crash loses no line."""
 
     def __init__(self, config: Config, folder: RunFolder, run_id: str = "", last_step: int = 0) -> None:
-        """Open the files, and start Weights & Biases if configured; it already has the steps up to `last_step`.
+        """Open the files and, if configured, Weights & Biases, where the steps up to `last_step` are already logged.
 
         Raises:
             ConfigError: Weights & Biases is unreachable, or rejects the login.
@@ -42,7 +42,7 @@ class Tracker:
         paths = folder.actors, folder.events, folder.evaluations
         for path in paths:
             cut_torn_line(path)
-        folder.metrics.touch()  # written by the learner's coordinator, possibly on a host that shares the folder
+        folder.metrics.touch()  # the learner's coordinator writes this file, possibly on another host
         self._stack = ExitStack()  # closes every file, even if closing one fails on a full disk
         self._actors, self._events, self._evaluations = (self._stack.enter_context(path.open("ab")) for path in paths)
         self._wandb: Any = None
@@ -52,14 +52,14 @@ class Tracker:
             self._stack.callback(self._with_wandb, lambda run: run.finish())
 
     def step(self, row: Mapping[str, Any]) -> None:
-        """Write the actor columns of a step to actors.jsonl, and all of its row to Weights & Biases."""
+        """Write the actor columns of a step to actors.jsonl, and the whole row to Weights & Biases."""
         _append(self._actors, {name: value for name, value in row.items() if name == "step" or is_of_actors(name)})
         if row["step"] >= self._wandb_step:
-            # its history is append-only: if a restarted learner repeats a step, the first row is kept
+            # Weights & Biases only appends: if a restarted learner repeats a step, the first row of this step is kept
             self._log(row, row["step"])
 
     def evaluated(self, accuracy: Accuracy, step: int, wall_s: float) -> None:
-        """Write the row of an evaluation at a step; in Weights & Biases, at its newest step if that is later."""
+        """Write the row of an evaluation at `step`; in Weights & Biases, at the newest logged step if that is later."""
         row = accuracy.row()
         values = {name.removeprefix("eval/"): value for name, value in row.items()}
         _append(self._evaluations, {"time_s": wall_time(), "wall_s": wall_s, "step": step, **values})
@@ -79,16 +79,16 @@ class Tracker:
         self._with_wandb(lambda run: run.log(known, step=step))
 
     def _with_wandb(self, call: Callable[[Any], object]) -> None:
-        """Call Weights & Biases if it is enabled. Disable it on failure: the files have all data."""
+        """Call Weights & Biases if enabled; after a failure, disable Weights & Biases, as the files have all data."""
         if self._wandb is None:
             return
         try:
             call(self._wandb)
-        except Exception as error:  # wandb raises many types, mostly because its process died
+        except Exception as error:  # wandb raises errors of many types, mostly because its process died
             self._wandb = None
             import wandb
 
-            with contextlib.suppress(Exception, SystemExit):  # else its exit hook calls the dead process
+            with contextlib.suppress(Exception, SystemExit):  # otherwise wandb's exit hook calls the dead process
                 wandb.teardown()
             self.event(
                 "wandb",
@@ -116,10 +116,10 @@ FINISH_TIMEOUT_S = 60.0
 
 
 def start_wandb(config: Config, folder: RunFolder, run_id: str) -> Any:  # noqa: ANN401 -- wandb's Run
-    """Start a Weights & Biases run, or resume the run with this id ('': the server assigns an id).
+    """Start a Weights & Biases run, or resume the run `run_id`; '' lets the server assign an id.
 
     Raises:
-        ConfigError: the connection timed out, or the login was rejected. No process is left behind.
+        ConfigError: the connection timed out, or the login was rejected. The wandb process has ended.
     """
     import wandb
 
@@ -148,15 +148,15 @@ def start_wandb(config: Config, folder: RunFolder, run_id: str) -> Any:  # noqa:
 
 
 PROMETHEUS_HOST = "127.0.0.1"
-"""Loopback only, because the metrics have no authentication; other hosts need a tunnel."""
+"""Address of the endpoint: loopback only, because the metrics have no authentication; other hosts need a tunnel."""
 CLOSE_S = 5.0
 
 ACTOR_GAUGES: dict[str, tuple[str, Callable[[ActorStatus], float | None]]] = {
     "leeway_actor_working": ("1 if the actor is working, else 0.", lambda actor: actor.state == "working"),
     "leeway_actor_tokens_per_s": ("Completion tokens generated per second.", lambda actor: actor.tokens_per_s),
-    "leeway_actor_running_samples": ("Samples in flight.", lambda actor: actor.running),
+    "leeway_actor_running_samples": ("Number of samples in flight.", lambda actor: actor.running),
     "leeway_actor_behind": ("Number of versions behind the newest published version.", lambda actor: actor.behind),
-    "leeway_actor_waiting": ("1 if the actor waits for something, else 0.", lambda actor: bool(actor.waits_for)),
+    "leeway_actor_waiting": ("1 if the actor waits, else 0.", lambda actor: bool(actor.waits_for)),
     "leeway_actor_restarts": ("Restarts of the actor.", lambda actor: actor.restarts),
     "leeway_actor_mismatch_lag0_abs": (METRICS["mismatch/lag0_abs"], lambda actor: actor.mismatch_lag0_abs),
 }
@@ -168,7 +168,7 @@ RUN_GAUGES: dict[str, tuple[str, Callable[[RunStatus], float | None]]] = {
     "leeway_waiting": ("Number of current waits.", lambda run: len(run.waits)),
     "leeway_alerts": ("Number of active alerts.", lambda run: len(run.alerts)),
     "leeway_buffer_ready_groups": (
-        "Groups ready for a step.",
+        "Number of groups in the buffer that are ready for a step.",
         lambda run: run.buffer.ready_groups if run.buffer else None,
     ),
 }
@@ -213,7 +213,7 @@ class Exporter(Collector):
 
         facts = {"run": status.run, "run_id": status.run_id, "phase": status.phase}
         add("leeway_run", "Always 1; the labels identify the run.", 1.0, **facts)
-        # the row has the ledger as of its step; replace it with the current one
+        # the row has the ledger of its step; replace these counts with the current ones
         ledger = status.buffer.ledger if status.buffer is not None else {}
         now = {name: ledger[key] for name, key in LEDGER_METRICS.items() if key in ledger}
         for name, value in {**status.row, **now}.items():

@@ -1,9 +1,9 @@
 """RunStatus: the status of a run in memory, in status.json and in every view.
 
-The file is the contract between a run and its observers: `leeway status`, `leeway top`, the report, scripts of users.
-It is one JSON document that only its owner can read, replaced atomically about twice a second. Readers reject other
-format numbers and ignore unknown fields, so new fields need a default, and removing a field needs a new format number.
-Times are seconds since the Unix epoch, lags are versions, tokens are completion tokens; null means unknown.
+The file is the interface between a run and its readers: `leeway status`, `leeway top`, the report and users' scripts.
+The file is one JSON document that only its owner can read, replaced atomically about twice a second. Readers reject
+other format numbers and ignore unknown fields. A new field needs a default, and a removal needs a new format number.
+Times are seconds since the Unix epoch, lags are in versions, and tokens are completion tokens; null means unknown.
 """
 
 from __future__ import annotations
@@ -30,42 +30,42 @@ if TYPE_CHECKING:
 
 FORMAT = 3
 NUM_EVENTS = 20
-"""Newest events kept in the file; events.jsonl has all of them."""
+"""Number of newest events in status.json; events.jsonl has all events."""
 STALE_S = 60.0
-"""Age of the file in seconds after which a launcher on another host counts as dead."""
+"""Age of status.json in seconds after which a launcher on another host counts as dead."""
 SILENT_S = 10.0
-"""Age of the values in seconds above which `leeway status` prints the age."""
+"""Age of the status in seconds above which `leeway status` prints the age."""
 LAG_METRICS = ("lag/token_mean", "lag/allowed", "lag/drift", "brake/lr_scale")
 NUM_LAG_STEPS = 60
 NUM_NAMED = 3
-"""Maximum number of actors named one by one if they wait for the same thing."""
+"""Maximum number of actors with the same wait that a sentence names one by one."""
 LEASE = "waiting for a lease"
 POLICY = "waiting for policy"
 """Prefixes of `ActorReport.waiting`; see `leeway.actors.loop`."""
 
 
 class StatusError(ConfigError):
-    """The status is missing or unreadable; the text has the reason and the fix."""
+    """The status of the run is missing or unreadable; the text has the reason and the fix."""
 
 
 # --- the structure ------------------------------------------------------------------------------------
 
 
 class ProcessStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A process of a run, from its own reports and its supervisor."""
+    """A process of a run, as reported by the process and by the supervisor."""
 
     name: str
-    """Name of its log, such as "stage.0"; for an actor, its name in leases and trajectories, such as "actor-0"."""
+    """Name of the log, such as "stage.0"; for an actor, the name in leases and trajectories, such as "actor-0"."""
     role: str = ""
     number: int = 0
     pool: str = ""
     state: str
-    """"starting", "working", "finished"; stages and actors have more, see `leeway.launch.processes`."""
+    """"starting", "working" or "finished"; stages and actors have more states, see `leeway.launch.processes`."""
     since_s: float = 0.0
-    """Time at which it was first observed in that state."""
+    """Time at which the process was first observed in its state."""
     restarts: int
     host: str
-    """Address in the Ray cluster; '' (and pid 0) until it is known."""
+    """Address of the host in the Ray cluster; while the address is unknown, `host` is '' and `pid` is 0."""
     pid: int
     log: str
 
@@ -74,19 +74,19 @@ class ActorStatus(ProcessStatus, frozen=True, kw_only=True):
     """An actor: a vLLM engine and its loop."""
 
     version: str | None = None
-    """Served version: `45`, or `45 (start 3)` after the first learner start."""
+    """Policy version that the actor serves, such as `45`, or `45 (start 3)` after three restarts of the learner."""
     behind: int | None = None
     """Number of versions behind the newest published version."""
     waits_for: str = ""
-    """Reason that it does not run more samples, such as "waiting for a lease"; empty if there is none."""
+    """Reason that the actor does not run more samples, such as "waiting for a lease"; empty without a reason."""
     waits_s: float = 0.0
     running: int = 0
     tokens_per_s: float = 0.0
     acknowledged: int = 0
-    """Samples that the buffer acknowledged to it during this launch."""
+    """Number of samples of the actor that the buffer acknowledged during this launch."""
     mismatch_lag0_abs: float | None = None
     refused: str = ""
-    """Reason that it refused its last update; empty if it accepted the update."""
+    """Reason that the actor refused its last weight update; empty if the actor accepted the update."""
 
 
 class PoolStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,9 +96,9 @@ class PoolStatus(msgspec.Struct, frozen=True, kw_only=True):
     running: int = 0
     tokens_per_s: float = 0.0
     lag_mean: float | None = None
-    """Mean over all tokens of the pool that were used for training."""
+    """Mean lag of all tokens of the pool that were used for training."""
     mismatch_lag0_abs: float | None = None
-    """From the newest step with lag-0 tokens of the pool."""
+    """Mismatch in the newest step that had tokens of lag 0 from the pool."""
     engines: PoolEngines = PoolEngines()
 
 
@@ -106,7 +106,7 @@ class LearnerStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Status of all stages together."""
 
     tokens_per_s: float = 0.0
-    """Completion tokens per second of the newest step and its wait for a batch; decays if the next step is late."""
+    """Completion tokens per second of the newest step, including its wait; decays if the next step takes longer."""
     waits_for: str = ""
     publishing: str = ""
     """Reason for a delayed publication of weights; empty if nothing delays it."""
@@ -119,7 +119,7 @@ class BufferStatus(msgspec.Struct, frozen=True, kw_only=True):
     drawn_groups: int
     groups_per_step: int
     ledger: dict[str, int]
-    """Counts of samples; 'gap' is 0 unless there is a bug."""
+    """Counts of samples by state; a 'gap' other than 0 is a bug."""
     failed_by_reason: dict[str, int]
     quarantined_by_reason: dict[str, int] = {}
     invalid_by_sender: dict[str, int] = {}
@@ -128,12 +128,12 @@ class BufferStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Accuracy(msgspec.Struct, frozen=True, kw_only=True):
-    """Held-out accuracy at one version, or at several if actors differed."""
+    """Held-out accuracy at one version, or at several versions if the actors had different versions."""
 
     versions: str
     policy_version: int = 0
     start: int = 0
-    """Number of the newest version, and of the learner start that made it, from 0."""
+    """`policy_version` is the newest evaluated version; `start` is the learner start that made it, counted from 0."""
     greedy: float | None
     sampled: float | None
     num_problems: int
@@ -173,7 +173,7 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunStatus(msgspec.Struct, kw_only=True):
-    """Complete status. The observer assigns its fields in place but never mutates their values, so a copy is cheap."""
+    """Complete status. The observer assigns fields but never mutates their values, so a shallow copy is enough."""
 
     format: int = FORMAT
     run: str
@@ -184,7 +184,7 @@ class RunStatus(msgspec.Struct, kw_only=True):
     started_s: float
     written_s: float = 0.0
     wall_s: float = 0.0
-    """Seconds of this launch and of all earlier ones."""
+    """Wall time of this launch and of all earlier launches, in seconds."""
     polled_s: float | None = None
     """Time of the last poll of the roles; the file is also written between polls."""
     phase: str = ""
@@ -192,7 +192,7 @@ class RunStatus(msgspec.Struct, kw_only=True):
     step: int = 0
     num_steps: int
     steps_redone: int = 0
-    """Number of steps repeated because the learner was lost before it checkpointed them."""
+    """Number of steps that the learner repeated, because it died before it wrote a checkpoint of them."""
     trained_tokens: int = 0
     version: int = 0
     published: str | None = None
@@ -203,10 +203,10 @@ class RunStatus(msgspec.Struct, kw_only=True):
     lag_max: int = 0
     max_lag: int | str
     mismatch_lag0_abs: float | None = None
-    """From the newest step with tokens of lag 0."""
+    """Mismatch in the newest step that had tokens of lag 0."""
     generated_tokens_per_s: float = 0.0
     ledger_gap: int = 0
-    """Largest gap so far; 0 unless there is a bug."""
+    """Largest ledger gap of the run; a value other than 0 is a bug."""
     learner: LearnerStatus = LearnerStatus()
     evaluations: list[Accuracy] = []
     pools: list[PoolStatus] = []
@@ -215,7 +215,7 @@ class RunStatus(msgspec.Struct, kw_only=True):
     services: list[ProcessStatus] = []
     buffer: BufferStatus | None = None
     lags: dict[str, dict[int, int]] = {}
-    """Pool -> lag -> number of tokens trained on, counted once per update; a repeated step counts once."""
+    """Number of tokens trained on by pool and lag, counted once per update; a repeated step counts once."""
     recent_lags: dict[str, list[float | None]] = {}
     """`LAG_METRICS` of the newest `NUM_LAG_STEPS` steps; empty if lag control is off."""
     waits: list[str] = []
@@ -236,7 +236,7 @@ class RunStatus(msgspec.Struct, kw_only=True):
 
 
 def lag_control_effect(lags: Mapping[str, Sequence[float | None]], max_lag: int | str) -> str:
-    """Return a sentence on the effect of lag control on lags and updates; '' if it is off."""
+    """Return a sentence on the effect of lag control on lags and updates; '' if lag control is off."""
     known = {name: [value for value in values if value is not None] for name, values in lags.items()}
     allowed, scales = (known.get(name) for name in ("lag/allowed", "brake/lr_scale"))
     if not allowed or not isinstance(max_lag, int):
@@ -255,17 +255,17 @@ class PollResult:
     publishing: str | None = None
     """Reason for a delayed publication of weights; empty if nothing delays it, None if the learner did not reply."""
     resumed_at: int | None = None
-    """Last step before the learner resumes, set once after each restart; later steps are repeated."""
+    """Step after which a restarted learner resumes; set in one poll per restart. Later steps are repeated."""
     resumed_version: int = 0
-    """The version from which it resumes."""
+    """Policy version from which the learner resumes."""
     actors: list[ActorReport] = field(default_factory=list)
     working: frozenset[str] | None = None
-    """Names of the working actors, without those that are starting or lost; None if unknown."""
+    """Names of the working actors, without starting and lost actors; None if unknown."""
     quarantined: tuple[str, ...] = ()
     """Names of the actors that were quarantined because of their weights."""
     desired: Mapping[str, int] = field(default_factory=dict)
     processes: tuple[ProcessStatus, ...] = ()
-    """All processes of the run: buffer, weights, stages, actors."""
+    """All processes of the run: services, learner stages and actors."""
     status: Status | None = None
 
 
@@ -283,7 +283,7 @@ def write_status(path: Path, status: RunStatus) -> None:
     """Replace the file atomically.
 
     Raises:
-        OSError: the file cannot be written; the old one is kept.
+        OSError: the file cannot be written; the old file is kept.
     """
     with private_file(path) as file:
         file.write(_encoder.encode(status))
@@ -307,7 +307,7 @@ def read_status(path: Path) -> RunStatus:
         found = msgspec.json.decode(text, type=_Format).format
         if found != FORMAT:
             raise StatusError(
-                f"{path} has format {found}, but this Leeway reads {FORMAT}: use the Leeway version that created it"
+                f"{path} has format {found}, but this Leeway reads {FORMAT}: use the version that created the run"
             )
         return _decoder.decode(text)
     except msgspec.DecodeError as error:
@@ -319,14 +319,14 @@ def read_status(path: Path) -> RunStatus:
 
 @dataclass(frozen=True)
 class StatusView:
-    """A snapshot of a run from outside its processes."""
+    """A snapshot of a run for a process that is not part of the run."""
 
     status: RunStatus
     now_s: float
     gone: str = ""
-    """Why its launcher counts as dead without a final status, and the fix; else empty."""
+    """If the launcher died without a final status, the evidence and the fix; else empty."""
     resuming: str = ""
-    """Text about another launcher that is resuming the run, which the status does not show yet; else empty."""
+    """If another launcher is resuming the run and has not written a status, a text about that launcher; else empty."""
 
     @property
     def is_healthy(self) -> bool:
@@ -363,7 +363,7 @@ def view_run(folder: RunFolder) -> StatusView:
             raise
         raise StatusError(f"the run {folder.root} has just started: try again in a few seconds") from error
     now_s = status.written_s + max(0.0, time.time() - folder.status.stat().st_mtime)
-    # in a restarted container, a launcher may have the same pid as the launcher before it
+    # in a restarted container, a launcher may have the pid of the previous launcher
     if owner is not None and (owner != status.pid or _claimed_s(folder) > status.written_s):
         launcher = f"a launcher (pid {owner})" if owner else "a launcher"
         return StatusView(status, now_s, resuming=f"{launcher} is resuming it")
@@ -391,12 +391,12 @@ def _why_gone(folder: RunFolder, status: RunStatus, owner: int | None) -> str:
 
 
 def why_stopped(folder: RunFolder) -> str:
-    """Return why a run has no live launcher; empty if it has one, here or on another host that shares its folder."""
+    """Return why a run has no live launcher; empty if a launcher on any host that shares the folder is alive."""
     if owner_of(folder) is not None:
         return ""
     try:
         view = view_run(folder)
-    except StatusError:  # the launcher exited before it wrote one
+    except StatusError:  # the launcher exited before it wrote a status
         return f"the run {folder.root} has no live launcher: run `leeway resume {folder.root}`"
     if (ended := view.status.ended) is not None:
         return f"the run {folder.root} has ended ({ended.text}): run `leeway resume {folder.root}`"
@@ -423,15 +423,15 @@ def waits(status: RunStatus, now_s: float) -> list[str]:
 
 
 def _phrase(waiting: str, status: RunStatus) -> tuple[str, str]:
-    """Return a verb and its object for the `waiting` of an actor."""
+    """Return a verb and its object that express `waiting`, the current wait of an actor."""
     buffer = status.buffer
     if waiting.startswith("evaluating "):
         return "evaluate", waiting.removeprefix("evaluating ")
     if waiting in ("draining", "stopped") or (waiting.startswith(LEASE) and buffer is not None and buffer.is_draining):
         return "wait", "for the run to finish draining"
     if waiting.startswith(LEASE):
-        past = f" past version {status.version} ({buffer.ready_groups} groups are ready for it)" if buffer else ""
-        return "wait", f"for the learner: the staleness bound grants no lease before it advances{past}"
+        past = f" past version {status.version} ({buffer.ready_groups} groups are ready)" if buffer else ""
+        return "wait", f"for the learner: the staleness bound grants no lease until the learner advances{past}"
     newest = f" (newest published: {status.published})" if waiting.startswith(POLICY) and status.published else ""
     return "wait", f"for {waiting.removeprefix('waiting for ')}{newest}"
 

@@ -1,4 +1,4 @@
-"""Aggregated metrics of a run: sums over rows, counters of actors that restart at 0, rates, and overlap in time."""
+"""Aggregated metrics of a run: sums over the steps, counters and rates of actors, and overlap in time."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from leeway.actors.report import ActorReport
 
 UNKNOWN_POOL = "unknown"
-"""Pool of tokens whose actor has never reported to this launcher."""
+"""Name of the pool for tokens whose actor has never reported to this launcher."""
 ACKNOWLEDGED = ("committed", "duplicate")
-"""Outcomes of samples that the buffer stores; for a duplicate, the first acknowledgement was lost."""
+"""Outcomes of samples that the buffer stores; a duplicate was sent again after its acknowledgement was lost."""
 
 ALL = ("all", "")
 
@@ -52,19 +52,19 @@ class TrainedTotals:
         return self._lag_total / self.num_tokens if self.num_tokens else None
 
     def lags(self, pool_of: Mapping[str, str]) -> dict[str, dict[int, int]]:
-        """Return pool -> lag -> number of tokens trained on, sorted by lag; `pool_of` maps actors to pools."""
+        """Return the number of tokens trained on by pool and lag, sorted by lag; `pool_of` maps actors to pools."""
         found = by_pool(self._lags, pool_of)
         return {pool: {lag: counts[lag] for lag in sorted(counts)} for pool, counts in found.items()}
 
 
 def lags_of(row: Mapping[str, Any]) -> dict[str, dict[int, int]]:
-    """Return actor -> lag -> number of tokens trained on in a step; empty for rows of an older Leeway."""
+    """Return the number of tokens trained on in a step by actor and lag; empty for rows of an older Leeway."""
     by_actor = row.get("lag_by_actor") or {}
     return {actor: {int(lag): num for lag, num in lags.items()} for actor, lags in by_actor.items()}
 
 
 def by_pool(lags: Mapping[str, Mapping[int, int]], pool_of: Mapping[str, str]) -> dict[str, Counter[int]]:
-    """Return pool -> lag -> number of tokens trained on."""
+    """Return the number of tokens trained on by pool and lag."""
     found: dict[str, Counter[int]] = {}
     for actor, counts in lags.items():
         found.setdefault(pool_of.get(actor, UNKNOWN_POOL), Counter()).update(counts)
@@ -72,7 +72,7 @@ def by_pool(lags: Mapping[str, Mapping[int, int]], pool_of: Mapping[str, str]) -
 
 
 class Rate:
-    """Events per second over a sliding window, from running totals by name."""
+    """Events per second over a sliding window, computed from named running totals."""
 
     def __init__(self, window_s: float = 10.0) -> None:
         self._window_s = window_s
@@ -84,7 +84,7 @@ class Rate:
             self._points.pop(0)
 
     def value(self, name: str) -> float:
-        """Return events per second as of the newest totals; 0 before the second update."""
+        """Return the events per second up to the newest update; 0 before the second update."""
         if len(self._points) < 2:
             return 0.0
         (t0, before), (t1, after) = self._points[0], self._points[-1]
@@ -98,7 +98,7 @@ class CounterDelta:
         self._last: dict[str, tuple[float, ...]] = {}
 
     def of(self, actor: str, *counts: float) -> tuple[float, ...]:
-        """Return the increments since the last call; if a count decreased, the actor restarted: return the counts."""
+        """Return the increments since the last call; if a count decreased because of a restart, return the counts."""
         before = self._last.get(actor, (0,) * len(counts))
         self._last[actor] = counts
         new = tuple(now - then for now, then in zip(counts, before, strict=True))
@@ -106,27 +106,27 @@ class CounterDelta:
 
 
 class PoolEngines(msgspec.Struct, frozen=True, kw_only=True):
-    """Engines of a pool: means over the last seconds (None if nothing was measured) and totals so far."""
+    """Engines of a pool: means over the last seconds, None without measurements, and totals of this launch."""
 
     slots: int = 0
     slots_used: float | None = None
     """Mean fraction of the slots in use."""
     tokens_per_sample: float | None = None
-    """Tokens per ended completion."""
+    """Mean number of tokens per ended completion."""
     step_s: float | None = None
-    """Seconds per engine step, which adds a token to every running sample."""
+    """Mean seconds per engine step; a step adds one token to every running sample."""
     queued_s: float | None = None
-    """Seconds that a sample waits in its engine before its first step."""
+    """Mean seconds that a sample waits in its engine before its first step."""
     kv_usage: float = 0.0
     """Fraction of the KV cache in use, in the fullest engine."""
     preempted: int = 0
     """Number of times that a running sample was evicted from the KV cache."""
     tokens_lost: int = 0
-    """Number of tokens in samples that were neither pushed nor requeued, without the samples of killed actors."""
+    """Number of tokens in samples that were neither stored nor requeued; samples of killed actors are not counted."""
     kv_tokens: int = 0
     """Capacity of one engine's KV cache, in tokens."""
     requeue_at: int = 0
-    """Number of tokens at which a sample is requeued to a faster pool; 0: never."""
+    """Number of tokens at which a sample is requeued to a faster pool; 0 disables requeuing."""
     moments: list[float] = []
     """Measurements of step time by engine load, in the format of `leeway.planning.costs.LeastSquares`."""
     settled_s: float | None = None
@@ -155,14 +155,14 @@ COUNTED: dict[str, Callable[[ActorReport], float]] = {
 
 
 class ActorTotals:
-    """Totals and rates of the actors in this launch: over all, per pool and per actor."""
+    """Totals and rates of the actors in this launch: over all actors, per pool and per actor."""
 
     def __init__(self) -> None:
         self.pool_of: dict[str, str] = {}
-        """Actor -> pool, including exited actors, whose tokens may still be used for training."""
+        """Maps an actor to its pool; also for exited actors, whose tokens may still be used for training."""
         self._deltas = CounterDelta()
         self._totals: dict[tuple[str, str], Counter[str]] = {ALL: Counter()}
-        """("pool" or "actor", its name) -> name in `COUNTED` -> total."""
+        """Maps `ALL`, ("pool", name) or ("actor", name) to the totals by their names in `COUNTED`."""
         self._rates: dict[tuple[str, str], Rate] = {}
 
     def update(self, now_s: float, reports: Iterable[ActorReport], working: Iterable[str]) -> None:
@@ -223,7 +223,7 @@ OPEN_STEPS = 64
 
 
 def merge(intervals: Iterable[Interval]) -> list[Interval]:
-    """Return the union as sorted disjoint intervals."""
+    """Return the union of intervals as sorted disjoint intervals."""
     merged: list[Interval] = []
     for start, end in sorted(intervals):
         if merged and start <= merged[-1][1]:
@@ -242,7 +242,7 @@ def shared(left: Sequence[Interval], right: Sequence[Interval]) -> float:
 
 
 class OverlapMeter:
-    """Fraction of step time in which actors generated. Old steps are kept only as sums, so memory is bounded."""
+    """Fraction of step time in which actors generated. Old steps are kept only as sums, which bounds the memory."""
 
     def __init__(self) -> None:
         self._steps: list[Interval] = []

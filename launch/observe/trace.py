@@ -1,9 +1,9 @@
 """Trace: an append-only Chrome trace of a run, written while it runs (docs/reports.md lists the spans).
 
-The format is the JSON array of the Trace Event Format, one event per line; it is never closed, which Perfetto and
-chrome://tracing accept. `X` events are spans, `C` counters, `i` instants, `M` names; times are microseconds since the
-Unix epoch. Each role is a process of the trace, each kind of span a track. At ROTATE_BYTES the file is renamed to
-`timeline.json.1`.
+The file is a JSON array in the Trace Event Format, with one event per line. The array is never closed; Perfetto and
+chrome://tracing accept an open array. Events are spans (`X`), counters (`C`), instants (`i`) or names (`M`), and times
+are microseconds since the Unix epoch. Each role is a process of the trace, and each kind of span is a track. A file
+of ROTATE_BYTES is renamed to `timeline.json.1`.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ log = logging.getLogger(__name__)
 
 ROTATE_BYTES = 64 * 2**20
 GAP_US, LONGEST_US = 1_000, 20_000_000
-"""Generation intervals less than GAP_US apart are merged into spans of up to LONGEST_US; a kill loses the open span."""
+"""Generation intervals less than GAP_US apart form one span of up to LONGEST_US; a killed run loses its open span."""
 TRACKS = {"phase": 1, "evaluate": 2, "step": 3, "wait_for_batch": 3, "generate": 4, "update": 5, "state": 6}
 TRACK_NAMES = ("", "phases", "evaluations", "steps", "generate", "weight updates", "state")
 ROLES = ("launch", "evaluation", "learner", "buffer", "weights", "ranker", "stage", "actor")
-"""Process "stage-3" of a run has pid 700003 in its trace."""
+"""Roles in the order of their trace pids: "stage-3" has pid 700003, because "stage" is the seventh role."""
 
 
 class Event(msgspec.Struct, omit_defaults=True):
-    """One line of the file; `who` is the role and `cat` the kind of a span."""
+    """One line of the file; `who` is the role and `cat` is the kind of a span."""
 
     ph: str
     name: str
@@ -108,7 +108,7 @@ class Trace:
         self.close()
 
     def ingest(self, poll: PollResult, rows: list[dict[str, Any]]) -> None:
-        """Write the events of a poll, and the spans of its steps."""
+        """Write the events of a poll, and the spans of the steps in `rows`."""
         now_s = self._wall()
         for row in rows:
             self._step(row)
@@ -170,7 +170,7 @@ class Trace:
                 span = before
             elif before is not None:
                 self._write(before)
-            counts = {"num_samples": samples, "num_tokens": tokens}  # all increments go to the first span of a report
+            counts = {"num_samples": samples, "num_tokens": tokens}  # the first span of a report gets all increments
             span.args = {"pool": report.pool} | {key: span.args.get(key, 0) + new for key, new in counts.items()}
             samples = tokens = 0
             self._generating[report.name] = span
@@ -181,7 +181,7 @@ class Trace:
             self._write(self._span(report.name, "update", update.start_s, update.end_s, "weight update"), **args)
 
     def _switch(self, who: str, what: str, name: str, **args: object) -> None:
-        """Set the phase or state of a role ('' for none), and write the span of the previous one."""
+        """Set the phase or state of a role, '' for none, and write the span of the previous phase or state."""
         now_s = self._wall()
         before, since_s = self._open.get((who, what), ("", now_s))
         if name == before:
@@ -216,9 +216,9 @@ class Trace:
         if self._size >= ROTATE_BYTES and self._path.is_file():
             self._rotate()
         if event.ph == "X":
-            self._process(event.who)  # a file that replaces a rotated one needs the names again
+            self._process(event.who)  # the names are needed again in a new file after a rotation
             self._name("thread_name", event.pid, event.tid, TRACK_NAMES[event.tid])
-            # clocks of two hosts differ: shift a span that starts before the end of the previous one
+            # the clocks of hosts differ: move the start of a span that starts before the end of the previous span
             track = event.pid, event.tid
             start = max(event.ts, self._ended_us.get(track, 0))
             event.dur = max(1, event.ts + event.dur - start)  # Perfetto hides spans of length 0

@@ -31,14 +31,14 @@ BLOCKS = " ▁▂▃▄▅▆▇█"
 NAME_WIDTH = 10
 """Width of the column of pane names."""
 DROPPED_FIRST = ("services", "stages", "events", "actors")
-"""Panes omitted on small screens, in order."""
+"""Panes that are omitted on small screens, in this order."""
 OUTSIDE = ("duplicates", "late", "quarantined")
 TRAINING = "training"
-"""Name of the phase in which steps are taken."""
+"""Name of the phase in which the learner trains."""
 NUM_WAITS, NUM_REASONS, MAX_REASON = 3, 3, 60
 REFRESH_S = 0.5
 QUIT_KEYS = (b"q", b"Q", b"\x03", b"\x04", b"")
-"""Includes Ctrl-C and Ctrl-D as characters, and end of file from a closed terminal."""
+"""Inputs that end the view: q, Q, the characters of Ctrl-C and Ctrl-D, and the end of file of a closed terminal."""
 
 
 # --- one line -----------------------------------------------------------------------------------------
@@ -97,7 +97,7 @@ class Pane(NamedTuple):
     """Minimum number of rows on a small screen."""
 
     def lines(self, width: int, height: int) -> list[Text]:
-        """Return up to `height` lines: the last events; in other panes, the first rows and the number omitted."""
+        """Return up to `height` lines: the last events, or another pane's first rows and the number of other rows."""
         rows = list(self.rows)
         if len(rows) > height and self.name == "events":
             rows = rows[-height:]
@@ -112,7 +112,7 @@ class View:
     """A rich renderable that fits any screen; truncated panes show how many rows are omitted."""
 
     def __init__(self, status: RunStatus, now_s: float, *, gone: str = "", note: str = "") -> None:
-        """`gone` is the reason that the launcher counts as dead, or ''; `note` is shown beside the name of the run."""
+        """`gone` is the reason that the launcher counts as dead, or ''; `note` is shown beside the run's name."""
         self._status, self._gone, self._note = status, gone, note
         # freeze the durations of an ended run
         self._now_s = status.ended.at_s if status.ended is not None else status.written_s if gone else now_s
@@ -165,7 +165,7 @@ class View:
 
 
 def _fitted(panes: Sequence[Pane], width: int, height: int) -> list[Text]:
-    """Return the stacked panes; if they do not fit, omit panes of `DROPPED_FIRST`, then shorten the longest panes."""
+    """Return the lines of the panes; if too many, omit panes of `DROPPED_FIRST`, then shorten the longest panes."""
     for name in DROPPED_FIRST:
         if sum(min(pane.min_rows, len(pane.rows)) for pane in panes) > height:
             panes = [pane for pane in panes if pane.name != name]
@@ -178,7 +178,7 @@ def _fitted(panes: Sequence[Pane], width: int, height: int) -> list[Text]:
 
 
 def cut(row: Text, width: int) -> Text:
-    """Return a row truncated to a width, without control characters, which texts of processes may contain."""
+    """Return a row truncated to `width`; control characters, which texts of processes may contain, become spaces."""
     if not row.plain.isprintable():
         row.plain = "".join(char if char.isprintable() else " " for char in row.plain)
     row.truncate(width, overflow="ellipsis")
@@ -284,7 +284,7 @@ def _buffer(status: RunStatus, width: int) -> Iterator[Text]:
 
 
 def lag_bars(status: RunStatus, width: int) -> list[Text]:
-    """Return a bar per lag or range of lags up to max_lag or the largest lag, for its fraction of training tokens."""
+    """Return one bar per lag or range of lags; the length of a bar shows the fraction of training tokens."""
     lags, pools = status.lags, sorted(status.lags)
     total = sum(sum(counts.values()) for counts in lags.values())
     if not total:
@@ -310,7 +310,7 @@ def lag_bars(status: RunStatus, width: int) -> list[Text]:
 
 
 def _control_lines(status: RunStatus, width: int) -> Iterator[Text]:
-    """Yield lag, allowed lag and drift over the newest steps; the first two share a scale."""
+    """Yield a line each for lag, allowed lag and drift over the newest steps; both lags have the same scale."""
     if isinstance(status.max_lag, int) and status.recent_lags:
         for name, metric in {"mean": "lag/token_mean", "allowed": "lag/allowed", "drift": "lag/drift"}.items():
             values = [value or 0.0 for value in status.recent_lags[metric]][-max(1, width - 16) :]

@@ -1,4 +1,4 @@
-"""The actors of all pools, started and stopped one by one while the others generate; and their evaluations."""
+"""Start and stop single actors of the pools while other actors generate, and run evaluations on the actors."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ from leeway.launch.processes.role_process import (
 )
 
 MAX_SIGTERMS = 10
-"""Maximum number of restarts after SIGTERM in a row; at the next SIGTERM, the actor is given up."""
+"""Maximum number of restarts after SIGTERM in a row; after the next SIGTERM, the actor is not restarted."""
 MAX_UNRESERVED = 1024
 """Maximum number of actors that can be added to a pool if they reserve no resources."""
 SIGTERM_RESET_S = 600.0
 """Seconds of work after which the count of SIGTERMs starts again at 0."""
 EVALUATION_TIMEOUT_S = 6000.0
-"""Seconds; must be below the learner's `BATCH_TIMEOUT_S`, because an evaluating actor generates no samples."""
+"""Timeout of an evaluation; below the learner's `BATCH_TIMEOUT_S`, as an evaluating actor generates no samples."""
 
 
 @dataclass
@@ -52,16 +52,16 @@ class ActorProcess(PlacedProcess):
 
     waiting for resources -> starting -> ready, evaluating -> working -> finished
              ^---------- died, or exited on SIGTERM ---' '-> leaving -> removed (the pool was scaled down)
-    lost is final: it died or received SIGTERM too often, found no host, or was quarantined
+    lost is final: the actor died or received SIGTERM too often, found no host, or was quarantined
     """
 
     starting: Any = None
-    """The call that returns when it is ready."""
+    """Pending call that returns when the actor is ready."""
     evaluating: Any = None
     leaving: Any = None
-    """The call that stops it; set when its pool is scaled down."""
+    """Pending call that stops the actor; set when its pool is scaled down."""
     after_sigterm: Restarts = field(default_factory=lambda: Restarts(MAX_SIGTERMS, SIGTERM_RESET_S))
-    """Restarts after SIGTERM; `restarts` counts failures."""
+    """Counts restarts after SIGTERM; `restarts` counts restarts after failures."""
     _disconnected_s: float | None = None
     """Monotonic time at which the connection to the actor was lost; None while connected."""
 
@@ -69,8 +69,8 @@ class ActorProcess(PlacedProcess):
     def state(self) -> str:
         if self.leaving is not None and not self.lost:
             return "leaving"
-        state, evaluating = super().state, self.evaluating  # read once: another thread may set it
-        if state not in ("starting", "finished"):  # a working actor may evaluate at the same time
+        state, evaluating = super().state, self.evaluating  # read once: another thread may set `evaluating`
+        if state not in ("starting", "finished"):  # an actor that works and evaluates counts as working
             return state
         if evaluating is not None and not done(evaluating):
             return "evaluating"
@@ -78,13 +78,13 @@ class ActorProcess(PlacedProcess):
 
     @property
     def is_going(self) -> bool:
-        """Whether it is lost or leaving; its failures no longer count."""
+        """Whether the actor is lost or leaving; failures of such an actor are ignored."""
         return bool(self.lost) or self.leaving is not None
 
     @property
     def is_ready(self) -> bool:
-        """Whether it has started, its work has not failed, and it is neither lost nor leaving."""
-        starting = self.starting  # read once
+        """Whether the actor has started, its work has not failed, and the actor is neither lost nor leaving."""
+        starting = self.starting  # read once: another thread may set it
         if self.is_going or self.handle is None or starting is None or not done(starting) or outcome(starting):
             return False
         return self.running is None or not done(self.running) or not outcome(self.running)
@@ -98,9 +98,9 @@ class ActorProcess(PlacedProcess):
         self.starting = self.evaluating = self._disconnected_s = None
 
     def reconnect(self, timeout_s: float, notify: Notify) -> bool:
-        """Call `run` again and return True if only the connection was lost; return False if it is lost for `timeout_s`.
+        """Call `run` again and return True if only the connection was lost; return False after `timeout_s` without one.
 
-        If the process died, the new call fails with that error. Ray declares a host dead if it stays unreachable.
+        If the process died, the new call fails with the cause. Ray declares a host dead that stays unreachable.
         """
         error = failure(self.running)
         if not isinstance(error, ActorUnavailableError):
@@ -116,7 +116,7 @@ class ActorProcess(PlacedProcess):
 
 
 class ActorPools:
-    """Starts the actors of all pools, restarts or gives up those that die, and scales the pools."""
+    """Starts the actors of all pools, restarts dead actors a limited number of times, and scales the pools."""
 
     def __init__(self, plan: Plan, notify: Notify, check: Check = lambda: None) -> None:
         self._plan = plan
@@ -125,11 +125,11 @@ class ActorPools:
         self._check = check
         self._config = plan.config
         self.pools = {pool.name: pool for pool in actor_pools(plan.config)}
-        """Name -> pool with its initial number of actors."""
+        """Maps the name of a pool to the pool with its initial number of actors."""
         self.desired = {name: pool.count for name, pool in self.pools.items()}
         """Desired number of actors of each pool; a lost actor is not replaced until the pool is scaled."""
         self.actors: list[ActorProcess] = []
-        """All actors except removed ones."""
+        """All actors that were not removed, including lost actors."""
         self._next_number = 0
         self.stop_requested = False
         """Whether the run is stopping; dead actors are then not restarted."""
@@ -145,13 +145,13 @@ class ActorPools:
                 self._add_actor(pool)
 
     def spawn(self, timeout_s: float, *, hosts_may_join: bool) -> None:
-        """Start each process as soon as `PlacementGroup.wait` returns for it."""
+        """Start the process of each actor as soon as the actor has its resources."""
         for actor in self.actors:
             actor.placement.wait(timeout_s, hosts_may_join=hosts_may_join)
             self._spawn(actor)
 
     def start(self, context: RunContext[Config]) -> list[tuple[RoleProcess, Any]]:
-        """Send the context to all actors; return the calls that end when they are ready."""
+        """Send the context to all actors; return the calls that end when the actors are ready."""
         self._context = context
         for actor in self.actors:
             self._start(actor)
@@ -159,7 +159,7 @@ class ActorPools:
 
     def begin(self) -> None:
         for actor in self.actors:
-            if actor.running is None and actor.is_ready:  # others begin in `watch`, once they are ready
+            if actor.running is None and actor.is_ready:  # `watch` begins the work of other actors when they are ready
                 actor.begin_work(actor.handle.run.remote())
 
     def stop(self, shutdown_grace_s: float) -> None:
@@ -173,7 +173,7 @@ class ActorPools:
     # --- watch ------------------------------------------------------------------------------------
 
     def watch(self) -> list[ActorProcess]:
-        """Restart dead actors and return the working ones; raise RunFailed if no actor is left."""
+        """Restart dead actors and return the working actors; raise RunFailed if no actor is left."""
         self._check()
         working = [actor for actor in list(self.actors) if self._watch(actor)]
         if self.actors and all(actor.lost for actor in self.actors):  # a run on recorded samples may have no actors
@@ -186,7 +186,7 @@ class ActorPools:
         return [actor for actor in self.actors if actor.is_ready]
 
     def wait_until_ready(self) -> list[ActorProcess]:
-        """Return the ready actors once there is one; restart dead ones meanwhile. Raise RunFailed after `STARTUP_S`."""
+        """Wait for a ready actor; return all ready actors. Restart dead actors. Raise RunFailed after `STARTUP_S`."""
         deadline = time.monotonic() + STARTUP_S
         while not (ready := self.ready()):
             self.watch()
@@ -223,7 +223,7 @@ class ActorPools:
         if count > 1 and self._config.launch.colocate:
             raise ValueError("launch.colocate = true supports one actor only: start a run without it")
         actors = self.staying(name)
-        actors.sort(key=lambda actor: not actor.is_ready)  # remove actors that are not ready first, then the newest
+        actors.sort(key=lambda actor: not actor.is_ready)  # first remove actors that are not ready, then the newest
         for _ in range(count - len(actors)):
             self._add_actor(self.pools[name])
         for actor in actors[count:]:
@@ -244,7 +244,7 @@ class ActorPools:
         bundle = self.pools[name].bundle
         hosts = ray._private.state.available_resources_per_node().values()
         places = (min(host.get(kind, 0.0) / bundle[kind] for kind in bundle) for host in hosts) if bundle else ()
-        # 1e-6 because 0.3 / 0.1 is slightly less than 3
+        # add 1e-6, because 0.3 / 0.1 is slightly less than 3 in floating point
         return sum(int(each + 1e-6) for each in places) if bundle else MAX_UNRESERVED
 
     def _add_actor(self, pool: ActorPool) -> None:
@@ -286,7 +286,7 @@ class ActorPools:
         actor.starting = actor.handle.start.remote(context, actor.number, actor.pool)
 
     def _watch(self, actor: ActorProcess) -> bool:
-        """Return whether the actor works and can report; restart it if it died."""
+        """Return whether the actor works and can report; restart a dead actor."""
         if actor.lost:
             return False
         if actor.leaving is not None:
@@ -308,13 +308,13 @@ class ActorPools:
         if not why:
             if actor.running is None:
                 actor.begin_work(actor.handle.run.remote())
-            return True  # else it finished, because the run drains
+            return True  # while the run drains, finished actors can still report
         if not self.stop_requested:
             self._restart(actor, why)
         return False
 
     def _exit_reason(self, actor: ActorProcess) -> str | None:
-        """Return why its start or its work failed; '' if it succeeded, None if it is in progress."""
+        """Return why the actor's start or work failed; '' if the call succeeded, None if the call is in progress."""
         pending = actor.starting if actor.running is None else actor.running
         if done(pending):
             reconnected = actor.running is not None and actor.reconnect(SILENCE_S, self._notify)
@@ -324,7 +324,7 @@ class ActorPools:
         return None
 
     def _restart(self, actor: ActorProcess, why: str) -> None:
-        actor.kill()  # its work may have failed in a live process
+        actor.kill()  # the process may still live if only its work failed
         if actor.restarts.are_exhausted:
             actor.lose(f"given up: {why}")
             left = sum(1 for each in self.actors if not each.is_going)
@@ -340,12 +340,12 @@ class ActorPools:
         self._start_if_placed(actor)
 
     def _replace_terminated(self, actor: ActorProcess, result: Terminated) -> None:
-        """Request a new placement for an actor that exited on SIGTERM: its host may be about to be preempted."""
+        """Request a new placement for an actor that exited on SIGTERM, because its host may soon be preempted."""
         self._notify("left", f"{actor.name} {result}")
         if actor.after_sigterm.are_exhausted:
             why = f"received SIGTERM {actor.after_sigterm.in_a_row + 1} times in a row"
             actor.lose(f"given up: {why}")
-            self._notify("given_up", f"{actor.name} is given up: {why}: find out what sends it; see {actor.log}")
+            self._notify("given_up", f"{actor.name} is given up: {why}: find the sender of SIGTERM; see {actor.log}")
             return
         actor.kill()
         actor.forget()
@@ -365,7 +365,7 @@ class ActorPools:
 
 @dataclass(frozen=True)
 class _ShardCall:
-    """A shard, the actor that evaluates it, and the actor's handle at the call, which a restart replaces."""
+    """The evaluation of a shard by an actor. `handle` is the actor's Ray handle at the call; a restart replaces it."""
 
     request: EvalRequest
     actor: ActorProcess
@@ -386,10 +386,10 @@ class Evaluation:
         max_retries: int,
         check: Check = lambda: None,
     ) -> None:
-        """Start the evaluation on `actors` (at least one), at `min_version` or later; None: at each actor's version.
+        """Start an evaluation on one or more `actors`, at `min_version` or later; None uses the version of each actor.
 
-        A failed shard is retried on `ready_actors()`, at most `max_retries` times in all. Shards of actors that leave
-        or exited on SIGTERM do not count as retries.
+        A failed shard is retried on `ready_actors()`, at most `max_retries` times for all shards. A retry does not
+        count if the actor is leaving or exited on SIGTERM.
         """
         self._ready_actors = ready_actors
         self._deadline = time.monotonic() + timeout_s
@@ -405,7 +405,7 @@ class Evaluation:
             self._send(part, actor)
 
     def poll(self) -> list[EvalResult] | None:
-        """Return all results, or None if shards are missing; raise RunFailed after too many failures or a timeout."""
+        """Return all results, or None while shards are missing; raise RunFailed on too many failures or a timeout."""
         self._check()
         pending, self._pending = self._pending, []
         for shard in pending:
@@ -437,7 +437,7 @@ class Evaluation:
                 raise RunFailed(f"{actor.name} failed to evaluate: {reason(error)}; {actor.log_hint}") from None
             self._retries_left -= 1
         if (on_sigterm or isinstance(error, RayActorError)) and actor.handle is shard.handle:
-            actor.running = shard.call  # mark its work as failed: it is then not ready, and `watch` restarts it
+            actor.running = shard.call  # mark the work of the actor as failed, so that `watch` restarts the actor
         self._unsent.append(shard.request)
 
     def _send(self, request: EvalRequest, actor: ActorProcess) -> None:

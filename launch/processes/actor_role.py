@@ -3,8 +3,8 @@
     calls of the supervisor:  start -> run, report, evaluate -> stop
     SIGTERM, at any time:     runs `stop`; `start`, `run` and `evaluate` raise `Terminated`; the process exits
 
-Python runs signal handlers only in the main thread, which has Ray's loop and Ray's own handler. So the process starts
-with SIGTERM blocked in all threads (`placement.spawn`), and one thread receives it by `sigwait`.
+Python runs signal handlers only in the main thread, where Ray runs its own loop and handler. So the process starts with
+SIGTERM blocked in all threads (`placement.spawn`), and one thread receives SIGTERM by `sigwait`.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from leeway.common.run import RunContext
 from leeway.launch.processes.role_process import Role
 
 SHUTDOWN_GRACE_S = 15.0
-"""Grace period of an actor that shuts down, before it is killed."""
+"""Seconds that an actor has to shut down before it is killed."""
 _REPLY_GRACE_S = 1.0
-"""Grace period before exit, so that the final reply is sent."""
+"""Seconds between the final reply and the exit, so that the reply is sent."""
 
 R = TypeVar("R")
 
@@ -65,7 +65,7 @@ class ActorRole(Role):
     _shutdown: asyncio.Task[None] | None = None
 
     def __init__(self, log: Path, config: ActorsConfig) -> None:
-        """Load the libraries of an engine with this config, the longest part of a start."""
+        """Load the libraries of an engine with `config`; this import is the longest part of the startup."""
         super().__init__(log)
         _start_resource_tracker()
         with gc_disabled():
@@ -75,7 +75,7 @@ class ActorRole(Role):
             load_engine(config)
 
     async def start(self, context: RunContext[ActorSections], number: int, pool: str) -> None:
-        """Start the engine and connect to the buffer; raise Terminated on SIGTERM, once the engine is up."""
+        """Start the engine and connect to the buffer; raise Terminated on SIGTERM, after the engine has started."""
         from leeway.actors.loop import ActorLoop
 
         self._name = actor_name(number)
@@ -86,7 +86,7 @@ class ActorRole(Role):
         await self._unless_terminated(self._loop.start())
 
     async def run(self) -> None:
-        """Generate until the run drains; a repeated call awaits the same work. Raise Terminated on SIGTERM."""
+        """Generate until the run drains; a repeated call waits for the same task. Raise Terminated on SIGTERM."""
         if self._work is None:
             self._work = asyncio.create_task(self._loop.run())
         await self._unless_terminated(self._work)
@@ -126,7 +126,7 @@ class ActorRole(Role):
         self._events.call_later(_REPLY_GRACE_S, os._exit, 0)
 
     async def _unless_terminated(self, work: Awaitable[R]) -> R:
-        """Return the result of `work`. After SIGTERM, ignore how it ends, and raise Terminated."""
+        """Return the result of `work`. After SIGTERM, ignore that result and raise Terminated."""
         task = asyncio.ensure_future(work)
         either: list[asyncio.Future[Any]] = [task, self._terminated]
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
@@ -136,7 +136,7 @@ class ActorRole(Role):
 
 
 def _start_resource_tracker() -> None:
-    """Start the resource tracker in a short-lived thread, because that unblocks SIGTERM in the calling thread."""
+    """Start multiprocessing's resource tracker in its own thread, because the start unblocks SIGTERM in that thread."""
     thread = threading.Thread(target=resource_tracker.ensure_running, name="resource-tracker")
     thread.start()
     thread.join()

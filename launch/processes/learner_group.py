@@ -1,4 +1,4 @@
-"""LearnerGroup: the processes of the learner, one per rank, restarted as a group if one dies or hangs."""
+"""LearnerGroup: the processes of the learner, one per rank, restarted as a group if one of them dies or hangs."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class StagePoll:
     """The reply of a stage to a poll."""
 
     waiting_for: str
-    """Reason that training is waiting; empty while it computes."""
+    """Reason that training waits; empty while training computes."""
     publishing: str
     """Reason for a delayed publication of weights; empty if nothing delays it."""
     leftovers: Sequence[str] = ()  # one sentence per file that cannot be removed
@@ -61,20 +61,20 @@ class StageRole(Role):
     """Hosts one pipeline stage."""
 
     def __init__(self, log: Path) -> None:
-        """Load the compute libraries, which takes seconds; the services start meanwhile."""
+        """Load the compute libraries. The import takes seconds, in which the services start."""
         super().__init__(log)
         with gc_disabled():
             import leeway.learner.stage  # noqa: F401 -- for `setup`
 
     def rendezvous(self, host: str | None) -> str:
-        """Return a free TCP address of this machine; `host` defaults to its address in the Ray cluster."""
+        """Return a free TCP address of this machine; `host` defaults to this machine's address in the Ray cluster."""
         host = address_here() if host is None else host
         is_v6 = ":" in host
         with socket.create_server((host, 0), family=socket.AF_INET6 if is_v6 else socket.AF_INET) as probe:
             return f"tcp://{f'[{host}]' if is_v6 else host}:{probe.getsockname()[1]}"
 
     def setup(self, context: RunContext[LearnerSections], rank: int, rendezvous: str) -> None:
-        """Build the stage. Collective: all stages must be in this call at the same time."""
+        """Build the stage. The call is collective: all stages must make it at the same time."""
         from leeway.learner.stage import Stage
 
         self._stage = Stage(context, rank, rendezvous)
@@ -94,7 +94,7 @@ class StageRole(Role):
 
 
 class Phase(Enum):
-    """Phase of the group: the call that all ranks are in, or have completed."""
+    """Phase of the group: the call that all ranks execute or have completed."""
 
     RENDEZVOUS = auto()
     SETTING_UP = auto()
@@ -120,14 +120,14 @@ class _Loss:
 
 
 class LearnerGroup:
-    """Starts the ranks, monitors them, and restarts all ranks from the newest checkpoint if one is lost.
+    """Starts the ranks, monitors them, and restarts all ranks from the newest checkpoint if a rank is lost.
 
         rendezvous -> setting up -> ready -> running -> finished -> exporting -> exported
            ^--------------- lost: all are killed and restarted ----------'
 
     A rank is lost if its process died, its GPU failed, it timed out in a collective, or it was not ready in time after
-    a restart. Any other error is permanent and ends the run, as do more than `MAX_RESTARTS` restarts in a row without
-    a new checkpoint.
+    a restart. Any other error is permanent and ends the run. More than `MAX_RESTARTS` restarts in a row without a new
+    checkpoint also end the run.
     """
 
     def __init__(self, plan: Plan, notify: Notify, check: Check = lambda: None) -> None:
@@ -154,11 +154,11 @@ class LearnerGroup:
     # --- life -------------------------------------------------------------------------------------
 
     def request_placement(self) -> None:
-        """Request resources for all ranks, without blocking; they are kept across restarts."""
+        """Request resources for all ranks, without blocking; restarts keep the resources."""
         self.placement = PlacementGroup(self._reserved, " and ".join(pool.describe() for pool in self._pools))
 
     def facts(self) -> list[ProcessStatus]:
-        """Return the status of each rank; never blocks."""
+        """Return the status of each rank, without blocking."""
         state = self._state.name.lower().replace("_", " ")
         shown = {Phase.RUNNING: "working", Phase.EXPORTED: "finished"}.get(self._state, state)
         return [msgspec.structs.replace(stage.facts(), state=shown) for stage in self._stages]
@@ -174,7 +174,7 @@ class LearnerGroup:
         self._enter(Phase.RENDEZVOUS, [(first, first.handle.rendezvous.remote(self._plan.local_host))])
 
     def start(self, context: RunContext[LearnerSections], deadline: float) -> list[tuple[RoleProcess, Any]]:
-        """Set up all ranks; return the calls that end when they are ready. Raise RunFailed if rank 0 did not start."""
+        """Set up all ranks; return the calls that end when the ranks are ready. Raise RunFailed if rank 0 fails."""
         self._context = context
         (rendezvous,) = results(self._calls, "to return the rendezvous address", deadline)
         self._set_up(rendezvous)
@@ -183,13 +183,13 @@ class LearnerGroup:
     def begin(self) -> None:
         if self._stop_requested:
             self._send_stop()
-        self._rows = Rows(self._plan.folder.metrics, at_end=True)  # `setup` has removed the rows of repeated steps
+        self._rows = Rows(self._plan.folder.metrics, at_end=True)  # `setup` removed the rows of steps to repeat
         self._enter(Phase.RUNNING, [(stage, stage.handle.run.remote()) for stage in self._stages])
 
     def watch(self) -> None:
-        """Enter the next phase once all ranks completed this one; restart if a rank is lost. Never blocks for long.
+        """Enter the next phase when all ranks have completed the current one; restart all ranks if a rank is lost.
 
-        Raise RunFailed if a rank failed with a permanent error, or if ranks were lost too often.
+        Blocks only briefly. Raise RunFailed if a rank failed with a permanent error, or if ranks were lost too often.
         """
         self._check()
         self._check_placement()
@@ -200,7 +200,7 @@ class LearnerGroup:
             self._advance()
 
     def poll(self, timeout_s: float) -> PollResult:
-        """Return the rows and the state of the learner; a late reply is returned by the next poll."""
+        """Return new metric rows and the state of the learner; the next poll returns a late reply."""
         rows = [] if self._rows is None else list(self._rows.read())
         if self._state in (Phase.RENDEZVOUS, Phase.SETTING_UP, Phase.READY):
             return PollResult(rows, learner_waits_for="the restart of its stages", publishing="")
@@ -224,13 +224,13 @@ class LearnerGroup:
         return self._state in (Phase.FINISHED, Phase.EXPORTING, Phase.EXPORTED)
 
     def request_stop(self) -> None:
-        """Stop after the current step, with a checkpoint; a restarting learner stops before its first step."""
+        """Let the learner write a checkpoint and stop after its current step, or before the first step of a restart."""
         self._stop_requested = True
         if self._state is Phase.RUNNING:
             self._send_stop()
 
     def export(self, folder: Path) -> None:
-        """Let all ranks write the Hugging Face folder after their last step; raise RunFailed as in `watch`."""
+        """Let all ranks export a Hugging Face model folder after their last step; raise RunFailed as `watch` does."""
         while self._state is not Phase.EXPORTED:
             if self._state is Phase.FINISHED:
                 self._enter(Phase.EXPORTING, [(stage, stage.handle.export.remote(folder)) for stage in self._stages])
@@ -255,7 +255,7 @@ class LearnerGroup:
         elif self._state is Phase.SETTING_UP:
             self._enter(Phase.READY, [])
             if self.num_restarts:
-                # the learner has set unreadable checkpoints aside, so it has loaded the newest one left
+                # the learner renamed damaged checkpoints, and loaded the newest of the other checkpoints
                 resumed = newest_progress(self._plan.folder.checkpoints)
                 self._resumed = resumed or TrainingProgress(step=0, version=0, incarnation=0)
                 self._notify("resumed", f"the learner resumes from step {self._resumed.step}")
@@ -290,7 +290,7 @@ class LearnerGroup:
     # --- loss -------------------------------------------------------------------------------------
 
     def _find_loss(self) -> _Loss | None:
-        """Return the lost ranks and the reason; None if no loss is known yet. Raise RunFailed as in `watch`."""
+        """Return the lost ranks and the reason; None if no loss is known yet. Raise RunFailed as `watch` does."""
         ended = [(stage, call) for stage, call in self._calls if done(call)]
         failures = [(stage, error) for stage, call in ended if (error := failure(call)) is not None]
         pending = [stage for stage, call in self._calls if not any(stage is each for each, _ in ended)]
@@ -303,22 +303,22 @@ class LearnerGroup:
         if dead:
             return _Loss(tuple(stage for stage, _ in dead), f"died ({reason(dead[0][1])})")
         faulty = [(stage, error) for stage, error in failures if _is_a(error, GpuFailed)]
-        if faulty:  # failures of the other ranks are consequences
+        if faulty:  # the failed GPUs caused the failures of other ranks
             return _Loss(tuple(stage for stage, _ in faulty), f"lost its GPU ({reason(faulty[0][1])})")
         if pending and now - self._failed_s < GRACE_S:
             return None
         own = [(stage, error) for stage, error in failures if not _is_a(error, StageLost)]
         if own:
-            # prefer the coordinator's own error: CoordinatorFailed on other ranks repeats its text without its log
+            # prefer the coordinator's own error, because CoordinatorFailed on other ranks lacks the coordinator's log
             stage, error = min(own, key=lambda each: _is_a(each[1], CoordinatorFailed))
             raise RunFailed(f"{stage.name} failed: {reason(error)}; {stage.log_hint}")
         stage, error = failures[0]
         if pending:
             return _Loss(tuple(pending), f"did not respond to the other ranks ({reason(error)})")
-        return _Loss((stage,), f"lost the other ranks ({reason(error)})")
+        return _Loss((stage,), f"lost the connection to the other ranks ({reason(error)})")
 
     def _timed_out(self, pending: Sequence[RoleProcess]) -> _Loss:
-        """Return the loss of ranks whose call timed out during a restart; raise RunFailed in any other phase."""
+        """Return the ranks that timed out while they restarted as a loss; raise RunFailed for any other timeout."""
         loss = _Loss(tuple(pending), f"did not become ready again within {STARTUP_S:g} s")
         if self.num_restarts and self._state in (Phase.RENDEZVOUS, Phase.SETTING_UP):
             return loss

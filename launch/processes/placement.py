@@ -1,4 +1,4 @@
-"""Placement of the processes of a run on hosts, with a timeout on every wait; `spawn` starts a process there."""
+"""Place the processes of a run on hosts, with a timeout on every wait; `spawn` starts a placed process."""
 
 from __future__ import annotations
 
@@ -25,35 +25,35 @@ if TYPE_CHECKING:  # service processes import this module and must not load comp
     from leeway.launch.pools import Bundle, WorkerPool
 
 PLACEMENT_S = 60.0
-"""Timeout of a worker's wait for a host of a cluster; a host needs a few seconds to join."""
+"""Timeout in seconds of a worker's wait for a host of a cluster; a host needs a few seconds to join."""
 _POLL_S = 0.2
 _BLOCK_SIGTERM = (
     "import os, signal, sys; signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM}); "
     "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
 )
-"""Program that blocks SIGTERM and then becomes Ray's worker; all its threads and processes inherit the mask."""
+"""Program that blocks SIGTERM, also for its threads and child processes, and then becomes Ray's worker."""
 _OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 ON_GPU = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
-"""Environment of ranks with a GPU: packed batches vary in shape, and fixed blocks would fragment the memory."""
+"""Environment of ranks with a GPU. Batches vary in shape, so memory blocks of a fixed size would fragment memory."""
 
 
 class Reservation(NamedTuple):
-    """Resources of one worker, and Ray's scheduling strategy (None: any host)."""
+    """Resources of one worker, and Ray's scheduling strategy; without a strategy, any host is allowed."""
 
     bundle: Bundle
     strategy: Any = None
 
 
 def here() -> Reservation:
-    """Return a reservation of this machine, which has the run's folder, without resources."""
+    """Return a reservation of this machine without resources; this machine has the folder of the run."""
     return Reservation({}, NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False))
 
 
 class PlacementGroup:
-    """Resources of workers, reserved together or not at all, until `release` or the end of the run."""
+    """Resources of workers, reserved all at once, until `release` is called or the run ends."""
 
     def __init__(self, bundles: Sequence[Bundle], what: str) -> None:
-        """Request resources for workers from Ray, one bundle each, without blocking. `what` names them in errors."""
+        """Request one bundle per worker from Ray, without blocking. `what` describes the request in error messages."""
         self.what = what
         self._bundles = bundles
         self._missing_since_s: float | None = None
@@ -62,7 +62,7 @@ class PlacementGroup:
 
     @property
     def is_placed(self) -> bool:
-        """Whether every worker has a host now; False after a host was lost, until another one replaces it."""
+        """Whether every worker has a host; False from the loss of a host until another host replaces the lost one."""
         if self._group is None or placement_group_table(self._group)["state"] == "CREATED":
             self._missing_since_s = None
             return True
@@ -74,7 +74,7 @@ class PlacementGroup:
         return 0.0 if self._missing_since_s is None else time.monotonic() - self._missing_since_s
 
     def wait(self, timeout_s: float, *, hosts_may_join: bool) -> None:
-        """Wait for hosts. Raise RunFailed after `timeout_s`; at once if no host is large enough and none may join."""
+        """Wait for hosts. Raise RunFailed after `timeout_s`, or at once if no host is big enough and none may join."""
         while not self.is_placed:
             if self.missing_s > timeout_s or not (hosts_may_join or self._fits_some_host()):
                 raise RunFailed(self.shortage())
@@ -123,12 +123,12 @@ def place_of(role: str, number: int, pool: WorkerPool) -> PlacementGroup:
 
 @dataclass
 class PlacedProcess(RoleProcess):
-    """A process with its own placement. It is given up if it dies too often or finds no host."""
+    """A process with its own placement. A process that dies too often or finds no host is lost."""
 
     placement: PlacementGroup = field(kw_only=True)
-    """Kept across restarts."""
+    """Resources of the process; a restart keeps the resources."""
     lost: str = ""
-    """Reason for which it was given up; '' while it is not."""
+    """Reason that the process is lost and not restarted; '' if the process is not lost."""
 
     @property
     def state(self) -> str:
@@ -167,9 +167,9 @@ def spawn(
 ) -> Any:  # noqa: ANN401 -- a Ray handle
     """Start a role in its own process, with its output in `log`.
 
-    `variables` extend its environment. `takes_sigterm` starts it with SIGTERM blocked, for `signal.sigwait`.
+    `variables` extend the environment of the process. `takes_sigterm` blocks SIGTERM there, for `signal.sigwait`.
     """
-    # the number of compute threads is set in the environment, because libraries read it at import
+    # set the number of compute threads in the environment, because libraries read this number at import
     threads = str(threads_of(on.bundle.get("CPU", 0.0)))
     environment = {
         "OMP_NUM_THREADS": threads,
@@ -180,17 +180,17 @@ def spawn(
         **(variables or {}),
     }
     if "GPU" not in on.bundle:
-        environment["CUDA_VISIBLE_DEVICES"] = ""  # Ray hides GPUs only from processes that reserved some
+        environment["CUDA_VISIBLE_DEVICES"] = ""  # Ray sets this variable only if the process reserved GPUs
     runtime: dict[str, Any] = {"env_vars": environment}
     if takes_sigterm:
-        # Ray's threads start before any code of ours, so the process must start with the signal blocked
+        # Ray's threads start before our code runs, so the process must start with SIGTERM blocked
         runtime["py_executable"] = shlex.join([sys.executable, "-S", "-E", "-c", _BLOCK_SIGTERM])
     options = {
         "num_cpus": on.bundle.get("CPU", 0.0),
         "num_gpus": on.bundle.get("GPU", 0.0),
         "resources": {kind: amount for kind, amount in on.bundle.items() if kind not in ("CPU", "GPU")},
         "max_concurrency": concurrency,
-        "max_restarts": 0,  # the supervisor restarts it, because a new process needs the newest state
+        "max_restarts": 0,  # the supervisor restarts the process, because a new process needs the newest state
         "runtime_env": runtime,
     }
     if on.strategy is not None:

@@ -1,4 +1,4 @@
-"""Start or join Ray, shut it down, and monitor its own processes, because Ray hardly reports their death."""
+"""Start, join and shut down Ray, and monitor Ray's own processes, whose death Ray rarely reports."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from leeway.launch.pools import resource_of
 from leeway.launch.processes.role_process import RunFailed
 
 RAY_SHUTDOWN_GRACE_S = 3.0
-"""Grace period of Ray's own processes after its shutdown."""
+"""Seconds that Ray's own processes have to exit after the shutdown of Ray, before they are killed."""
 
 
 def start_ray(config: Config, namespace: str) -> RayWatch:
-    """Start Ray here, or join launch.ray_address; raise RunFailed if that fails, Stopped on a SIGTERM meanwhile."""
+    """Start a local Ray, or join the cluster at launch.ray_address; raise RunFailed on failure, Stopped on SIGTERM."""
     global _session, _sessions_before
     address = config.launch.ray_address
     _session, _sessions_before = None, frozenset(_sessions())
-    # on a single machine, Ray's own servers listen on loopback only, not on every interface
+    # without a cluster, False makes Ray's servers listen on loopback only, not on every interface
     ray._private.ray_constants.ENABLE_RAY_CLUSTER = address is not None
     try:
         with _preserve_signals(END_SIGNALS if address is None else frozenset()):
@@ -47,7 +47,7 @@ def start_ray(config: Config, namespace: str) -> RayWatch:
                 configure_logging=False,
                 **({} if address else _local_options(config)),
             )
-    except SystemExit as error:  # from Ray's own SIGTERM handler: another thread received the signal
+    except SystemExit as error:  # raised by Ray's own SIGTERM handler if another thread received the signal
         raise Stopped from error
     except Exception as error:  # Ray raises a bare Exception if a node starts too slowly on a busy machine
         where = f"no Ray cluster answers at launch.ray_address = '{address}'" if address else "Ray failed to start"
@@ -62,7 +62,7 @@ def start_ray(config: Config, namespace: str) -> RayWatch:
 
 
 def _local_options(config: Config) -> dict[str, Any]:
-    """Return the options of a local Ray: this machine is a host of every pool."""
+    """Return the options of a local Ray, where this machine has the resources of every pool."""
     return {
         "include_dashboard": False,
         "object_store_memory": OBJECT_STORE_BYTES,
@@ -74,10 +74,10 @@ def _local_options(config: Config) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _preserve_signals(blocked: frozenset[signal.Signals]) -> Iterator[None]:
-    """Restore our signal handlers after Ray starts; Ray and its child processes start with `blocked` blocked.
+    """Block the signals in `blocked` while Ray starts; then restore the signal mask and handlers of this process.
 
-    Ray's own SIGTERM handler ends this process. `timeout`, systemd and Slurm signal every process of a job: without
-    the inherited mask, some of Ray's processes would exit before the launcher could write a checkpoint.
+    Ray replaces the SIGTERM handler, and its processes inherit the mask. `timeout`, systemd and Slurm signal every
+    process of a job. Without the mask, Ray's processes would exit before the launcher can write a checkpoint.
     """
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
@@ -90,14 +90,14 @@ def _preserve_signals(blocked: frozenset[signal.Signals]) -> Iterator[None]:
 
 
 def end_ray() -> None:
-    """Shut down the Ray that `start_ray` started here, and remove its session folder.
+    """Shut down the Ray that `start_ray` started on this machine, and remove its session folder.
 
-    Kill its agents too: after a failed start, they would run for another minute or two.
+    Kill Ray's agents too, because they would run for another minute or two after a failed start.
     """
     family = [child for child in psutil.Process().children(recursive=True) if _is_of_ray(child)]
     if (node := ray._private.worker._global_node) is not None:
         kill = node.kill_all_processes
-        # otherwise Ray waits 1 s for each process to handle SIGTERM, which is blocked there
+        # by default, Ray waits 1 s for each process to handle SIGTERM, but these processes block SIGTERM
         node.kill_all_processes = lambda **how: kill(**how | {"allow_graceful": False})
     ray.shutdown()
     _, alive = psutil.wait_procs(family, timeout=RAY_SHUTDOWN_GRACE_S)
@@ -109,9 +109,9 @@ def end_ray() -> None:
 
 
 _session: Path | None = None
-"""Session folder of the Ray that was started here; None if it did not start, or if a cluster was joined."""
+"""Session folder of the Ray that this process started; None if Ray did not start, or if the run joined a cluster."""
 _sessions_before: frozenset[Path] = frozenset()
-"""Session folders from before the start: another container may share the parent folder and use the same pid."""
+"""Session folders that existed before Ray started; they may belong to a process with our pid in another container."""
 
 
 def _sessions() -> Iterable[Path]:
@@ -134,7 +134,7 @@ def was_abandoned() -> bool:
 
 
 def exit_if_abandoned(status: int) -> None:
-    """Exit immediately if Ray was abandoned: its exit hooks wait for dead processes."""
+    """Exit without Ray's exit hooks if Ray was abandoned, because these hooks would wait for dead processes."""
     if _abandoned:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -146,11 +146,11 @@ _CONNECT_S = 2.0
 _POLL_S = 5.0
 _SHUTDOWN_GRACE_S = 5.0
 _GCS_TIMEOUT_S = 45.0
-"""Seconds without a connection after which the GCS counts as dead."""
+"""Seconds without a connection after which Ray's control service (GCS) counts as dead."""
 
 
 def _ticks_at_start(pid: int) -> str:
-    """Return the start time of a process in ticks since boot; '' if there is no such process."""
+    """Return the start time of a process in ticks since boot; '' if no process has this pid."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             return file.read().rpartition(")")[2].split()[19]
@@ -159,15 +159,15 @@ def _ticks_at_start(pid: int) -> str:
 
 
 def _reap(done: str, grace_s: float) -> None:
-    """Kill the processes that a killed launcher leaves behind. Runs in its own process until the launcher exits.
+    """Kill the Ray processes of a killed launcher. This function runs in its own process until the launcher exits.
 
-    Each line of its input lists the processes as PID:TICKS, so that a reused pid does not match. If the input ends
-    without the line `done`, the launcher was killed, and the processes that are left after `grace_s` are killed too.
+    Each line of stdin lists the processes as PID:TICKS; the start time in ticks detects a reused pid. If stdin ends
+    without the line `done`, the launcher was killed. Processes that still run after `grace_s` are then killed.
     """
-    import os, signal, sys, time  # noqa: E401, I001 -- the process runs this source alone, to save memory
+    import os, signal, sys, time  # noqa: E401, I001 -- the process runs only this source code, to save memory
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)  # meant for the launcher: the reaper reacts only to its exit
+        signal.signal(number, signal.SIG_IGN)  # the signals are for the launcher; this process waits for its exit
     named: list[str] = []
     for line in sys.stdin:
         if line.strip() == done:
@@ -185,7 +185,7 @@ def _reap(done: str, grace_s: float) -> None:
 
 _DONE = "done"
 _REAP_GRACE_S = 5.0
-"""Grace period in seconds, in which Ray's workers exit on their own; Ray's agents would take 90 s."""
+"""Seconds in which Ray's workers exit on their own, before all processes are killed; Ray's agents would need 90 s."""
 _REAPER = f"{inspect.getsource(_ticks_at_start)}\n{inspect.getsource(_reap)}\n_reap({_DONE!r}, {_REAP_GRACE_S})"
 
 
@@ -193,7 +193,7 @@ class RayWatch:
     """Monitors Ray's own processes on this machine, and the connection to the GCS."""
 
     def __init__(self, address: str, logs: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
-        """Monitor a running Ray with its GCS at `address` (HOST:PORT); its own processes log to `logs`."""
+        """Monitor a running Ray. `address` is HOST:PORT of its control service (GCS), `logs` the folder of its logs."""
         host, _, port = address.rpartition(":")
         self._address = host.strip("[]"), int(port)
         self._logs = logs
@@ -202,9 +202,9 @@ class RayWatch:
         self._servers = [(name, child) for child in self._family if (name := _name(child)) is not None]
         self._reached_s = self._polled_s = clock()
         self.is_dead = False
-        """Whether Ray is dead: calls to it would never return."""
+        """Whether Ray is dead; a call to a dead Ray never returns."""
         self._reaper = subprocess.Popen(
-            # -S: site-packages would take memory; -E, -P: ignore modules from the environment and the current folder
+            # -S saves the memory of site-packages; -E and -P ignore modules of the environment and the current folder
             [sys.executable, "-S", "-E", "-P", "-c", _REAPER],
             stdin=subprocess.PIPE,
             text=True,
@@ -213,7 +213,7 @@ class RayWatch:
         self._send_family()
 
     def check(self) -> None:
-        """Raise RunFailed if one of Ray's own processes died, or if the GCS is unreachable for too long."""
+        """Raise RunFailed if one of Ray's own processes died, or if the GCS is unreachable for `_GCS_TIMEOUT_S`."""
         for name, process in self._servers:
             if not _lives(process):
                 self.is_dead = True
@@ -229,7 +229,7 @@ class RayWatch:
             self._check_gcs(now)
 
     def end_all(self) -> None:
-        """Kill every process that Ray started here; those on other hosts exit once the connection is lost."""
+        """Kill every process of Ray on this host; Ray's processes on other hosts exit when the connection is lost."""
         self._family = [*self._family, *_family()]
         for process in self._family:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -237,10 +237,10 @@ class RayWatch:
         psutil.wait_procs(self._family, timeout=_SHUTDOWN_GRACE_S)
 
     def close(self) -> None:
-        """Stop the reaper after Ray was shut down. Idempotent."""
+        """Stop the process that runs `_reap`, after Ray was shut down. Idempotent."""
         if self._reaper.stdin is not None and not self._reaper.stdin.closed:
             self._send(_DONE)
-            with contextlib.suppress(BrokenPipeError):  # closing retries the failed write
+            with contextlib.suppress(BrokenPipeError):  # `close` retries the failed write
                 self._reaper.stdin.close()
             self._reaper.wait(_SHUTDOWN_GRACE_S)
 
@@ -248,9 +248,9 @@ class RayWatch:
         self._send(" ".join(f"{each.pid}:{_ticks_at_start(each.pid)}" for each in self._family))
 
     def _send(self, line: str) -> None:
-        """Send a line to the reaper, which kills Ray's processes if this process is killed."""
+        """Send a line to the process that kills Ray's processes if this process is killed."""
         assert self._reaper.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # the reaper was killed; the run continues without it
+        with contextlib.suppress(BrokenPipeError):  # the receiver was killed; the run continues without it
             self._reaper.stdin.write(line + "\n")
             self._reaper.stdin.flush()
 
@@ -263,7 +263,7 @@ class RayWatch:
             if now - self._reached_s > _GCS_TIMEOUT_S:
                 self.is_dead = True
                 raise RunFailed(
-                    f"Ray GCS at {host}:{port} unreachable for {now - self._reached_s:.0f} s ({error}): "
+                    f"the Ray GCS at {host}:{port} has been unreachable for {now - self._reached_s:.0f} s ({error}): "
                     "check that the head node is up with `launch/cluster.sh status`"
                 ) from error
 
@@ -298,9 +298,9 @@ def _below(process: psutil.Process) -> list[psutil.Process]:
 
 
 def _is_of_ray(process: psutil.Process) -> bool:
-    """Return whether a process is one of Ray's own or a Ray worker."""
+    """Return whether a process is one of Ray's own processes or a Ray worker."""
     command = _command(process)
-    # an argument that starts with a path is a program; code in an argument may contain Ray's folder too, because Ray
-    # adds the folder to the search path, which multiprocessing passes to its server process as code
+    # only an argument that starts with / is a program. Other arguments may contain Ray's folder too: Ray adds it to the
+    # search path, and multiprocessing passes the search path to its server process as code
     programs = [each for each in command if each.startswith("/") and "site-packages/ray/" in each]
     return bool(programs) or (bool(command) and command[0].startswith("ray::"))

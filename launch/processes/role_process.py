@@ -1,4 +1,4 @@
-"""Roles, which host parts of a run in their own processes; the supervisor's record of a process; and calls to it."""
+"""`Role` hosts a part of a run in its own process; `RoleProcess` is the supervisor's record of that process."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from leeway.launch.observe.status import ProcessStatus
 from leeway.launch.text import shortened
 
 MAX_RESTARTS = 3
-"""Maximum number of restarts in a row; a process that fails again is given up, as its failure is permanent."""
+"""Maximum number of restarts in a row; a process that fails again is not restarted, because its failure persists."""
 RESTART_RESET_S = 3600.0
 """Seconds of work after which the count of restarts starts again at 0."""
 SILENCE_S = 60.0
-"""Seconds of silence after which a role is reported. A role replies within milliseconds unless its host swaps."""
+"""Seconds without a reply after which a role is reported as silent; normally, a role replies within milliseconds."""
 _CHECK_INTERVAL_S = 1.0
 LOG_BYTES = 64 * 2**20  # size at which the log of a role is rotated
 
@@ -46,13 +46,13 @@ _CAUSES = (
 _FOLLOWS = re.compile("root cause|EngineDead|Engine ?[Cc]ore|Executor failed|initialization failed")
 """Matches log lines of processes that failed because another process failed."""
 _TAIL_BYTES, _QUOTED_CHARACTERS = 2**18, 300
-_NO_REASON = "For further information visit"  # pydantic's last line
+_NO_REASON = "For further information visit"  # the last line of pydantic's errors, which states no reason
 
 
 Notify = Callable[[str, str], None]
-"""Called with (kind, text) for each event."""
+"""Callback that receives the kind and the text of an event."""
 Check = Callable[[], None]
-"""Called before a start and during a wait; raises if the operation can no longer succeed."""
+"""Callback before a start and during a wait; raises an error if the operation can no longer succeed."""
 
 
 class RunFailed(RuntimeError):
@@ -60,7 +60,7 @@ class RunFailed(RuntimeError):
 
 
 class WrongInput(RunFailed):
-    """An input that a role loads is invalid, and only the role could detect it."""
+    """A role loaded an invalid input that the launcher could not check."""
 
 
 class Restarts:
@@ -89,7 +89,7 @@ class Restarts:
         return self.in_a_row >= self._limit
 
     def reset(self) -> None:
-        """Set the count to 0: the last restart succeeded."""
+        """Set the count to 0, because the last restart succeeded."""
         self._in_a_row = 0
 
     def count(self) -> None:
@@ -100,14 +100,14 @@ class Restarts:
 class Role:
     """Base class of the Ray actors that host the parts of a run, each in its own process with its own log.
 
-    Ray places the process, carries a few calls, and ends it with the run; data and weights never pass through Ray. A
-    role imports the hosted code only in its own process.
+    Ray places the process on a host, carries a few calls, and ends the process with the run. Data and weights never
+    pass through Ray. A role imports the hosted code only in its own process.
     """
 
     def __init__(self, log: Path) -> None:
-        """Redirect all output of this process, also from C code, to its log; only the owner can read its files."""
+        """Redirect all output of this process, including C code, to `log`; only the owner can read its files."""
         os.umask(OWNER_ONLY)
-        log.parent.mkdir(parents=True, exist_ok=True)  # missing on a host that does not share the run folder
+        log.parent.mkdir(parents=True, exist_ok=True)  # the folder is missing on hosts that do not share the run folder
         descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.dup2(descriptor, 1)
         os.dup2(descriptor, 2)
@@ -119,12 +119,12 @@ class Role:
         threading.Thread(target=_rotate, args=(log,), name="log", daemon=True).start()
 
     def location(self) -> tuple[str, int]:
-        """Return the address of its host in the Ray cluster, and its pid there."""
+        """Return the address of this host in the Ray cluster, and the pid of this process."""
         return address_here(), os.getpid()
 
 
 def _rotate(log: Path) -> None:
-    """Bound the size of a log: copy it to LOG.1 and truncate it, since other processes hold the file open."""
+    """Limit the size of a log. A large log is copied to LOG.1 and truncated, because processes hold the file open."""
     while True:
         time.sleep(_CHECK_INTERVAL_S)
         with contextlib.suppress(OSError):  # the disk may be full: retry later
@@ -147,15 +147,15 @@ class RoleProcess:
     handle: Any
     log: Path
     restarts: Restarts
-    """Stages share the budget of the learner, because all stages restart together."""
+    """Restart budget; all stages of the learner share one budget, because they restart together."""
     running: Any = None
     """The pending Ray call of the role's work; None before the work begins."""
     started_s: float = field(default_factory=time.monotonic)
     pool: str = ""
     _where: Any = None
-    """The pending call of `location`, later its result: host and pid."""
+    """Pending call of `location`, replaced by its result, the host and the pid."""
     _overdue: tuple[Any, float] | None = None
-    """A call without a reply so far, and the time from which its silence counts."""
+    """A call without a reply, and the time of the call or of the last report about its silence."""
 
     @property
     def name(self) -> str:
@@ -163,24 +163,24 @@ class RoleProcess:
 
     @property
     def log_hint(self) -> str:
-        """Return the path of its log; if a line of the log states why an engine failed, quote that line."""
+        """Return a hint with the path of the log, and a quote of the log line that states why an engine failed."""
         try:
-            with self.log.open("rb") as log:  # not mapped into memory, because the log may be truncated meanwhile
+            with self.log.open("rb") as log:  # do not map the log into memory: it may be truncated while it is read
                 log.seek(max(0, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
                 cause = cause_in(log.read().decode(errors="replace"))
-        except OSError:  # it is on another host
+        except OSError:  # the log is on another host
             cause = ""
         return f"cause in log: '{shortened(cause, _QUOTED_CHARACTERS)}'; see {self.log}" if cause else f"see {self.log}"
 
     @property
     def state(self) -> str:
-        running = self.running  # read once: the observer's thread reads it too
+        running = self.running  # read once, because another thread may set `running`
         if running is None:
             return "starting"
         return "finished" if done(running) else "working"
 
     def facts(self) -> ProcessStatus:
-        """Return its status now; never blocks."""
+        """Return the current status of the process, without blocking."""
         host, pid = self._location()
         return ProcessStatus(
             name=self.name,
@@ -202,20 +202,20 @@ class RoleProcess:
         self.handle = self.running = self._where = self._overdue = None
 
     def _location(self) -> tuple[str, int]:
-        found, handle = self._where, self.handle  # read once, as above
+        found, handle = self._where, self.handle  # read each once, because another thread may set them
         where = found
         if where is None and handle is not None:
             where = handle.location.remote()
         if isinstance(where, ray.ObjectRef) and done(where):
             where = None if failure(where) else ray.get(where)
-        if self._where is found:  # else it was restarted meanwhile, or the other thread has set it
+        if self._where is found:  # else another thread set `_where` or restarted the process
             self._where = where
         return where if isinstance(where, tuple) else ("", 0)
 
     def ask(self, method: str, timeout_s: float, notify: Notify) -> Any:  # noqa: ANN401 -- the result of the method
-        """Call a method without arguments; return its result, or None if it times out or fails.
+        """Call a method without arguments; return its result, or None if the call times out or fails.
 
-        If a call is overdue, wait for its result instead of calling again. A silence of `SILENCE_S` is reported.
+        If an earlier call is pending, wait for its result instead of calling again. Report a silence of `SILENCE_S`.
         """
         now = time.monotonic()
         pending, asked_s = self._overdue or (getattr(self.handle, method).remote(), now)
@@ -225,7 +225,7 @@ class RoleProcess:
             try:
                 return ray.get(ready[0])
             except RayError:
-                return None  # the next check of its work reports the reason
+                return None  # the next check of `running` reports the reason
         silence = time.monotonic() - asked_s
         if silence > SILENCE_S:
             notify("silent", f"{self.name} has not responded for {silence:.0f} s; see {self.log}")
@@ -239,9 +239,9 @@ def results(
 ) -> list[Any]:
     """Wait for concurrent calls to several processes, and return their results.
 
-    Only the first failure is raised, because it often causes the others. `what` completes the error text, as in 'to be
-    ready'; the deadline is on the monotonic clock. Raise WrongInput if a call failed because of the task or the model,
-    and RunFailed if it failed for another reason or timed out.
+    Only the first failure is raised, because one failure often causes others. `what` completes the error text, such as
+    'to be ready'. `deadline` is a monotonic time. Raise WrongInput if a call failed because of the task or the model,
+    and RunFailed if a call failed for another reason or timed out.
     """
     started = time.monotonic()
     waiting = {call: process for process, call in calls}
@@ -271,9 +271,9 @@ def done(pending: object) -> bool:
 
 
 def failure(pending: object) -> Exception | None:
-    """Return the error of a call; None if it succeeded or is still pending.
+    """Return the error of a call; None if the call succeeded or is still pending.
 
-    A RayTaskError was raised in the process; any other error means that the process or its machine died.
+    A RayTaskError means that the method raised an exception. Any other error means that the process or its host died.
     """
     if not done(pending):
         return None
@@ -285,13 +285,13 @@ def failure(pending: object) -> Exception | None:
 
 
 def outcome(pending: object) -> str:
-    """Return why a completed call failed; '' if it succeeded."""
+    """Return why a completed call failed; '' if the call succeeded."""
     error = failure(pending)
     return "" if error is None else reason(error)
 
 
 def _cause(error: Exception) -> Exception:
-    """Return the exception raised in the role, also while Ray decoded the arguments there; else the error itself."""
+    """Return the exception that the role, or Ray's decoding of its arguments, raised; if there is none, the error."""
     cause = error.cause if isinstance(error, RayTaskError) and error.cause is not None else error
     inner: object = getattr(cause, "client_exc", None)  # RaySystemError has this attribute
     return inner if isinstance(inner, Exception) else cause
@@ -311,7 +311,7 @@ def reason(error: Exception) -> str:
 
 
 def cause_in(log: str) -> str:
-    """Return the log line that states why the engine of the last process failed; '' if there is none."""
+    """Return the log line that states why the engine of the last process failed; '' if no line does."""
     own = log.rpartition(_STARTED)[2]
     found = ([line for line in re.findall(cause, own, re.M) if not _FOLLOWS.search(line)] for cause in _CAUSES)
     return next((lines[-1] for lines in found if lines), "")

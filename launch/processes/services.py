@@ -1,4 +1,4 @@
-"""Services of a run: processes that each serve at an address, and are restarted at the same address when they exit."""
+"""Processes that host the services of a run; a service that exits is restarted at the same address."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class ServiceRole(Role):
         keys: ServiceKeys | None,
         is_cluster: bool,
     ) -> None:
-        """Construct the service from its dotted name, which is imported in this process only, and its arguments."""
+        """Import the factory named `service` in this process only, and call the factory with `arguments`."""
         super().__init__(log)
         self._stop = threading.Event()
         host = address_here() if host is None and is_cluster else host
@@ -70,22 +70,22 @@ class ServiceRole(Role):
 
 
 class ServiceHost:
-    """Host of a service: starts it, and restarts it on the same store when it exits."""
+    """Starts the process of a service, and restarts an exited service on the same store."""
 
     name = title = ""
-    """`name` of the process and its log; `title` in messages."""
+    """`name` is the name of the process and its log; `title` names the service in messages."""
 
     def __init__(self, service: str, arguments: tuple[object, ...], plan: Plan, notify: Notify, check: Check) -> None:
-        """`service` is the dotted name of its class, constructed from `arguments`."""
+        """`service` is the dotted name of a class or function; calling it with `arguments` constructs the service."""
         self._service = service, arguments
         self._plan = plan
         self.log = plan.folder.log(self.name, 0)
         self._notify = notify
         self._check = check
         self.processes: list[RoleProcess] = []
-        """The process of the service; empty before the start, and if the run has no such service."""
+        """List with the process of the service; empty before the start, or if the run does not need the service."""
         self.address = ""
-        """Address of the service; a restart keeps it, because the store's folder has the socket or the port number."""
+        """Address of the service; restarts keep the address, because the store's folder has the socket or the port."""
 
     def watch(self) -> None:
         """Restart the service if it has exited; raise RunFailed if it exited too often."""
@@ -101,14 +101,14 @@ class ServiceHost:
             self._restart(process)
 
     def request_stop(self) -> list[Any]:
-        """Stop the service after its current request; return the pending calls that end with it."""
+        """Stop the service after its current request; return the calls that end when the service stops."""
         started = [process for process in self.processes if process.handle is not None]
         calls = [[process.handle.stop.remote(), process.running] for process in started]
         return [call for pair in calls for call in pair if call is not None]
 
     def kill(self) -> None:
         for process in self.processes:
-            if process.handle is not None:  # else its restart is pending
+            if process.handle is not None:  # None while a restart is pending
                 ray.kill(process.handle, no_restart=True)
         self.processes = []
 
@@ -123,7 +123,7 @@ class ServiceHost:
         return spawn(ServiceRole, self.log, *arguments, on=here(), concurrency=3, variables=plan.config.launch.env)
 
     def _restart(self, process: RoleProcess) -> None:
-        """Start the service, and retry until it serves; a failed attempt counts as a restart."""
+        """Restart the service; a failed start is retried until the restarts are exhausted."""
         while True:
             process.forget()
             process.restarts.count()
@@ -147,7 +147,7 @@ class ServiceHost:
 
 
 class BufferHost(ServiceHost):
-    """Host of the buffer service, with a client of the service."""
+    """Hosts the buffer service, and has a client that sends requests to the service."""
 
     name, title = "buffer", "the buffer service"
 
@@ -173,7 +173,7 @@ class BufferHost(ServiceHost):
             raise RunFailed(f"the buffer service does not respond: {error}; see {self.log}") from error
 
     def ask(self, request: Callable[[BufferClient], Future[R]]) -> R:
-        """Return the result of a request; restart the service if it is down. Raise RunFailed after `GIVE_UP_S`."""
+        """Return the result of a request; restart an exited service. Raise RunFailed after `GIVE_UP_S`."""
         assert self._client is not None, "start() comes first"
         deadline = time.monotonic() + GIVE_UP_S
         future = request(self._client)
@@ -196,7 +196,7 @@ class BufferHost(ServiceHost):
 
 
 class WeightsHost(ServiceHost):
-    """Host of the weight service; without network transfer of weights, it starts no service and `address` is ''."""
+    """Hosts the weight service; if weights are transferred through a folder, no service starts and `address` is ''."""
 
     name, title = "weights", "the weight service"
 
@@ -205,7 +205,7 @@ class WeightsHost(ServiceHost):
         super().__init__("leeway.weight_sync.service:WeightService", arguments, plan, notify, check)
 
     def start(self, deadline: float) -> None:
-        """Start the service if the run has one; raise RunFailed if it does not start."""
+        """Start the service if the run transfers weights over the network; raise RunFailed if the start fails."""
         if self._plan.config.weight_sync.transport != "folder":
             forget_port(self._plan.weights_folder / WEIGHTS_PORT)
             self._serve(deadline)

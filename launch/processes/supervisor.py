@@ -29,22 +29,22 @@ from leeway.launch.processes.role_process import MAX_RESTARTS, Notify, RoleProce
 from leeway.launch.processes.services import BufferHost, WeightsHost
 
 SHUTDOWN_GRACE_S = 15.0
-"""Grace period of actors and services before they are killed."""
+"""Seconds that actors and services have to stop before they are killed."""
 SHORT_GRACE_S = 3.0
-"""Grace period if the run was stopped: an actor whose engine is starting cannot respond."""
+"""Grace period in seconds after an interrupt; short, because an actor whose engine is starting cannot respond."""
 ENDING_S = 10.0
-"""Seconds for the rest of the shutdown, beyond the grace periods; after that Ray is abandoned."""
+"""Seconds for the rest of the shutdown, in addition to the grace periods; after a timeout, Ray is killed."""
 LOCAL_PLACEMENT_S = 15.0
-"""Timeout of a worker's wait for resources on a single machine."""
+"""Timeout in seconds of a worker's wait for resources on a single machine."""
 POLL_TIMEOUT_S = 0.2
-"""Timeout of a poll; a late reply is returned by the next poll."""
+"""Timeout of a poll in seconds; the next poll returns a late reply."""
 RANKER = "leeway.planning.ranking:RankerService"
 
 
 def ranker(plan: Plan, notify: Notify) -> Any:  # noqa: ANN401 -- imported by name
     """Return the ranker if predicted lengths can decide which actor gets a prompt; else None.
 
-    It predicts the lengths of completions of new prompts. The run never waits for it, and continues if it fails.
+    The ranker predicts completion lengths of new prompts. A slow or failed ranker neither delays nor ends the run.
     """
     dispatch = plan.config.buffer.dispatch
     if dispatch == "in_order" or (dispatch == "by_deadline" and len(actor_pools(plan.config)) == 1):
@@ -55,8 +55,8 @@ def ranker(plan: Plan, notify: Notify) -> Any:  # noqa: ANN401 -- imported by na
 class Supervisor:
     """Starts, monitors, restarts and shuts down every process of a run.
 
-    States of a process: started -> running -> finished; or running -> died -> restarted (up to `MAX_RESTARTS` times in
-    a row: services and actors one by one, the learner as a group); or given up.
+    A process that dies is restarted up to `MAX_RESTARTS` times in a row, and then given up. Services and actors are
+    restarted one by one, the processes of the learner as a group.
     """
 
     def __init__(self, plan: Plan, context: RunContext[Config], notify: Notify) -> None:
@@ -72,14 +72,14 @@ class Supervisor:
         self._ranker = ranker(plan, notify)
         self._drained = False
         self.shutdown_grace_s = SHUTDOWN_GRACE_S
-        """Grace period of `stop`."""
+        """Seconds that `stop` waits for actors and services before it kills them."""
         self._reported: set[str] = set()
-        """Senders whose invalid messages were already reported; the buffer bounds their number."""
+        """Senders whose invalid messages were already reported; the buffer limits the number of senders."""
 
     # --- start ------------------------------------------------------------------------------------
 
     def start(self, progress: Callable[[str], None]) -> None:
-        """Start Ray and every role, and wait until all are ready; raise RunFailed if one does not start in time."""
+        """Start Ray and all roles, and wait until all roles are ready; raise RunFailed if a role is late."""
         config = self._config.launch
         progress("starting Ray")
         self._ray = start_ray(self._config, namespace=f"leeway-{self._plan.run_id}")
@@ -92,7 +92,7 @@ class Supervisor:
         reported = _loading(len(self.actors.actors), num_stages)
         progress(reported)
         deadline = time.monotonic() + STARTUP_S
-        # actors first: loading vLLM is the longest part of the startup
+        # start the actors first, because loading vLLM is the longest part of the startup
         self.actors.spawn(limit_s, hosts_may_join=hosts_may_join)
         self.learner.spawn()
         self._weights.start(deadline)
@@ -123,14 +123,14 @@ class Supervisor:
             self._ray.check()
 
     def _watch_services(self) -> None:
-        """Restart exited services, also during other waits; raise RunFailed if one exited too often or Ray died."""
+        """Restart exited services; raise RunFailed if a service exited too often, or if Ray died."""
         self._weights.watch()
         self._buffer.watch()
 
     # --- watch ------------------------------------------------------------------------------------
 
     def poll(self, timeout_s: float = POLL_TIMEOUT_S) -> PollResult:
-        """Collect the reports of all roles and restart dead ones; raise RunFailed if a required role is given up."""
+        """Collect the reports of all roles and restart dead roles; raise RunFailed if a required role is given up."""
         self._watch_services()
         self.learner.watch()
         result = self.learner.poll(timeout_s)
@@ -152,7 +152,7 @@ class Supervisor:
         return result
 
     def poll_actors(self) -> PollResult:
-        """Return the reports of ready actors during an evaluation before or after training; restart nothing."""
+        """Return the reports of ready actors, without restarts, for an evaluation before or after training."""
         ready = self.actors.ready()
         names = frozenset(actor_name(actor.number) for actor in ready)
         return PollResult(actors=self._reports(ready, POLL_TIMEOUT_S), working=names, processes=self.processes())
@@ -171,7 +171,7 @@ class Supervisor:
         return reports
 
     def processes(self) -> tuple[ProcessStatus, ...]:
-        """Return the status of buffer, weights, ranker, stages and actors now; never blocks."""
+        """Return the current status of all services, learner stages and actors, without blocking."""
         rankers: Sequence[RoleProcess] = () if self._ranker is None else self._ranker.processes
         return (
             *(each.facts() for each in (*self._buffer.processes, *self._weights.processes, *rankers)),
@@ -182,9 +182,9 @@ class Supervisor:
     # --- evaluate, drain, end ---------------------------------------------------------------------
 
     def evaluate(self, num_problems: int, min_version: PolicyVersion | None) -> Evaluation:
-        """Start a held-out evaluation on the ready actors, at `min_version` or later.
+        """Start a held-out evaluation of `min_version` or a later version on the ready actors.
 
-        Blocks until an actor is ready, so call it during training only while an actor is ready.
+        Blocks until an actor is ready. During training, call `evaluate` only while an actor is ready.
         """
         return Evaluation(
             self.actors.wait_until_ready(),
@@ -197,18 +197,18 @@ class Supervisor:
         )
 
     def request_stop(self) -> None:
-        """Stop the learner after its current step, with a checkpoint, and close admission."""
+        """Let the learner write a checkpoint and stop after its current step; grant actors no further leases."""
         self.learner.request_stop()
         self.actors.stop_requested = True
         self.drain()
 
     def drain(self) -> None:
-        """Grant no further leases, even if the learner restarts."""
+        """Let the buffer grant actors no further leases, even if the learner restarts."""
         self._drained = True
         self._drain_again()
 
     def _drain_again(self) -> None:
-        """Close admission again, because a restarted learner opens it."""
+        """Let the buffer stop its leases again, because a restarted learner enables them."""
         if self._drained:
             self._buffer.ask(lambda client: client.drain())
 
@@ -220,7 +220,7 @@ class Supervisor:
         self._drain_again()
 
     def stop(self) -> None:
-        """Stop every process, gracefully within the grace periods. Idempotent."""
+        """Stop every process; kill processes that do not stop within the grace periods. Idempotent."""
         try:
             self._buffer.close()
         finally:
@@ -233,9 +233,9 @@ class Supervisor:
             abandon_ray(self._ray)
             return
         if not ray.is_initialized():
-            end_ray()  # its start may have been interrupted
+            end_ray()  # the start of Ray may have been interrupted
             return
-        # a thread, because calls block for minutes if processes of Ray died, as after a signal to every process
+        # use a thread: if a signal to every process killed processes of Ray, calls to Ray block for minutes
         ending = DaemonThreads("ending", max_threads=1).submit(self._end_gracefully)
         try:
             ending.result(2 * self.shutdown_grace_s + ENDING_S)
@@ -245,7 +245,7 @@ class Supervisor:
             abandon_ray(self._ray)
 
     def _end_gracefully(self) -> None:
-        # actors first: they requeue samples through the services
+        # stop the actors first, because they requeue samples through the services
         self.actors.stop(self.shutdown_grace_s)
         if self._ranker is not None:
             self._ranker.stop()

@@ -32,7 +32,7 @@ class Chart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A chart as defined in charts.toml."""
 
     part: str
-    """Question that it answers: "learning", "health", "waiting" or "lag"."""
+    """Question that the chart answers: "learning", "health", "waiting" or "lag"."""
     title: str
     unit: str
     good: str
@@ -77,7 +77,7 @@ class Curve(NamedTuple):
 
 
 class Figure(NamedTuple):
-    """A chart with its values. `plot` is the input of page.js; None if the run has no values."""
+    """A chart with its values. `plot` is the input of page.js; `plot` is None if the run has no values."""
 
     chart: Chart
     plot: dict[str, Any] | None = None
@@ -94,7 +94,7 @@ def figures(run: RunData) -> list[Figure]:
 
 
 def lines(run: RunData, chart: Chart, curves: Mapping[str, Sequence[Point]], note: str = "") -> Figure:
-    """Return a line chart, with a log scale if `may_be_log` and its values span two orders of magnitude.
+    """Return a line chart; its scale is logarithmic if `may_be_log` is set and values span two orders of magnitude.
 
     Curves whose names are in `chart.right` use the right axis.
     """
@@ -131,7 +131,7 @@ def pools_of(run: RunData) -> list[str]:
 
 
 def _metrics(run: RunData, chart: Chart) -> Figure | None:
-    """Return the chart of the metrics in `curves`, or of one metric for every pool."""
+    """Return the chart of the metrics in `curves`, or of the metric `of_pools` for two or more pools."""
     curves = chart.curves
     if chart.of_pools:
         curves = {f"{POOL_PREFIX}{pool}/{chart.of_pools}": pool for pool in pools_of(run)}
@@ -177,7 +177,7 @@ def _lags(run: RunData, chart: Chart) -> Figure:
 
 
 def _steps(run: RunData, chart: Chart) -> Figure:
-    """Return a few steps as lanes of marks, each with its lane, kind, start and end in seconds of the run, and text."""
+    """Return a few steps as marks in lanes. A mark has a lane, a kind, start and end seconds of the run, and a text."""
     if not run.spans:
         return Figure(chart)
     steps = [each for each in run.spans if each.cat == "step"]
@@ -214,4 +214,4 @@ SPECIAL: Mapping[str, Callable[[RunData, Chart], Figure | None]] = {
     "lag": _lag,
     "lags": _lags,
 }
-"""Chart -> function that builds it, for charts of more than the metrics of steps."""
+"""Maps a chart to the function that builds it, for charts that show more than metrics of steps."""

@@ -29,7 +29,7 @@ BUFFER_LIMIT_S = 12.0
 MAX_EVENT_TEXT, MAX_TEXT = 1200, 4000
 """Maximum number of characters of an event on the page, and of a prompt or a completion."""
 MAX_BUCKETS = 300
-"""Maximum number of buckets per curve; each is drawn as its minimum and its maximum."""
+"""Maximum number of buckets per curve; a bucket is drawn as its minimum and its maximum."""
 TIMES = {
     "wait_for_batch": "waiting for a batch",
     "reference": "reference model",
@@ -68,7 +68,7 @@ def thinned(points: Sequence[Point]) -> list[Point]:
 
 @dataclass
 class Metrics:
-    """Columnar rows of the steps, 8 bytes per value; NaN if a step has no value."""
+    """Rows of the steps, stored in columns with 8 bytes per value; a missing value is NaN."""
 
     steps: array[float] = field(default_factory=lambda: array("d"))
     columns: dict[str, array[float]] = field(default_factory=dict)
@@ -107,7 +107,7 @@ class Metrics:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Return the seconds of the learner's time by the keys of `TIMES`."""
+        """Return the learner's seconds for each key of `TIMES`."""
         seconds = {name: self.total(f"time/{name}") for name in TIMES}
         in_steps = math.fsum(seconds.values()) - seconds["wait_for_batch"]
         return {**seconds, "other": max(0.0, self.total("time/step") - in_steps)}
@@ -136,7 +136,7 @@ class BufferData:
 
 
 def read_buffer(root: Path, limit_s: float, clock: Callable[[], float] = time.monotonic) -> BufferData:
-    """Read the buffer for up to `limit_s`; return the samples of the best and worst reward, and a random one.
+    """Read the buffer for up to `limit_s`; return the samples with the best and worst reward, and a random one.
 
     Raises:
         BufferError: the buffer is missing or unreadable.
@@ -157,7 +157,7 @@ def read_buffer(root: Path, limit_s: float, clock: Callable[[], float] = time.mo
                 for index, (reward, record, length) in of_samples
                 if reward is not None and record >= 0 and length
             ]
-            if rated:  # among equal rewards, the newest
+            if rated:  # among samples with equal rewards, take the newest
                 num_rated += 1
                 best, worst = max(best, *rated), min(worst, *rated, key=lambda each: (each[0], -each[1]))
                 other = pick.choice(rated) if pick.random() * num_rated < 1 else other
@@ -216,7 +216,7 @@ class RunData:
     config_text: str = ""
     metrics: Metrics = field(default_factory=Metrics)
     events: list[dict[str, Any]] = field(default_factory=list)
-    """The newest events, in order."""
+    """The newest events, the oldest of them first."""
     num_older: int = 0
     """Number of omitted older events."""
     failed: str = ""
@@ -226,7 +226,7 @@ class RunData:
     spans: list[trace.Event] = field(default_factory=list)
     """Spans of the trace, sorted by start."""
     ready: list[Point] = field(default_factory=list)
-    """(wall time, groups ready in the buffer)."""
+    """Pairs of a wall time and the number of groups ready in the buffer."""
     start_s: float = 0.0
     """Wall time of the start of the first span."""
     buffer: BufferData | None = None
@@ -235,7 +235,7 @@ class RunData:
 
     @property
     def exit_status(self) -> int | None:
-        """Exit status of the last launch; None while it runs, or if it was killed."""
+        """Exit status of the last launch; None while the launch runs, or if the launch was killed."""
         ended = self.status.ended if self.seen is not None and not self.seen.resuming else None
         return ended.exit_status if ended is not None else None
 
@@ -251,12 +251,12 @@ class RunData:
 
     @property
     def num_steps(self) -> int:
-        """Number of the last step; metrics.jsonl possibly lacks its row."""
+        """Number of the last step; metrics.jsonl may lack the row of this step."""
         return max(self.metrics.num_steps, self.status.step)
 
     @property
     def counts(self) -> BufferStatus:
-        """Counts of samples from the status; empty without one."""
+        """Counts of samples from the status; empty without a status."""
         return self.status.buffer or NO_BUFFER
 
     def knob(self, dotted: str) -> Any:  # noqa: ANN401 -- any TOML value
@@ -292,7 +292,7 @@ def collect(folder: RunFolder) -> RunData:
 
 
 def _json_lines(path: Path, run: RunData) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a file of JSON lines; the number of unreadable lines goes to `missing`."""
+    """Yield the objects of a file of JSON lines; add the number of unreadable lines to `missing`."""
     num_bad = 0
     for found in read_json_lines(path):
         if found is None:

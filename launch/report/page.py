@@ -1,4 +1,4 @@
-"""The page: a self-contained HTML file that answers four questions with numbers, charts and tables."""
+"""The report page: a self-contained HTML file that answers four questions with numbers, charts and tables."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from leeway.launch.report.data import TIMES, RunData
 from leeway.launch.text import duration, share_of
 
 LONG_WAIT, MUCH_ESS, LITTLE_ESS, FEW_STEPS = 0.2, 0.9, 0.5, 20
-"""Thresholds of the answers: fraction of the time, effective fractions of a batch, and number of steps."""
+"""Thresholds of the answers: fraction of time, two effective fractions of a batch, and number of steps."""
 POOL_COLUMNS = {
     "tokens_per_s": "tokens/s",
     "slots_used": "slots used",
@@ -35,7 +35,7 @@ POOL_COLUMNS = {
     "lag_mean": "lag",
     "mismatch_lag0_abs": "mismatch",
 }
-"""Metric of a pool -> column of the table."""
+"""Maps a metric of a pool to its column in the table of pools."""
 
 
 def render(run: RunData) -> str:
@@ -165,7 +165,7 @@ class Tile(NamedTuple):
     value: str
     detail: str = ""
     tone: str = ""
-    """`good`, `bad` or ''."""
+    """CSS class of the value: `good`, `bad` or ''."""
 
 
 def tiles(run: RunData) -> list[Tile]:
@@ -189,9 +189,9 @@ def tiles(run: RunData) -> list[Tile]:
         Tile("health", "Ledger gap", gap, "samples unaccounted for", "bad" if status.ledger_gap else "good"),
         *(of_failed if failed else []),
         Tile("waiting", "Tokens per second", generated, f"generated; {trained} trained"),
-        Tile("waiting", "Overlap", _percent(overlap[-1][1] if overlap else None), "of step time, actors generated"),
-        Tile("waiting", "Learner waits", learner, "of its time, for a batch"),
-        Tile("waiting", "Actors wait", actors, "of the learner's time, for weights"),
+        Tile("waiting", "Overlap", _percent(overlap[-1][1] if overlap else None), "of step time with generation"),
+        Tile("waiting", "Learner waits", learner, "of its time for a batch"),
+        Tile("waiting", "Actors wait", actors, "of the learner's time for weights"),
         Tile("lag", "Effective sample size", _percent(metrics.mean("off_policy/ess_sequence")), "of sequences, mean"),
         Tile("lag", "Lag, mean", short(status.lag_mean), lags, "bad" if lag_is_over else ""),
     ]
@@ -224,7 +224,7 @@ def _ends(values: Sequence[float], share: float) -> tuple[Sequence[float], Seque
 
 
 def _shares(run: RunData) -> dict[str, float]:
-    """Return fractions of the learner's time by `TIMES`, and an actor's wait for weights; empty without a step."""
+    """Return `TIMES` and the wait of an actor for weights as fractions of the learner's time; empty without a step."""
     seconds = run.metrics.seconds
     total = sum(seconds.values())
     seconds["wait_for_policy"] = run.metrics.total("time/wait_for_policy")
@@ -232,7 +232,7 @@ def _shares(run: RunData) -> dict[str, float]:
 
 
 def pool_rows(run: RunData) -> list[tuple[str, list[str]]]:
-    """Return means over the steps for every pool; for counters, the last value."""
+    """Return a table row for every pool, with means over the steps and the last values of counters."""
     rows = []
     for pool in pools_of(run):
         actors = run.metrics.of(f"{POOL_PREFIX}{pool}/actors")

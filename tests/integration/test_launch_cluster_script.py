@@ -114,7 +114,7 @@ def test_a_removed_host_is_stored_until_its_ray_is_stopped(cluster):
     status, error = cluster.call("up", cluster.file)
     assert status == 1
     assert f"{FAST} cannot be reached" in error
-    assert "its Ray may still run there; repeat this when it can be reached, or remove it from" in error
+    assert "Ray may still run on the hosts above; repeat this command when they can be reached, or remove" in error
     assert FAST in cluster.stored_hosts
     (cluster.folder / f"{FAST}.gone").unlink()
     cluster.calls_of("stop")

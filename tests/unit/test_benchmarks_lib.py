@@ -103,7 +103,7 @@ def test_a_bar_is_judged_only_at_full_size():
 
 def test_a_page_names_its_command_machine_and_commit():
     machine = {"cores": 2, "processor": "x86_64", "python": "3.11.7", "load_before": 0.25, "commit": "abc"}
-    rest = "on 2 cores (x86_64), no GPU, Python 3.11.7; load average of the machine before it began: 0.2."
+    rest = "on 2 cores (x86_64), no GPU, Python 3.11.7; load average of the machine before the measurement: 0.2."
     assert origin("make bench", machine) == f"Written by `make bench` {rest}"
     assert origin("make bench", machine, "abc") == f"Written by `make bench`, commit abc, {rest}"
 

@@ -299,8 +299,8 @@ def test_every_wait_is_described_with_its_cause(waits_of):
     assert found == [
         "the learner waits for the batch of step 8: 3 groups of actor-7",
         "the weight publisher waits for space in /disk/weights",
-        "5 actors (actor-0, actor-1, ...) wait for the learner: the staleness bound grants no lease before it "
-        "advances past version 7 (2 groups are ready for it)",
+        "5 actors (actor-0, actor-1, ...) wait for the learner: the staleness bound grants no lease until the "
+        "learner advances past version 7 (2 groups are ready)",
         "actor-5 waits for policy 0.9 (newest published: 7)",
         "actor-6 evaluates policy 0.7",
     ]
