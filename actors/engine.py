@@ -1,46 +1,53 @@
 """One vLLM engine: takes and returns token ids, and loads newer weights while it generates.
 
-On a CPU, vLLM runs on a thread of this process (`engine_thread`); with GPUs or tensor parallelism it runs in separate
-processes (`engine_process`). In `actors`, only the modules named engine use vLLM's API.
+In `actors`, only this module, `engine_setup` and `engine_output` use vLLM's API. The engine runs in separate processes,
+which exit when the process that started them exits or is killed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import copy
+import gc
 import itertools
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from leeway.actors.config import ActorsConfig
 from leeway.actors.engine_output import (
-    EngineDead,
     EngineError,
     EngineStats,
     Generation,
-    Output,
     RequestRefused,
     completion_of,
+    stat_logger,
 )
-from leeway.actors.engine_process import EngineProcess
-from leeway.actors.engine_setup import load_engine
-from leeway.actors.engine_thread import EngineThread
+from leeway.actors.engine_setup import EngineSockets, engine_args, gc_disabled_children, load_engine
 from leeway.buffer.schema import Prefix
 from leeway.common.hf_folder import check_model_folder
 from leeway.common.staleness import PolicyVersion
 from leeway.weight_sync.store import StagedVersion
 
 if TYPE_CHECKING:
+    from vllm.outputs import RequestOutput
     from vllm.sampling_params import SamplingParams
+    from vllm.v1.engine.async_llm import AsyncLLM
 
+R = TypeVar("R")
+
+_ALIVE_POLL_S = 0.2
 _MIN_POLL_S, _MAX_POLL_S, _POLL_GROWTH = 0.005, 0.2, 1.5
 """First and longest pause in seconds between polls of a verification, and growth factor of the pause. The verification
 of a tiny model takes milliseconds. Each poll calls all workers of an engine and delays the engine's next step."""
 _STOP_TIMEOUT_S = 10.0
+
+
+class EngineDead(EngineError):
+    """The engine's process has exited, or the engine's model is in an unknown state: start another engine."""
 
 
 class UpdateRefused(EngineError):
@@ -63,14 +70,16 @@ class Engine:
 
     def __init__(
         self,
-        vllm: EngineThread | EngineProcess,
+        llm: AsyncLLM,
         config: ActorsConfig,
         version: PolicyVersion,
         stop_token_ids: list[int],
+        sockets: EngineSockets,
         stats: EngineStats,
     ) -> None:
-        self._vllm: EngineThread | EngineProcess | None = vllm
+        self._llm: AsyncLLM | None = llm
         self.stats = stats
+        self._sockets = sockets
         self._config = config
         self.version = version
         self._stop_token_ids = stop_token_ids
@@ -84,37 +93,35 @@ class Engine:
         self._updating = asyncio.Lock()
 
     @classmethod
-    async def start(
-        cls,
-        model_path: Path,
-        config: ActorsConfig,
-        *,
-        version: PolicyVersion,
-        seed: int,
-        in_process: bool | None = None,
-    ) -> Engine:
+    async def start(cls, model_path: Path, config: ActorsConfig, *, version: PolicyVersion, seed: int) -> Engine:
         """Start an engine, which takes 20 to 30 s on CPU and blocks the event loop. Each actor needs its own seed.
 
         `model_path` is a checkpoint from `leeway.common.serving_model.prepare_serving_model`, with the weights of
-        `version`. `in_process`: run vLLM on a thread of this process; default: without GPUs and tensor parallelism.
-        Raises ModelFolderError if the checkpoint is incomplete, EngineDead if the engine does not start, and OSError if
-        the folder of its sockets cannot be created.
+        `version`. Raises ModelFolderError if the checkpoint is incomplete, EngineDead if the engine does not start, and
+        OSError if the folder of its sockets cannot be created.
         """
         facts = check_model_folder(model_path)
         load_engine(config)
+        sockets = EngineSockets()
         stats = EngineStats()
-        if in_process is None:
-            in_process = not config.gpus and config.tensor_parallel_size == 1
-        kind = EngineThread if in_process else EngineProcess
+        from vllm.v1.engine.async_llm import AsyncLLM
+
         try:
-            vllm = kind.start(model_path, config, seed, stats)
-            await vllm.set_version(version.key)
-            engine = cls(vllm, config, version, list(facts.eos_token_ids), stats)
+            # store the AsyncLLM only in `engine`: vLLM keeps this frame alive, so other variables outlive `stop`
+            with gc_disabled_children():
+                engine = cls(
+                    AsyncLLM.from_engine_args(engine_args(model_path, config, seed), stat_loggers=[stat_logger(stats)]),
+                    config,
+                    version,
+                    list(facts.eos_token_ids),
+                    sockets,
+                    stats,
+                )
+            await engine._alive().update_weight_version(version.key)
             # the first step of an engine takes seconds: run a step now, so that no weight update waits for the first
             await engine.generate([facts.eos_token_ids[0]], max_new_tokens=1)
-        except OSError:
-            raise
         except Exception as error:
+            sockets.remove()
             raise EngineDead(f"the vLLM engine for {model_path} did not start: {error}") from error
         return engine
 
@@ -159,38 +166,50 @@ class Engine:
 
     async def interrupt(self, keys: Iterable[RequestKey]) -> None:
         """End requests now: `generate` returns the tokens until then. Raises EngineDead if the engine has died."""
-        vllm = self._vllm
-        if vllm is None or vllm.failure:  # `_alive` would raise during an update, when requests can be ended
+        llm = self._llm
+        if llm is None or llm.errored:  # `_alive` would raise during an update, when requests can be ended
             raise EngineDead(self._death_message())
-        await vllm.abort([self._running[key].request_id for key in keys if key in self._running])
+        await llm.abort([self._running[key].request_id for key in keys if key in self._running])
 
     def so_far(self, key: RequestKey) -> Generation | None:
         """Return the tokens that a running request has generated, also after the engine died; None without tokens."""
-        running, vllm = self._running.get(key), self._vllm
-        if running is None or vllm is None or (output := vllm.so_far(running.request_id)) is None:
+        running, llm = self._running.get(key), self._llm
+        if running is None or llm is None:
             return None
-        completion = completion_of(output, running.version)
-        return None if completion is None or not completion.spans else completion.after(running.prefix)
+        from vllm.v1.engine import FinishReason
+
+        processor = llm.output_processor
+        inside = [processor.request_states.get(each) for each in processor.external_req_ids.get(running.request_id, ())]
+        for state in filter(None, inside):
+            output = state.make_request_output([], None, FinishReason.ABORT, None)
+            completion = None if output is None else completion_of(output, running.version)
+            return None if completion is None or not completion.spans else completion.after(running.prefix)
+        return None
 
     async def _run(
         self, prompt_token_ids: Sequence[int], params: SamplingParams, key: RequestKey | None, prefix: Prefix | None
-    ) -> tuple[PolicyVersion, Output]:
+    ) -> tuple[PolicyVersion, RequestOutput]:
+        from vllm.inputs.engine import tokens_input
+
         if self._updating.locked():
             async with self._updating:
                 pass
-        vllm = self._alive()
+        llm = self._alive()
         version = self.version
+        # the cache salt prevents the reuse of a cached prefix under another policy version
+        prompt = tokens_input(list(prompt_token_ids), cache_salt=version.key)
         request_id = f"r{next(self._numbers)}"
         # requests with a long prefix are preempted last: they are the most expensive to recompute
         num_prefix_tokens = 0 if prefix is None else len(prefix.token_ids)
         if key is not None:
             self._running[key] = _Running(request_id, prefix, version)
         try:
+            final = None
             with self.stats.request(len(prompt_token_ids)):
-                # the cache salt prevents the reuse of a cached prefix under another policy version
-                final = await vllm.generate(prompt_token_ids, params, request_id, version.key, -num_prefix_tokens)
+                async for output in llm.generate(prompt, params, request_id, priority=-num_prefix_tokens):
+                    final = output
         except Exception as error:
-            if self._broken is None and not vllm.failure:
+            if self._broken is None and not llm.errored:
                 raise RequestRefused(f"vLLM refused a prompt of {len(prompt_token_ids)} tokens: {error}") from error
             key = None  # keep the request in `_running`: `so_far` returns its tokens after the failure
             raise EngineDead(self._death_message()) from error
@@ -208,10 +227,10 @@ class Engine:
             UpdateRefused: the weights differ from the published ones, or are of another model; the engine is unchanged.
             EngineDead: the engine has died, or did not verify the weights within `timeout_s`.
         """
-        vllm = self._alive()
+        llm = self._alive()
         try:
             async with asyncio.timeout(timeout_s):
-                refusals = await verify(vllm, staged)
+                refusals = await while_alive(llm, verify(llm, staged))
         except Exception as error:
             reason = f"timed out after {timeout_s:g} s" if isinstance(error, TimeoutError) else str(error)
             self._broken = self._broken or f"it did not verify version {staged.version}: {reason}"
@@ -233,7 +252,7 @@ class Engine:
             EngineDead: the update failed midway or exceeded `timeout_s`, or the engine has died.
         """
         async with self._updating:
-            vllm = self._alive()
+            llm = self._alive()
             verified, self._verified = self._verified, None
             if verified != _update_of(staged):
                 raise UpdateRefused(f"version {staged.version} was not verified; still serving version {self.version}")
@@ -242,7 +261,7 @@ class Engine:
             self._broken = f"its update to version {staged.version} did not complete"
             try:
                 async with asyncio.timeout(timeout_s):
-                    load_s = await vllm.swap(_update_of(staged), staged.version.key, kv_cache)
+                    load_s = await while_alive(llm, swap(llm, staged, kv_cache))
             except Exception as error:
                 reason = f"timed out after {timeout_s:g} s" if isinstance(error, TimeoutError) else str(error)
                 self._broken = f"its update to version {staged.version} failed midway: {reason}"
@@ -253,11 +272,21 @@ class Engine:
             return time.perf_counter() - started_s, load_s
 
     async def stop(self) -> None:
-        """Shut down vLLM; running requests fail with `EngineDead`. Idempotent."""
-        vllm, self._vllm = self._vllm, None
-        if vllm is not None:
-            self._broken = "it was stopped"
-            await vllm.stop(EngineDead(self._death_message()), _STOP_TIMEOUT_S)
+        """Shut down the engine's processes; running requests fail with `EngineDead`. Idempotent."""
+        llm, self._llm = self._llm, None
+        if llm is None:
+            return
+        self._broken = "it was stopped"
+        llm.output_processor.propagate_error(EngineDead(self._death_message()))
+        # stop reading outputs: without this cancellation, vLLM would log the exit of its processes as a crash
+        if llm.output_handler is not None:
+            llm.output_handler.cancel()
+        context = llm.engine_core.resources.ctx
+        await asyncio.to_thread(llm.shutdown, _STOP_TIMEOUT_S)
+        await self._sockets.end(context)
+        # `llm` is in a reference cycle: collect it now, because its __del__ logs errors when the interpreter exits
+        del llm
+        gc.collect()
 
     def _sampling(self, temperature: float | None, max_new_tokens: int | None, seed: int | None) -> SamplingParams:
         from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -280,27 +309,57 @@ class Engine:
         params.max_tokens = self._config.max_new_tokens if max_new_tokens is None else max_new_tokens
         return params
 
-    def _alive(self) -> EngineThread | EngineProcess:
-        if self._broken is not None or self._vllm is None or self._vllm.failure:
+    def _alive(self) -> AsyncLLM:
+        if self._broken is not None or self._llm is None or self._llm.errored:
             raise EngineDead(self._death_message())
-        return self._vllm
+        return self._llm
 
     def _death_message(self) -> str:
-        why = self._broken or (self._vllm.failure if self._vllm is not None else "")
         return (
-            f"the vLLM engine that served version {self.version} is unusable: {why}"
+            f"the vLLM engine that served version {self.version} is unusable: {self._broken or 'its process exited'}"
             f"; see its output in the log of this process (pid {os.getpid()}), and start another engine"
         )
 
 
-async def verify(vllm: EngineThread | EngineProcess, staged: StagedVersion) -> list[str]:
+async def while_alive(llm: AsyncLLM, work: Coroutine[Any, Any, R]) -> R:
+    """Await a call to an engine; raise EngineDead if the engine's process exits during the call.
+
+    After the exit, vLLM fails running requests but never completes calls to its workers.
+    """
+    task = asyncio.ensure_future(work)
+    try:
+        while not task.done():
+            if llm.errored:
+                raise EngineDead("its process exited")
+            await asyncio.wait({task}, timeout=_ALIVE_POLL_S)
+        return task.result()
+    finally:
+        task.cancel()
+
+
+async def verify(llm: AsyncLLM, staged: StagedVersion) -> list[str]:
     """Verify a version in the engine's workers while they generate; return the error of each worker, or ''."""
-    await vllm.call("begin_weight_verification", update_info=_update_of(staged))
+    await llm.collective_rpc("begin_weight_verification", kwargs={"update_info": _update_of(staged)})
     pause_s = _MIN_POLL_S
-    while None in (refusals := await vllm.call("weight_verification")):
+    while None in (refusals := await llm.collective_rpc("weight_verification")):
         await asyncio.sleep(pause_s)
         pause_s = min(_POLL_GROWTH * pause_s, _MAX_POLL_S)
-    return refusals
+    return list(refusals)
+
+
+async def swap(llm: AsyncLLM, staged: StagedVersion, kv_cache: Literal["keep", "recompute"]) -> float:
+    """Pause generation, load a verified version and resume generation; return the seconds of the load."""
+    from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+    # llm.pause_generation would make this call and then sleep for 20 ms
+    await llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=kv_cache == "recompute")
+    started_s = time.perf_counter()
+    await llm.start_weight_update()
+    await llm.update_weights(WeightTransferUpdateRequest(update_info=_update_of(staged)))
+    await llm.finish_weight_update(weight_version=staged.version.key)
+    load_s = time.perf_counter() - started_s
+    await llm.resume_generation()
+    return load_s
 
 
 def _update_of(staged: StagedVersion) -> dict[str, Any]:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import ceil
-from typing import TYPE_CHECKING, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -22,16 +22,13 @@ from leeway.common.staleness import PolicyVersion
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.outputs import CompletionOutput, RequestOutput
     from vllm.v1.metrics.loggers import AggregateStatLoggerBase
     from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
 
 class EngineError(RuntimeError):
     """Base class of engine errors."""
-
-
-class EngineDead(EngineError):
-    """The engine has exited or failed, or the engine's model is in an unknown state: start another engine."""
 
 
 class RequestRefused(EngineError):
@@ -69,39 +66,30 @@ class Generation:
         )
 
 
-class Output(NamedTuple):
-    """Output of vLLM for one request."""
-
-    token_ids: Sequence[int]
-    logprobs: Sequence[float]
-    spans: Sequence[tuple[str, int, int]]
-    """Key of the weight version, first token, and end of each range of tokens, in order and without gaps."""
-    finish_reason: str
-    num_cached_tokens: int
-    """Prompt tokens whose keys and values were already in the cache."""
-
-
-def completion_of(final: Output, sent_under: PolicyVersion) -> Generation | None:
+def completion_of(final: RequestOutput, sent_under: PolicyVersion) -> Generation | None:
     """Convert vLLM's output; return None if the request must be generated again.
 
     A request that is queued during a weight update may reuse a cached prefix of the old weights. The tokens of this
     request belong to no version; dropping them regardless of content adds no bias. Raises RequestRefused if
     the request did not end with an end-of-sequence token, at its length limit, or by `Engine.interrupt`.
     """
-    is_interrupted = final.finish_reason == "abort"
-    spans = tuple(VersionSpan(PolicyVersion.parse(version), start, end) for version, start, end in final.spans)
+    output: CompletionOutput = final.outputs[0]
+    spans = tuple(
+        VersionSpan(PolicyVersion.parse(span.version), span.start, span.end) for span in output.weight_versions or ()
+    )
+    is_interrupted = output.finish_reason == "abort"
     is_of_no_version = bool(final.num_cached_tokens and spans) and spans[0].version != sent_under
     if is_interrupted and (is_of_no_version or not spans):
         return Generation(np.zeros(0, np.int32), np.zeros(0, np.float32), (), REQUEUED)
-    if final.finish_reason not in ("stop", "length", "abort"):
-        raise RequestRefused(f"a request ended with '{final.finish_reason}' after {len(final.token_ids)} tokens")
+    if output.finish_reason not in ("stop", "length", "abort"):
+        raise RequestRefused(f"a request ended with '{output.finish_reason}' after {len(output.token_ids)} tokens")
     if is_of_no_version:
         return None
     return Generation(
-        token_ids=np.asarray(final.token_ids, dtype=np.int32),
-        logprobs=np.asarray(final.logprobs, dtype=np.float32),
+        token_ids=np.asarray(output.token_ids, dtype=np.int32),
+        logprobs=np.asarray(output.logprobs.logprobs, dtype=np.float32),
         spans=spans,
-        finish_reason=REQUEUED if is_interrupted else cast("Literal['stop', 'length']", final.finish_reason),
+        finish_reason=REQUEUED if is_interrupted else output.finish_reason,
     )
 
 
@@ -123,26 +111,8 @@ class EngineReport:
     """Capacity of the cache in tokens; 0 if unknown."""
 
 
-class EngineStep(NamedTuple):
-    """Facts of one step of an engine."""
-
-    kv_usage: float
-    """Fraction of the cache in use."""
-    num_running: int | None
-    """Running requests; None if unknown."""
-    num_tokens: int = 0
-    """Sampled tokens: one per running sample."""
-    num_prompt_tokens: int = 0
-    """Computed prompt tokens."""
-    num_preempted: int = 0
-    queued_s: Sequence[float] = ()
-    """For each request that ended: seconds in the queue before the first step of the request."""
-    seconds: float = 0.0
-    """Duration of the step; 0.0 unless a sample also ran in the previous step."""
-
-
 class EngineStats:
-    """Statistics of one engine. `record` is called once per step; each request runs within `request`."""
+    """Statistics of one engine. vLLM calls `record` once per step; each request runs within `request`."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -184,24 +154,29 @@ class EngineStats:
         self._interrupted_s = self._clock()
         self._num_interrupted = self._num_in_step if recomputes else 0
 
-    def record(self, step: EngineStep) -> None:
+    def record(self, scheduler: SchedulerStats | None, iteration: IterationStats | None) -> None:
         """Count one step of the engine."""
-        self._kv_usage = max(self._kv_usage, step.kv_usage)
-        self._num_in_step = self._num_in_step if step.num_running is None else step.num_running
-        if not step.num_tokens:
+        if scheduler is not None:
+            self._kv_usage = max(self._kv_usage, scheduler.kv_cache_usage)
+            self._num_in_step = scheduler.num_running_reqs
+        if iteration is None or not iteration.num_generation_tokens:
             return
         self.num_steps += 1
-        expected = min(self._num_interrupted, step.num_preempted)
+        expected = min(self._num_interrupted, iteration.num_preempted_reqs)
         self._num_interrupted -= expected
-        self._num_preempted += step.num_preempted - expected
-        self._num_ended += len(step.queued_s)
-        self._queued_s += sum(max(0.0, each) for each in step.queued_s)
-        if step.seconds <= 0.0 or self._clock() - step.seconds < self._interrupted_s:
+        self._num_preempted += iteration.num_preempted_reqs - expected
+        for ended in iteration.finished_requests:
+            self._num_ended += 1
+            self._queued_s += max(0.0, ended.queued_time)
+        # if a sample also ran in the previous step, the latency of its new token is the duration of this step
+        if not iteration.inter_token_latencies_iter:
+            return
+        step_s = min(iteration.inter_token_latencies_iter)
+        if step_s <= 0.0 or self._clock() - step_s < self._interrupted_s:
             return
         contexts = self._prompt_tokens + self._running * self.num_steps - self._first_steps
-        terms = np.array([1.0, step.num_tokens, contexts, step.num_prompt_tokens])
-        moments = [step.seconds**2, 1.0, step.seconds, *(step.seconds * terms), *np.outer(terms, terms).ravel()]
-        self._moments += moments
+        terms = np.array([1.0, iteration.num_generation_tokens, contexts, iteration.prompt_token_stats.computed])
+        self._moments += [step_s**2, 1.0, step_s, *(step_s * terms), *np.outer(terms, terms).ravel()]
 
     @property
     def step_s(self) -> float:
@@ -227,7 +202,7 @@ def stat_logger(stats: EngineStats) -> type[AggregateStatLoggerBase]:
     # with this subclass, vLLM does not add its own Prometheus logger, which takes longer than a small model's step
     class Logger(PrometheusStatLogger):
         def __init__(self, vllm_config: VllmConfig, engine_indexes: object = None) -> None:
-            stats.cache = cache_of(vllm_config)
+            stats.cache = _cache_of(vllm_config)
 
         def record(
             self,
@@ -236,7 +211,7 @@ def stat_logger(stats: EngineStats) -> type[AggregateStatLoggerBase]:
             mm_cache_stats: object = None,
             engine_idx: int = 0,
         ) -> None:
-            stats.record(_step_of(scheduler_stats, iteration_stats))
+            stats.record(scheduler_stats, iteration_stats)
 
         def log_engine_initialized(self) -> None:
             pass
@@ -247,23 +222,7 @@ def stat_logger(stats: EngineStats) -> type[AggregateStatLoggerBase]:
     return Logger
 
 
-def _step_of(scheduler: SchedulerStats | None, iteration: IterationStats | None) -> EngineStep:
-    kv_usage, num_running = (0.0, None) if scheduler is None else (scheduler.kv_cache_usage, scheduler.num_running_reqs)
-    if iteration is None:
-        return EngineStep(kv_usage, num_running)
-    return EngineStep(
-        kv_usage,
-        num_running,
-        num_tokens=iteration.num_generation_tokens,
-        num_prompt_tokens=iteration.prompt_token_stats.computed,
-        num_preempted=iteration.num_preempted_reqs,
-        queued_s=[ended.queued_time for ended in iteration.finished_requests],
-        # the latency of a sample's second and later tokens is the duration of a step
-        seconds=min(iteration.inter_token_latencies_iter, default=0.0),
-    )
-
-
-def cache_of(config: VllmConfig) -> KvCache | None:
+def _cache_of(config: VllmConfig) -> KvCache | None:
     """Return the cache's capacity in blocks that span all layers; such a block may take several of vLLM's blocks."""
     cache, longest = config.cache_config, config.model_config.max_model_len
     if not cache.num_gpu_blocks or not cache.block_size or not cache.kv_cache_max_concurrency:

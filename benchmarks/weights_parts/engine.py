@@ -1,7 +1,7 @@
-"""Engine under load that updates to the learner's versions like an actor, and measures the cost of updates.
+"""An actor's engine under load that follows the learner's weights like an actor and measures the cost.
 
-The load is a constant number of running requests. One request streams, so that the times of its tokens show the steps
-of the engine.
+The load is a constant number of running requests. One of them streams, and the times of its tokens are those of the
+engine's steps.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from benchmarks.weights_parts.handover import RUN_ID
 
 from leeway.actors.config import ActorsConfig
 from leeway.actors.engine import Engine
-from leeway.actors.engine_process import EngineProcess
 from leeway.actors.weights import WeightFollower
 from leeway.common.staleness import PolicyVersion, StalenessContract
 from leeway.weight_sync.client import StoreAccess
@@ -31,21 +30,21 @@ from leeway.weight_sync.puller import open_puller
 
 PROMPT_TOKENS, NEW_TOKENS = 16, 224
 LOWEST_TOKEN = 1000
-"""Lowest token id of prompts; lower ids are bytes and special tokens."""
+"""Lowest token id of prompts; smaller ids are bytes and special tokens."""
 SETTLE_S = 1.0
-"""Seconds of generation between an update and the bare reload with which the update is compared."""
+"""Seconds of generation between an update and the bare reload that it is compared with."""
 POLL_S = 0.02
 _ready: dict[str, torch.Tensor] = {}
-"""Tensors of the served checkpoint in the engine's dtype, which are read only once."""
+"""Tensors of the served checkpoint in the engine's dtype, read once."""
 
 
 class FollowingEngine:
-    """Engine of one actor, with its puller and its load."""
+    """One actor's engine, its puller and its load."""
 
     def __init__(
         self, *, name: str, model: str, folder: str, dtype: str, num_running: int, vocab_size: int, seed: int
     ) -> None:
-        """Prepare an engine with a constant number of `num_running` requests; `start` starts the engine."""
+        """Initialize an engine with `num_running` constantly running requests; `start` starts it."""
         # permits vLLM to run a function in its process
         os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -66,12 +65,8 @@ class FollowingEngine:
         self._numbers = itertools.count()
 
     async def start(self) -> None:
-        """Start the engine and its load, and prepare the bare reload."""
-        version = PolicyVersion(0, 0)
-        self._engine = await Engine.start(self._model, self._config, version=version, seed=self._seed, in_process=False)
-        vllm = self._engine._alive()
-        assert isinstance(vllm, EngineProcess)
-        self._llm = vllm._llm
+        """Start the engine, put it under load, and prepare the bare reload."""
+        self._engine = await Engine.start(self._model, self._config, version=PolicyVersion(0, 0), seed=self._seed)
         self._follower = WeightFollower(
             self._name,
             self._engine,
@@ -88,14 +83,13 @@ class FollowingEngine:
 
         Args:
             num_updates: number of updates to wait for.
-            limit_s: timeout for all updates, in seconds.
+            limit_s: timeout for all of them, in seconds.
 
         Returns:
-            For each round, times in seconds, with `version` and `num_running`. Times of the update are `update` (from
-            detection of the version until it is served), `pause` of generation, `load` of the weights, `gap` (longest
-            time between two tokens), and `staging_steps` (times between tokens during staging and verification).
-            `bare` is the time of the bare reload, with `bare_pause` and `bare_gap`. `step` is the median time between
-            tokens after the bare reload.
+            For each round, in seconds: `pause`, `load`, `update` (from the version seen until served), `bare`,
+            `bare_pause` (the pause around the bare reload), `step` (median time between tokens afterwards), `gap`
+            (longest time between two tokens during the update), `bare_gap`, and `staging_steps` (times between tokens
+            while the version is staged and verified). Also the `version` and `num_running`.
         """
         async with asyncio.timeout(limit_s):
             return [await self._round() for _ in range(num_updates)]
@@ -142,12 +136,13 @@ class FollowingEngine:
             await asyncio.sleep(POLL_S)
 
     async def _bare_reload(self) -> tuple[float, float]:
-        """Run a bare reload; return the seconds of the reload, and of the pause of generation around the reload."""
+        """Return the seconds of the reload alone, and of the pause around it."""
+        llm = self._engine._alive()
         start = time.perf_counter()
         async with self._engine._updating:
-            await self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
-            (seconds,) = await self._llm.collective_rpc(bare_reload)  # the argument is a name or a function
-            await self._llm.resume_generation()
+            await llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
+            (seconds,) = await llm.collective_rpc(bare_reload)  # a name or a function
+            await llm.resume_generation()
         return seconds, time.perf_counter() - start
 
     # --- the load -----------------------------------------------------------------------------------
@@ -165,7 +160,7 @@ class FollowingEngine:
                 self._token_s.append(time.perf_counter())
 
     async def _tokens(self) -> AsyncIterator[None]:
-        """Stream one request token by token, because `Engine.generate` returns only whole completions."""
+        """Stream one request token by token; `Engine.generate` only returns whole completions."""
         from vllm.inputs.engine import tokens_input
         from vllm.sampling_params import RequestOutputKind, SamplingParams
 
@@ -178,7 +173,7 @@ class FollowingEngine:
             output_kind=RequestOutputKind.DELTA,
         )
         prompt = tokens_input(self._prompt(), cache_salt=f"stream-{next(self._numbers)}")
-        stream = self._llm.generate(prompt, params, f"stream{next(self._numbers)}")
+        stream = self._engine._alive().generate(prompt, params, f"stream{next(self._numbers)}")
         async with contextlib.aclosing(stream):
             async for _ in stream:
                 yield
@@ -200,10 +195,9 @@ class FollowingEngine:
 
 
 def bare_reload(worker: Any) -> float:  # noqa: ANN401 -- vLLM's types are unknown here
-    """Reload tensors in memory with vLLM; return the seconds, which are the cost of an update without weight transfer.
+    """Return the seconds of vLLM's reload of tensors in memory: the cost of an update without weight transfer.
 
-    The function runs in the engine's process (`collective_rpc`). The function reads no files, verifies nothing and
-    sends nothing.
+    Runs in the engine's process (`collective_rpc`), without reading files, verification or communication.
     """
     from safetensors.torch import load_file
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload

@@ -14,9 +14,8 @@ import pytest
 
 from leeway.actors import engine as engine_module
 from leeway.actors.config import ActorsConfig
-from leeway.actors.engine import Engine, UpdateRefused, verify
-from leeway.actors.engine_output import EngineDead, EngineStats, Output
-from leeway.actors.engine_process import EngineProcess, while_alive
+from leeway.actors.engine import Engine, EngineDead, UpdateRefused, verify, while_alive
+from leeway.actors.engine_output import EngineStats
 from leeway.common.staleness import PolicyVersion
 
 OLD, NEW, NEWER = (PolicyVersion(0, number) for number in range(3))
@@ -82,23 +81,12 @@ class FakeVllm:
         if method == "weight_verification":
             self._polls_left -= 1
             return [None if self._polls_left > 0 else "", ""]
-        return []
+        return None
 
     async def update_weights(self, _) -> None:
         self.called.append("update")
         if self._refusal:
             raise RuntimeError(self._refusal)
-
-
-OUTPUT = SimpleNamespace(
-    outputs=[
-        SimpleNamespace(
-            token_ids=[7], logprobs=SimpleNamespace(logprobs=[-1.0]), weight_versions=None, finish_reason="stop"
-        )
-    ],
-    num_cached_tokens=None,
-)
-"""Fake output of vLLM."""
 
 
 def staged(version: PolicyVersion) -> SimpleNamespace:
@@ -112,7 +100,7 @@ def make(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm.distributed.weight_transfer.base", stand_in)
 
     def engine(llm: FakeVllm) -> Engine:
-        return Engine(EngineProcess(llm, sockets=None), ActorsConfig(), OLD, [2], stats=EngineStats())
+        return Engine(llm, ActorsConfig(), OLD, [2], sockets=None, stats=EngineStats())
 
     return engine
 
@@ -125,7 +113,7 @@ async def pauses_of(num_polls: int, monkeypatch) -> list[float]:
         slept.append(pause_s)
 
     monkeypatch.setattr(engine_module.asyncio, "sleep", sleep)
-    assert await verify(EngineProcess(FakeVllm(num_polls), sockets=None), staged(NEW)) == ["", ""]
+    assert await verify(FakeVllm(num_polls), staged(NEW)) == ["", ""]
     return slept
 
 
@@ -178,10 +166,10 @@ async def test_a_request_that_ends_during_an_update_is_removed(make, monkeypatch
         assert priority == 0
         assert engine.runs((1, 0))
         engine._broken = "its update did not complete"  # `apply` sets this error until generation resumes
-        yield OUTPUT
+        yield "an output"
 
     llm.generate = generate
-    assert await engine._run([1], None, (1, 0), None) == (OLD, Output([7], [-1.0], [], "stop", 0))
+    assert await engine._run([1], None, (1, 0), None) == (OLD, "an output")
     assert not engine.runs((1, 0))
 
 
@@ -218,7 +206,7 @@ async def test_requests_with_longer_prefixes_are_preempted_later(make, monkeypat
 
     async def generate(*_, priority):
         sent.append(priority)
-        yield OUTPUT
+        yield "an output"
 
     llm.generate = generate
     for num_tokens in (0, 3, 40):

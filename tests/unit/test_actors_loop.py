@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from leeway.actors import loop
-from leeway.actors.engine import Engine
-from leeway.actors.engine_output import EngineDead, EngineReport
+from leeway.actors.engine import Engine, EngineDead
+from leeway.actors.engine_output import EngineReport
 from leeway.actors.loop import ActorFenced
 from leeway.actors.report import EvalRequest
 from leeway.actors.sample import MAX_COLUMN_BYTES, kept_columns
