@@ -53,8 +53,8 @@ class BufferConfig(BaseModel):
     )
     dispatch: PolicyName = Knob(
         "in_order",
-        "Next prompt of an actor: 'in_order' (in prompt order), 'longest_first' (longest predicted answers) "
-        "or 'by_deadline' (answers too long for slower actors).",
+        "Which prompt an actor gets next: 'in_order', 'longest_first' (by predicted length) or 'by_deadline' (prompts "
+        "whose answers slower actors would finish too late).",
         fixed="",
     )
     prompt_law: LawName = Knob(

@@ -86,19 +86,12 @@ class Run:
         Args:
             columns: names of the columns to keep, as listed in docs/buffer.md; default: all.
 
-        Raises:
-            LeewayError: a column does not exist, or the buffer cannot be read.
-
-        Warns:
-            UserWarning: rows were left out because their stored bytes are damaged.
+        Damaged rows are left out with a warning. Raises LeewayError if a column or the buffer cannot be read.
         """
         from leeway.buffer.offline.inspect import Inspection, samples
 
         with Inspection.open(self.path) as inspection:
-            try:
-                table = samples(inspection, columns)
-            except KeyError as error:
-                raise LeewayError(f"samples() has no such column: {error.args[0]}") from None
+            table = samples(inspection, columns)
             for message in dict.fromkeys(inspection.damaged):
                 warnings.warn(f"left out: {message}", stacklevel=2)
             return table
@@ -111,7 +104,7 @@ class Run:
             TimeoutError: the run is still active after `timeout_s` seconds; the run continues.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        while not self._has_ended(view := self.view()):
+        while (view := self.view()).resuming or (view.status.ended is None and not view.gone):
             if deadline is not None and time.monotonic() > deadline:
                 raise TimeoutError(f"the run {self.path} is still {view.status.phase} after {timeout_s:g} s")
             time.sleep(_POLL_S)
@@ -134,10 +127,6 @@ class Run:
                 raise LeewayError(f"the launcher of {self.path} runs on {self.status().host}: stop it there")
             os.kill(owner, signal.SIGINT)
         return self.wait(timeout_s)
-
-    @staticmethod
-    def _has_ended(view: StatusView) -> bool:
-        return not view.resuming and (view.status.ended is not None or bool(view.gone))
 
 
 def load_run(path: str | os.PathLike[str]) -> Run:

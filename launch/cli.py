@@ -254,10 +254,10 @@ def status(run: NewestRun = None, as_json: Json = False) -> int:
     """
     import msgspec
 
-    from leeway.launch.api import Run
+    import leeway
     from leeway.launch.observe.status import find_run
 
-    view = Run(find_run(run)).view()
+    view = leeway.load_run(find_run(run).root).view()
     if as_json:
         document = {**msgspec.to_builtins(view.status, str_keys=True), "gone": view.gone, "resuming": view.resuming}
         print(msgspec.json.format(msgspec.json.encode(document)).decode())

@@ -8,23 +8,16 @@
 #   launch/cluster.sh down                               end the runs with a checkpoint, then end the processes that
 #                                                        `up` started on every host, and no other processes
 #
-# HOSTS, --hosts FILE or $LEEWAY_HOSTS names a file with one line per host, `HOST [POOL[,POOL...] [ADDRESS]]`. The first
-# host is the head. Later calls use the same file until `down`. Without a file, the cluster is only this machine, and
-# Ray listens on loopback.
-#
+# HOSTS, --hosts FILE or $LEEWAY_HOSTS names a file with one line per host, `HOST [POOL[,POOL...] [ADDRESS]]`, the head
+# first. Later calls use the same file until `down`. Without a file, the cluster is this machine, with Ray on loopback.
 # Environment variables, with their defaults in parentheses:
-#   LEEWAY_SSH            remote shell, called as $LEEWAY_SSH HOST COMMAND
-#                         (ssh -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=15 -o ServerAliveCountMax=8)
-#   LEEWAY_DIR            checkout of Leeway on every host (the path of this checkout)
-#   LEEWAY_RAY_PORT       port of Ray on the head (6379)
-#   LEEWAY_WORKER_PORTS   ports of Ray's workers (20002-20999)
-#   LEEWAY_CPUS           number of CPUs per host (the number that Ray detects)
+#   LEEWAY_SSH            remote shell, called as $LEEWAY_SSH HOST COMMAND (ssh with BatchMode, timeout and keep-alive)
+#   LEEWAY_DIR, LEEWAY_CPUS   checkout on every host (the path of this checkout), CPUs per host (as Ray detects them)
+#   LEEWAY_RAY_PORT, LEEWAY_WORKER_PORTS   port of Ray on the head (6379), and ports of Ray's workers (20002-20999)
 #   LEEWAY_STATE          your folder on a local disk (~/.cache/leeway on this machine, /tmp/leeway-UID on the hosts)
-#   LEEWAY_LIMIT_S        timeout of each command on a host, in seconds (60)
-#   LEEWAY_END_S          seconds that `down` waits for runs to end (720)
+#   LEEWAY_LIMIT_S, LEEWAY_END_S   seconds: timeout of each command on a host (60), and of `down` for runs to end (720)
+#   RAY_AUTH_TOKEN_PATH   Ray's token, which is always required (~/.ray/auth_token)
 #   LEEWAY_SHARE_HOSTS    1 allows `up` on hosts where another Ray runs
-#
-# Ray's token authentication is always on. The token is read from $RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token.
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)

@@ -366,7 +366,7 @@ def _subject(path: Path, overrides: Sequence[str]) -> Subject:
 
     config, needs = load_config(path, overrides), None
     if config.launch.ray_address is None:  # the memory of other hosts of a cluster is unknown
-        with suppress(ConfigError):  # check_config reports this error
+        with suppress(ConfigError):  # the check `check_config` reports a ConfigError
             needs = MachineNeeds.of(config)
     return Subject(config, path, needs)
 

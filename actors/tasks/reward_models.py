@@ -28,7 +28,7 @@ _PROBE_S = 10.0
 _MAX_RETRIES = 1_000_000
 """Maximum number of retries of a request. The timeout of the request ends the retries long before this number."""
 _MAX_PAUSE_S = 120.0
-"""Maximum pause before a retry in seconds. Longer pauses are shortened, because the library ignores longer requests."""
+"""Maximum pause before a retry in seconds. A longer Retry-After is shortened, or the library would ignore it."""
 _NUMBER = re.compile(r"(-?(?:\d+(?:\.\d+)?|(?<![^\W_])(?<!\.)\.\d+))")
 _BREAK = re.compile(r"[:=\n]|[.!?;]\s")
 """Pattern that separates a number from the statement before the number."""

@@ -247,9 +247,11 @@ def export(inspection: Inspection, path: Path) -> ParquetExport:
 
 
 def samples(inspection: Inspection, columns: Sequence[str] | None = None) -> pa.Table:
-    """Return the stored trajectories as a table of these or all columns; raise KeyError if a column does not exist."""
-    schema = pa.schema([*SCHEMA, *STATE])
-    names, state = schema.names if columns is None else list(columns), inspection.state()
+    """Return the stored trajectories as a table of these or all columns; raise StoreError if a column is unknown."""
+    schema, state = pa.schema([*SCHEMA, *STATE]), inspection.state()
+    names = schema.names if columns is None else list(columns)
+    if unknown := sorted({*names} - {*schema.names}):
+        raise StoreError(f"samples have no such column: {', '.join(unknown)}; docs/buffer.md lists the columns")
     tables = (_table(each, state, schema).select(names) for each in batches_of(inspection.groups(with_samples=True)))
     return pa.concat_tables([schema.empty_table().select(names), *tables])
 
@@ -270,9 +272,7 @@ def version_bounds(spans: pa.Array, starts: Sequence[dict[int, int]]) -> tuple[l
 def batches_of(groups: Iterator[GroupView]) -> Iterator[list[GroupView]]:
     batch: list[GroupView] = []
     size = num_rows = 0
-    for group in groups:
-        if not group.samples:
-            continue
+    for group in filter(lambda each: each.samples, groups):
         batch.append(group)
         size += sum(len(sample.record) for sample in group.samples)
         num_rows += len(group.samples)

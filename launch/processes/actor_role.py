@@ -119,7 +119,7 @@ class ActorRole(Role):
             async with asyncio.timeout(SHUTDOWN_GRACE_S):
                 await self.stop()
         except Exception as error:
-            _log.exception("%s failed to shut down cleanly; lost samples are generated again: %r", self._name, error)
+            _log.exception("%s failed to shut down cleanly (%r); lost samples are generated again", self._name, error)
         result = Terminated(*self._loop.drain_result)
         _log.warning("%s %s", self._name, result)
         self._terminated.set_result(result)

@@ -194,8 +194,8 @@ def acknowledged(run: Life, capsys: pytest.CaptureFixture[str]) -> dict[tuple, d
 
 def test_a_run_trains_on_concurrent_samples_within_the_bound(run: Life):
     run.wait_for_steps(12)
-    # A sample across an update is rare if steps are short: actors get leases at a publication, and most samples end
-    # before the next one.
+    # If steps are short, few samples run during an update of the weights: actors get leases after a publication, and
+    # most samples end before the next publication.
     run.wait_for("a sample across an update", lambda: any(row["lag/in_flight"] > 0 for row in run.steps()))
     rows = run.steps()
     assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))

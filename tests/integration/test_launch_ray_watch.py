@@ -86,7 +86,7 @@ def test_a_remote_gcs_ends_the_run_only_if_it_stays_unreachable(watching, store)
     now_s = [0.0]
     watch = watching(address_of(store), Path("logs"), clock=lambda: now_s[0])
     for now_s[0] in (10.0, 40.0):
-        watch.check()  # the GCS is reachable both times
+        watch.check()  # the GCS is reachable at 10 s and at 40 s
     address = store.getsockname()
     store.close()
     now_s[0] = 60.0
