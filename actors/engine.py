@@ -324,7 +324,7 @@ class Engine:
 async def while_alive(llm: AsyncLLM, work: Coroutine[Any, Any, R]) -> R:
     """Await a call to an engine; raise EngineDead if the engine's process exits during the call.
 
-    After the exit, vLLM fails running requests but never completes calls to its workers.
+    After the process has exited, vLLM raises an error for running requests, but calls to its workers never return.
     """
     task = asyncio.ensure_future(work)
     try:

@@ -165,8 +165,8 @@ class OffPolicyPPOConfig(GroupSection):
         for each in self.corrections:
             if isinstance(each, AnySurrogate) and changed:
                 raise ValueError(
-                    f"{changed[0]} has no effect with the correction '{each.type}': remove it, or set bounds as "
-                    f"corrections = [{{type = '{each.type}', ...}}]"
+                    f"{changed[0]} has no effect with the correction '{each.type}': remove {changed[0]}, or write the "
+                    f"bounds into the entry of the correction: corrections = [{{type = '{each.type}', ...}}]"
                 )
             if isinstance(each, AnyWeight) and self.proximal == "behaviour":
                 raise ValueError(

@@ -17,9 +17,9 @@ A step has one update in every cell, because PPO with several updates per step d
 (`max_lag = 0`).
 
 Writes docs/results/accuracy_over_lag.md (accuracy_over_lag_NAME.md for `--on NAME`) or the file given by `--page`, and
-beside it a plot (.svg) and the figures of every cell (.json). For each algorithm and each value L of `max_lag`, the
-JSON line has greedy accuracies as means over seeds: `accuracy_lagL`, `accuracy_lagL_minus_lag0` and
-`accuracy_lagL_minus_start`.
+beside it a plot (.svg) and the figures of every cell (.json). lag_control.svg compares the tasks with a constant rate.
+For each algorithm and each value L of `max_lag`, the JSON line has greedy accuracies as means over seeds:
+`accuracy_lagL`, `accuracy_lagL_minus_lag0` and `accuracy_lagL_minus_start`.
 """
 
 from __future__ import annotations
@@ -96,6 +96,9 @@ class Ground:
     """Task of `lib/small_tasks.py` whose config is the first argument; empty if `arguments` name a config."""
 
 
+MAIN = "trajectory_balance"
+CONTROLLED = {"steady": "sums", "sorting": "sorting", "adding": "adding, work shown"}
+"""Tasks of the figure on lag control -> their titles."""
 STEADILY = ["--actors.eval_every", "10", "--learner.num_steps", "200", "--learner.lr_schedule", "constant"]
 NUM_LATE = 5
 """Number of final evaluations whose mean is the accuracy of a run that evaluates during training."""
@@ -223,13 +226,21 @@ def main() -> None:
         json.dumps({cell.name: result for cell, result in done.items()}, indent=1) + "\n", encoding="utf-8"
     )
     write_page(path, page(ground, results, missing, origin, f"{path.stem}.svg"))
+    if path.parent == RESULTS:
+        draw_control(RESULTS)
     print(json.dumps(by_algorithm(results)))
 
 
 def stored(folder: Path) -> list[Cell]:
     """Return the finished cells in the folder of `--work`."""
-    names = (re.fullmatch(r"(\w+)-lag(\d+)-seed(\d+)(-on)?", path.stem) for path in folder.glob("*.json"))
-    return [Cell(name[1], int(name[2]), int(name[3]), "on" if name[4] else "off") for name in names if name]
+    return [parse(path.stem) for path in folder.glob("*-lag*-seed*.json")]
+
+
+def parse(name: str) -> Cell:
+    """Return the cell of a name that `Cell.name` returned."""
+    found = re.fullmatch(r"(\w+)-lag(\d+)-seed(\d+)(-on)?", name)
+    assert found is not None, name
+    return Cell(found[1], int(found[2]), int(found[3]), "on" if found[4] else "off")
 
 
 def run_all(
@@ -445,6 +456,34 @@ def draw(results: dict[Cell, Figures], path: Path) -> None:
             axis.set_xlabel("weight_sync.max_lag")
             axis.legend(fontsize=8, handlelength=3)
             axis.grid(axis="y", color="0.92")
+
+
+def draw_control(folder: Path) -> None:
+    """Plot accuracy with and without lag control from the stored cells of `CONTROLLED`, one panel per task."""
+    found = {name: folder / f"accuracy_over_lag_{name}.json" for name in CONTROLLED}
+    panels = {name: json.loads(path.read_text()) for name, path in found.items() if path.exists()}
+    if not panels:
+        return
+    with drawn(folder / "lag_control.svg", 3.3 * len(panels), 3.2, font_size=10) as figure:
+        for axis, (name, cells) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
+            mine = {cell: cells[cell.name]["figures"] for cell in map(parse, cells) if cell.algorithm == MAIN}
+            lags = sorted({cell.max_lag for cell in mine})
+            for control, colour, line in (("off", "#D55E00", "--"), ("on", "#0072B2", "-")):
+                greedy = [
+                    fmean(f["greedy"] for cell, f in mine.items() if cell.max_lag == lag and cell.control == each)
+                    for lag in lags
+                    for each in ([control] if lag else ["off"])
+                ]
+                axis.plot(range(len(lags)), greedy, line, marker="o", color=colour, label=f"lag control {control}")
+            before = fmean(f["greedy_before"] for f in mine.values())
+            axis.axhline(before, color="0.6", linewidth=1)
+            axis.annotate("before training", (0, before), (0, 3), textcoords="offset points", color="0.4", fontsize=8)
+            axis.set_xticks(range(len(lags)), [str(lag) for lag in lags])
+            axis.set_title(CONTROLLED[name], fontsize=10)
+            axis.set_xlabel("max_lag")
+            axis.grid(axis="y", color="0.92")
+        figure.axes[0].set_ylabel("held-out accuracy")
+        figure.axes[0].legend(fontsize=8)
 
 
 def _line(axis: Any, algorithm: str, cells: dict[float, dict[str, list[float]]], key: str, line: str) -> None:  # noqa: ANN401 -- matplotlib API

@@ -72,7 +72,7 @@ class BufferConfig(BaseModel):
     )
     capacity_trajectories: PositiveInt = Knob(
         1_000_000,
-        "Trajectory count above which groups in no recorded draw are evicted; if max_uses = 1, unused groups stay.",
+        "Trajectories above which groups that no step needs again are evicted; if max_uses = 1, unused groups stay.",
         fixed="",
     )
 

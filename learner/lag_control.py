@@ -63,7 +63,7 @@ class LagControl:
 
     @property
     def allowed(self) -> int:
-        """Maximum lag of newly leased groups: at least the smallest valid bound plus one step, at most `max_lag`."""
+        """Maximum lag of newly leased groups, between `_least` and `max_lag`."""
         return min(self._bound, max(self._least, self.state.allowed))
 
     def observe(self, drift: float | None, lag: float, rate: float) -> float:

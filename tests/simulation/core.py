@@ -163,7 +163,7 @@ class CoreBuffer:
         self._buffer.finish(step, version, incarnation=incarnation, skipped=skipped)
 
     def durable(self, step: int, incarnation: int) -> None:
-        """Make uses up to this step final."""
+        """Mark all uses of samples as final, up to and including this step."""
         self._buffer.answer(p.CheckpointDurable(step, incarnation))
 
     def counts(self) -> tuple[int, int, int, int]:
