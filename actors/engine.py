@@ -233,10 +233,10 @@ class Engine:
                 refusals = await while_alive(llm, verify(llm, staged))
         except Exception as error:
             reason = f"timed out after {timeout_s:g} s" if isinstance(error, TimeoutError) else str(error)
-            self._broken = self._broken or f"it did not verify version {staged.version}: {reason}"
+            self._broken = self._broken or f"version {staged.version} was not verified: {reason}"
             raise EngineDead(self._death_message()) from error
         for refusal in filter(None, refusals):
-            raise UpdateRefused(f"{refusal}; still serving version {self.version}")
+            raise UpdateRefused(f"{refusal}; the engine still serves version {self.version}")
         self._verified = _update_of(staged)
 
     async def apply(
@@ -255,16 +255,16 @@ class Engine:
             llm = self._alive()
             verified, self._verified = self._verified, None
             if verified != _update_of(staged):
-                raise UpdateRefused(f"version {staged.version} was not verified; still serving version {self.version}")
+                raise UpdateRefused(f"version {staged.version} was not verified; the engine serves {self.version}")
             started_s = time.perf_counter()
             # after an error or a cancellation before generation resumes, the engine must be replaced
-            self._broken = f"its update to version {staged.version} did not complete"
+            self._broken = f"the update to version {staged.version} did not complete"
             try:
                 async with asyncio.timeout(timeout_s):
                     load_s = await while_alive(llm, swap(llm, staged, kv_cache))
             except Exception as error:
                 reason = f"timed out after {timeout_s:g} s" if isinstance(error, TimeoutError) else str(error)
-                self._broken = f"its update to version {staged.version} failed midway: {reason}"
+                self._broken = f"the update to version {staged.version} failed midway: {reason}"
                 raise EngineDead(self._death_message()) from error
             self._broken = None
             self.stats.interrupt(recomputes=kv_cache == "recompute")

@@ -434,7 +434,7 @@ class ActorLoop:
         else:  # cancelled from outside: without an error, its lease would be renewed forever
             error = ActorError(
                 f"{self._name}: sample {index} of group {held.lease.group_id} ended before it was pushed or reported "
-                "as failed: a call that it awaited was cancelled. Check whether the engine or task cancels its own work"
+                "as failed: an awaited call was cancelled. Check whether the engine or task cancels its own calls"
             )
         if error is not None:
             # Failures of a single sample are reported to the buffer; this error affects all samples.

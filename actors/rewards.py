@@ -132,7 +132,7 @@ class Scorer:
         try:
             return Scored(math.fsum(given) if given else None, parts)
         except OverflowError:
-            raise RewardFailed(", ".join(parts), "their sum is not finite") from None
+            raise RewardFailed(", ".join(parts), "the sum of the rewards is not finite") from None
 
     async def close(self) -> None:
         await asyncio.gather(*(lane.close() for lane in self._lanes))
@@ -243,7 +243,7 @@ class _Lane:
     ) -> None:
         """Deliver the values of a call; samples that failed individually share the next call."""
         if isinstance(values, CallFailed) and len(batch) > 1:
-            _log.warning("reward %s: %s; scoring %d samples one by one", self.function.name, values, len(batch))
+            _log.warning("reward %s: %s; retrying %d samples one by one", self.function.name, values, len(batch))
             # if the failure ended the process, often after a full timeout, samples are retried only once
             retries = attempt if values.lost else retries
             await asyncio.gather(*(self._score_again([one], attempt, retries) for one in batch))

@@ -359,7 +359,7 @@ class PartialRollouts:
         errors = [each for each in results if isinstance(each, Exception)]
         if errors and (remaining := [held for held in leases if held.unfinished]):
             _log.warning(
-                "%s could not requeue its samples of %d groups; other actors generate them again: %s",
+                "%s could not requeue its samples of %d groups; other actors generate the samples again: %s",
                 self._name, len(remaining), errors[0],
             )  # fmt: skip
             self.count_lost(remaining)

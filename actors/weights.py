@@ -171,7 +171,7 @@ class WeightFollower:
         """
         timeout_s = UPDATE_TIMEOUT_S
         if self._request is not None and not self._request.done():
-            raise TransferFailed("an earlier request is still running")
+            raise TransferFailed("an earlier request for weights is still running")
         request = self._threads.submit(call, *args, **kwargs)
         self._request = request
         try:
@@ -180,7 +180,7 @@ class WeightFollower:
                 return await asyncio.shield(asyncio.wrap_future(request))
         except TimeoutError as error:
             raise TransferFailed(
-                f"not read and verified within {timeout_s:g} s; check the load of this "
+                f"the weights were not read and verified within {timeout_s:g} s; check the load of this "
                 "machine, its weights folder and the weight service"
             ) from error
 
@@ -300,6 +300,6 @@ class WeightFollower:
         refused = f"; last rejected: {self.refused}" if self.refused else ""
         return PolicyTimeout(
             f"{self._name} waited {UPDATE_TIMEOUT_S:g} s for policy "
-            f"{awaited} from the learner: the engine serves {self.version}, the newest known is {self._newest}"
+            f"{awaited} from the learner: the engine serves {self.version}, the newest known policy is {self._newest}"
             f"{refused}. Check the learner's log, and that this machine can read its weights folder or weight service"
         )

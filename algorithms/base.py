@@ -108,8 +108,7 @@ class LossInputs:
     def length_B(self) -> Tensor:
         """int64: number of completion tokens of each sequence."""
         # avoid bincount, which synchronizes with the device to find the maximum
-        none_B = torch.zeros(self.num_sequences, dtype=torch.int64, device=self.sequence_T.device)
-        return none_B.index_add(0, self.sequence_T, torch.ones_like(self.sequence_T))
+        return self.sum_per_sequence(torch.ones_like(self.sequence_T))
 
     @property
     def group_size_B(self) -> Tensor:
@@ -357,7 +356,7 @@ def check_inputs(inputs: LossInputs, needs: Needs) -> None:
         raise BadInputs(
             int(inputs.sequence_T[token]),
             f"the behaviour log-probability of a token is {float(inputs.behaviour_logprobs_T[token])}, but this loss "
-            "reads it: sample with log-probabilities, or use a loss that does not read them (trajectory_balance or "
+            "needs a finite value: sample with log-probabilities, or use a loss without them (trajectory_balance or "
             "online_dpo with corrections = [])",
         )
 

@@ -28,7 +28,7 @@ from typing import Literal
 
 from torch.nn import functional as F
 
-from leeway.algorithms.base import Algorithm, LossInputs, LossOutput, Needs
+from leeway.algorithms.base import Algorithm, LossInputs, LossOutput, Needs, share_of
 from leeway.algorithms.corrections import WeighedSection, weigh_gradient
 
 FAR = 10.0
@@ -56,16 +56,12 @@ def distillation(config: DistillationConfig, inputs: LossInputs) -> LossOutput:
     num_tokens = max(1, inputs.logprobs_T.numel())
     log_ratio_T = inputs.logprobs_T - inputs.reference_logprobs_T
     loss = F.huber_loss(inputs.logprobs_T, inputs.reference_logprobs_T, reduction="sum", delta=FAR) / num_tokens
-    far_T = log_ratio_T.detach().abs() > FAR
-    return LossOutput(
-        loss,
-        {
-            "distillation/kl": log_ratio_T.detach().sum().double() / num_tokens,
-            "distillation/far_frac": far_T.sum().double() / num_tokens,
-            **shares,
-        },
-        weights_T,
-    )
+    metrics = {
+        "distillation/kl": log_ratio_T.detach().sum().double() / num_tokens,
+        "distillation/far_frac": share_of(log_ratio_T.detach().abs() > FAR, num_tokens),
+        **shares,
+    }
+    return LossOutput(loss, metrics, weights_T)
 
 
 ALGORITHM = Algorithm(DistillationConfig, distillation)

@@ -60,16 +60,13 @@ def oapl(config: OAPLConfig, inputs: LossInputs) -> LossOutput:
     advantage_B = group_advantages(inputs, inputs.rewards_B, "rloo")
     delta_B = config.beta * log_rho_B - advantage_B
     loss = (delta_B.square() / inputs.group_size_B).sum() / inputs.num_groups
-    return LossOutput(
-        loss,
-        {
-            "oapl/delta_abs": delta_B.detach().abs().mean().double() / config.beta,
-            "oapl/value": (inputs.rewards_B - advantage_B).mean(),
-            "oapl/kl_behaviour": log_rho_B.detach().mean(),
-            **shares,
-        },
-        weights_T,
-    )
+    metrics = {
+        "oapl/delta_abs": delta_B.detach().abs().mean().double() / config.beta,
+        "oapl/value": (inputs.rewards_B - advantage_B).mean(),
+        "oapl/kl_behaviour": log_rho_B.detach().mean(),
+        **shares,
+    }
+    return LossOutput(loss, metrics, weights_T)
 
 
 ALGORITHM = Algorithm(OAPLConfig, oapl)

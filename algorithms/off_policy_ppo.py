@@ -171,7 +171,7 @@ class OffPolicyPPOConfig(GroupSection):
             if isinstance(each, AnyWeight) and self.proximal == "behaviour":
                 raise ValueError(
                     f"the correction '{each.type}' acts on pi_prox / mu, which is 1 with proximal = 'behaviour': "
-                    "remove it, or use proximal = 'draw_start'"
+                    "remove the correction, or use proximal = 'draw_start'"
                 )
 
     def _check_unused_keys(self) -> None:
@@ -310,12 +310,8 @@ def _sequence_advantages(config: OffPolicyPPOConfig, inputs: LossInputs, rewards
 
 def rewards_per_token(inputs: LossInputs, rewards_B: Tensor, penalty_T: Tensor) -> Tensor:
     """Return per-token rewards: the sequence's reward on its last token, minus a penalty on every token: B, T -> T."""
-    rewards_T = -penalty_T
-    if rewards_T.numel() == 0:
-        return rewards_T
-    _, position_T = _positions(inputs)
-    last_T = position_T == inputs.length_B[inputs.sequence_T] - 1
-    return rewards_T + torch.where(last_T, rewards_B[inputs.sequence_T], 0.0)
+    last_T = _positions(inputs) == inputs.length_B[inputs.sequence_T] - 1
+    return -penalty_T + torch.where(last_T, rewards_B[inputs.sequence_T], 0.0)
 
 
 def gae(inputs: LossInputs, rewards_T: Tensor, values_T: Tensor, lam: float) -> Tensor:
@@ -327,8 +323,8 @@ def gae(inputs: LossInputs, rewards_T: Tensor, values_T: Tensor, lam: float) -> 
     """
     if rewards_T.numel() == 0:
         return torch.zeros_like(rewards_T)
-    width, position_T = _positions(inputs)
-    # one column more than the longest sequence: the value after the last token, which is 0
+    position_T = _positions(inputs)
+    width = int(position_T.max()) + 2  # one column more than the longest sequence: 0, the value after its last token
     grid = torch.zeros(2, inputs.num_sequences, width, dtype=values_T.dtype, device=values_T.device)
     grid[:, inputs.sequence_T, position_T] = torch.stack([rewards_T, values_T])
     rewards_BL, values_BL = grid
@@ -341,13 +337,13 @@ def gae(inputs: LossInputs, rewards_T: Tensor, values_T: Tensor, lam: float) -> 
     return torch.stack(columns[::-1], dim=1)[inputs.sequence_T, position_T]
 
 
-def _positions(inputs: LossInputs) -> tuple[int, Tensor]:
-    """Return the maximum sequence length plus 1, and the position of each token: T. Requires at least one token."""
+def _positions(inputs: LossInputs) -> Tensor:
+    """Return the position of each token in its sequence: T."""
     length_B = inputs.length_B
     order_T = torch.argsort(inputs.sequence_T, stable=True)
     start_B = torch.cumsum(length_B, 0) - length_B
     position_T = torch.arange(order_T.numel(), device=order_T.device) - start_B[inputs.sequence_T[order_T]]
-    return int(length_B.max()) + 1, torch.empty_like(position_T).index_copy(0, order_T, position_T)
+    return torch.empty_like(position_T).index_copy(0, order_T, position_T)
 
 
 def _kl_terms(config: OffPolicyPPOConfig, inputs: LossInputs) -> Tensor:

@@ -114,17 +114,14 @@ def online_dpo(config: OnlineDPOConfig, inputs: LossInputs) -> LossOutput:
     loss = torch.where(tied_G, 0.0, loss_G).sum() / num_pairs.clamp_min(1)
     margin_G = margin_G.detach()
     is_cross_G = (lease_B[best_G] != lease_B[worst_G]) & ~tied_G
-    return LossOutput(
-        loss,
-        {
-            "dpo/tied_frac": share_of(tied_G, inputs.num_groups),
-            "dpo/margin": config.beta * margin_G.sum() / num_pairs,
-            "dpo/accuracy": share_of(margin_G > 0, num_pairs),
-            "dpo/cross_frac": share_of(is_cross_G, num_pairs),
-            **shares,
-        },
-        weights_T,
-    )
+    metrics = {
+        "dpo/tied_frac": share_of(tied_G, inputs.num_groups),
+        "dpo/margin": config.beta * margin_G.sum() / num_pairs,
+        "dpo/accuracy": share_of(margin_G > 0, num_pairs),
+        "dpo/cross_frac": share_of(is_cross_G, num_pairs),
+        **shares,
+    }
+    return LossOutput(loss, metrics, weights_T)
 
 
 ALGORITHM = Algorithm(OnlineDPOConfig, online_dpo)

@@ -20,13 +20,7 @@ from torch import Tensor
 from leeway.algorithms.base import Algorithm, AlgorithmSection, LossInputs, LossOutput, Needs, described
 from leeway.common.user_input import UserFileError, is_reference, load_object, user_code_errors
 
-FILES = (
-    "trajectory_balance",
-    "online_dpo",
-    "off_policy_ppo",
-    "oapl",
-    "distillation",
-)
+FILES = ("trajectory_balance", "online_dpo", "off_policy_ppo", "oapl", "distillation")
 
 Loss = Callable[[LossInputs], LossOutput]
 
@@ -136,7 +130,7 @@ class _Undeclared(Tensor):
     ) -> NoReturn:
         raise UndeclaredInput(
             f"the loss reads inputs.{cls.field}, but the `needs` of its [algorithm] section do not declare it: "
-            f"return Needs({cls.need}=True, ...) there, or do not read it (undeclared inputs are absent in some runs)"
+            f"return Needs({cls.need}=True, ...) there, or do not read this input (some runs do not have it)"
         )
 
     def __repr__(self, **_: object) -> str:  # type: ignore[override]

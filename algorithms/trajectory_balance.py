@@ -44,8 +44,7 @@ class TrajectoryBalanceConfig(WeighedSection, GroupSection):
         default=0.1, description="Temperature of the target pi_ref * exp(r / beta).", json_schema_extra=BASIC
     )
     beta_final: PositiveFloat | None = Field(
-        default=None,
-        description="Final beta, reached linearly over learner.num_steps; unset: constant.",
+        default=None, description="Final beta, reached linearly over learner.num_steps; unset: constant."
     )
 
     @property
@@ -76,17 +75,14 @@ def trajectory_balance(config: TrajectoryBalanceConfig, inputs: LossInputs) -> L
     delta_B = log_z_B + distance_B
     # divide by the group size, so that all prompts have equal weight
     loss = (delta_B.square() / inputs.group_size_B).sum() / inputs.num_groups
-    return LossOutput(
-        loss,
-        {
-            "tb/beta": beta,
-            "tb/delta_abs": delta_B.detach().abs().mean(),
-            "tb/log_z": log_z_B.mean(),
-            "tb/kl_reference": log_ratio_B.detach().mean(),
-            **shares,
-        },
-        weights_T,
-    )
+    metrics = {
+        "tb/beta": beta,
+        "tb/delta_abs": delta_B.detach().abs().mean(),
+        "tb/log_z": log_z_B.mean(),
+        "tb/kl_reference": log_ratio_B.detach().mean(),
+        **shares,
+    }
+    return LossOutput(loss, metrics, weights_T)
 
 
 ALGORITHM = Algorithm(TrajectoryBalanceConfig, trajectory_balance)

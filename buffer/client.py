@@ -105,7 +105,7 @@ class BufferClient:
         self.name = name
         self._run_id = run_id
         self._identity = ClientIdentity(name, role, secrets.token_hex(16))
-        self._epoch = 0
+        self.epoch = 0
         self._incarnation = -1
         self._lock = threading.Lock()
         self._next_request = 0
@@ -151,7 +151,7 @@ class BufferClient:
 
         def welcomed(answer: Answer) -> p.Welcome:
             welcome = _expect(answer, p.Welcome)
-            self._epoch = welcome.epoch
+            self.epoch = welcome.epoch
             self._outbox.open(welcome.epoch, welcome.credit)
             return welcome
 
@@ -162,10 +162,6 @@ class BufferClient:
     def retry_reason(self) -> str:
         """Reason given when the service last asked to retry; empty if it has answered since."""
         return self._transport.retry_reason
-
-    @property
-    def epoch(self) -> int:
-        return self._epoch
 
     def status(self) -> Future[p.Status]:
         return self._ask(p.StatusRequest(), p.Status)
@@ -196,7 +192,7 @@ class BufferClient:
             if self._last_lease is not None and not self._last_lease.done():
                 raise RuntimeError(f"'{self.name}' requested leases before its last request was answered")
             request = p.LeaseRequest(
-                self.name, self._epoch, self._next_request, int(max_groups), lane, token_s, wants_lengths
+                self.name, self.epoch, self._next_request, int(max_groups), lane, token_s, wants_lengths
             )
             self._next_request += 1
             self._last_lease = self._ask_with_body(request, p.LeaseGrant, Granted)
@@ -220,7 +216,7 @@ class BufferClient:
         return self._outbox.has_room(trajectory)
 
     def report_failed(self, lease: p.Lease, sample_indices: Sequence[int], reason: str) -> Future[p.Done]:
-        message = p.GiveUp(self.name, self._epoch, lease.lease_id, lease.attempt, list(sample_indices), reason)
+        message = p.GiveUp(self.name, self.epoch, lease.lease_id, lease.attempt, list(sample_indices), reason)
         return self._ask(message, p.Done)
 
     def requeue(
@@ -244,13 +240,13 @@ class BufferClient:
         parts += [([row.sample_index for row in partials[part]], partials[part]) for part in fitting]
         sent = []
         for indices, rows in parts:
-            message = p.HandOn(self.name, self._epoch, lease.lease_id, lease.attempt, indices, goes_on)
-            sender = schema.Sender(self.name, self._epoch, [0] * len(rows))  # the lease identifies duplicates
+            message = p.HandOn(self.name, self.epoch, lease.lease_id, lease.attempt, indices, goes_on)
+            sender = schema.Sender(self.name, self.epoch, [0] * len(rows))  # the lease identifies duplicates
             sent.append(self._ask(message, p.Done, checked(schema.encode(rows, self._run_id, sender))))
         return self._then(FutureGroup[p.Done](len(sent)).follow(sent), lambda _: p.Done())
 
     def renew(self, lease_ids: Sequence[int]) -> Future[p.RenewReply]:
-        return self._ask(p.Renew(self.name, self._epoch, list(lease_ids)), p.RenewReply)
+        return self._ask(p.Renew(self.name, self.epoch, list(lease_ids)), p.RenewReply)
 
     # --- the learner ------------------------------------------------------------------------------
 
@@ -338,14 +334,10 @@ class BufferClient:
         future: Future[R] = Future()
 
         def done(answered: Future[A]) -> None:
-            error = answered.exception()
-            if error is None:
-                try:
-                    resolve(future, read(answered.result()))
-                except (ValueError, TypeError) as unreadable:
-                    resolve(future, unreadable)
-            else:
-                resolve(future, error)
+            try:
+                resolve(future, answered.exception() or read(answered.result()))
+            except (ValueError, TypeError) as unreadable:
+                resolve(future, unreadable)
 
         sent.add_done_callback(done)
         return future

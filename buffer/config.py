@@ -98,8 +98,8 @@ class BufferConfig(BaseModel):
         num_samples = num_groups * group_size
         if self.capacity_trajectories < num_samples:
             raise ValueError(
-                f"buffer.capacity_trajectories = {self.capacity_trajectories} is below the {num_samples} "
-                "samples that may be outstanding at once, including those of the previous step: raise it, or lower "
+                f"buffer.capacity_trajectories = {self.capacity_trajectories} is below the {num_samples} samples "
+                "that may be outstanding at once, including those of the previous step: raise the capacity, or lower "
                 "weight_sync.max_lag, learner.groups_per_step or actors.group_size"
             )
 

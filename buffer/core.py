@@ -22,7 +22,6 @@ from leeway.buffer.errors import BadBody, BufferRefused, CorruptRecord, InvalidR
 from leeway.buffer.groups import Groups, prompts_of
 from leeway.buffer.ingest import MAX_PUSHED_ROWS, Ingest, Pushes, faults, known_versions, rows_of
 from leeway.buffer.leases import Leases
-from leeway.buffer.protocol import HandOn, Lease, LeaseGrant
 from leeway.buffer.rows import RowBytes, num_tokens_in
 from leeway.buffer.schema import REQUEUED
 from leeway.buffer.steps import Steps
@@ -59,7 +58,7 @@ class Partials:
     def __init__(self, facts: RunFacts, groups: Groups, leases: Leases) -> None:
         self._facts, self._groups, self._leases = facts, groups, leases
 
-    def take(self, tx: Transaction, message: HandOn, batch: pa.RecordBatch) -> None:
+    def take(self, tx: Transaction, message: p.HandOn, batch: pa.RecordBatch) -> None:
         """Store partial rollouts of a lease, and requeue their samples. Idempotent.
 
         An invalid row is quarantined; its sample starts from an earlier stored partial rollout, or from the prompt.
@@ -79,11 +78,11 @@ class Partials:
         tx.state.ledger.requeue(len(unfinished))
         self._groups.advance(tx, group)
 
-    def grant(self, tx: Transaction, grant: LeaseGrant) -> tuple[LeaseGrant, memoryview | bytes]:
+    def grant(self, tx: Transaction, grant: p.LeaseGrant) -> tuple[p.LeaseGrant, memoryview | bytes]:
         """Return a grant, and the stored partial rollouts of its leases as its body."""
         if not any(lease.prefixes for lease in grant.leases):
             return grant, b""
-        leases: list[Lease] = []
+        leases: list[p.Lease] = []
         blocks: list[bytes] = []
         for lease in grant.leases:
             found = {index: self._read(tx, lease.group_id, index) for index in lease.prefixes}
@@ -104,7 +103,7 @@ class Partials:
         return None
 
     def _store(
-        self, tx: Transaction, group: Group, message: HandOn, indices: Sequence[int], batch: pa.RecordBatch
+        self, tx: Transaction, group: Group, message: p.HandOn, indices: Sequence[int], batch: pa.RecordBatch
     ) -> None:
         facts, state = self._facts, tx.state
         requested, unfinished = set(message.sample_indices), set(indices)
@@ -210,8 +209,8 @@ class BufferCore:
             blocks = tx.blocks_of(draw.record_ids)
         except CorruptRecord as error:
             raise BufferRefused(
-                f"the recorded batch of step {draw.step} cannot be read: {error}. Restart the learner: it then gets "
-                "another batch for this step"
+                f"the recorded batch of step {draw.step} cannot be read: {error}. Restart the learner "
+                "to get another batch for this step"
             ) from error
         try:
             return schema.write_stream(schema.join_rows(blocks, draw.record_ids, scores))
@@ -258,12 +257,10 @@ def _write_scores(tx: Transaction, batch: pa.RecordBatch) -> None:
             raise BufferRefused(f"record {record} never existed in this buffer")
         if record not in lengths:
             try:
-                holder = tx.find_block(record)
+                (block,) = tx.blocks_of([record])
             except CorruptRecord:
                 continue
-            if holder is None:
-                continue
-            lengths |= holder[1]
+            lengths |= rows.records_in(block)
         score = np.ascontiguousarray(values[bounds[i] : bounds[i + 1]], np.float32)
         if len(score) != lengths[record] or not np.isfinite(score).all():
             raise BufferRefused(

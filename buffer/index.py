@@ -154,13 +154,12 @@ class GroupIndex:
         if old is not None:
             self._enter(group_id, old, _take_out, -1)
             self.leases.pop(old.lease_id, None)
-        if new is not None:
-            self._enter(group_id, new, insort, 1)
-            if new.lease_id:
-                self.leases[new.lease_id] = group_id
         if new is None:
             del self._places[group_id]
             return
+        self._enter(group_id, new, insort, 1)
+        if new.lease_id:
+            self.leases[new.lease_id] = group_id
         self._places[group_id] = new
         if new.evictable is not None and (old is None or old.evictable != new.evictable):
             heapq.heappush(self._eviction, new.evictable)

@@ -67,11 +67,9 @@ class Pushes:
                 self.opened.append((message, batches[-1].num_rows))
             except BadBody as error:
                 self.opened.append((message, error))
-        self.batch = pa.concat_batches(batches) if batches else None
-        self.rows: list[PushedRow] = []
-        if self.batch is not None:
-            self.rows = list(rows_of(self.batch))
-            self.as_bytes = RowBytes(self.batch)
+        self.batch = pa.concat_batches(batches or [schema.to_batch([], "")])
+        self.rows = list(rows_of(self.batch))
+        self.as_bytes = RowBytes(self.batch)
 
 
 class Ingest:
@@ -85,7 +83,7 @@ class Ingest:
     def push(self, tx: Transaction, pushes: Pushes, refusals: Mapping[int, str]) -> list[PushReply | Refused]:
         """Decide the outcome of every row, in order. `refusals` maps positions of refused messages to the reasons."""
         known = known_versions(tx.state, updates_per_step=self._facts.updates_per_step)
-        bad = {} if pushes.batch is None else faults(pushes.batch, self._facts, known)
+        bad = faults(pushes.batch, self._facts, known)
         all_rows = enumerate(pushes.rows)
         replies: list[PushReply | Refused] = []
         for place, (message, opened) in enumerate(pushes.opened):

@@ -12,21 +12,10 @@ from functools import partial
 from itertools import takewhile
 from math import inf
 
+from leeway.buffer import protocol as p
 from leeway.buffer.config import BufferConfig
 from leeway.buffer.errors import BufferRefused, InvalidRequest
 from leeway.buffer.groups import MAX_CANDIDATES, Groups
-from leeway.buffer.protocol import (
-    GiveUp,
-    HandOn,
-    Hello,
-    Lease,
-    LeaseGrant,
-    LeaseRequest,
-    Push,
-    Renew,
-    RenewReply,
-    Request,
-)
 from leeway.buffer.tables import Actor, Group
 from leeway.buffer.transaction import Transaction
 from leeway.common.rpc.messages import ClientIdentity
@@ -63,7 +52,7 @@ class Leases:
         for lease_id in self._groups.index.leases:
             self._extend(lease_id)
 
-    def hello(self, tx: Transaction, message: Hello) -> Actor:
+    def hello(self, tx: Transaction, message: p.Hello) -> Actor:
         """Open an epoch for a client and fence its older epochs, whose leases end immediately.
 
         Raises:
@@ -95,7 +84,7 @@ class Leases:
         tx.actors.put(actor, actor.name)
         return actor
 
-    def authorize(self, tx: Transaction, client: ClientIdentity, message: Request) -> None:
+    def authorize(self, tx: Transaction, client: ClientIdentity, message: p.Request) -> None:
         """Check that the newest process of a known client sent the request, and that it names no other client.
 
         Requests of actors contain an epoch; the handler of each request checks the epoch.
@@ -105,7 +94,7 @@ class Leases:
             InvalidRequest: the client never sent Hello, or the request names another client.
         """
         name, kind = client.name, type(message).__name__
-        if isinstance(message, Hello):
+        if isinstance(message, p.Hello):
             if (message.name, message.role, message.session) != (name, client.role, client.session):
                 raise InvalidRequest(f"'{name[:MAX_NAME_BYTES]}' sent Hello as '{message.name[:MAX_NAME_BYTES]}'")
             return
@@ -114,7 +103,7 @@ class Leases:
             raise InvalidRequest(
                 f"{kind} from '{name[:MAX_NAME_BYTES]}', which is unknown to this service: send Hello first"
             )
-        if isinstance(message, LeaseRequest | Push | GiveUp | HandOn | Renew):
+        if isinstance(message, p.LeaseRequest | p.Push | p.GiveUp | p.HandOn | p.Renew):
             if message.actor != name:
                 raise InvalidRequest(
                     f"'{name}' sent {kind} for '{message.actor[:MAX_NAME_BYTES]}': send requests in your own name"
@@ -133,7 +122,7 @@ class Leases:
             raise BufferRefused(f"'{name}' (epoch {epoch}) was replaced by a newer process (epoch {actor.epoch})")
         return actor
 
-    def grant(self, tx: Transaction, request: LeaseRequest) -> LeaseGrant:
+    def grant(self, tx: Transaction, request: p.LeaseRequest) -> p.LeaseGrant:
         """Lease groups while admission is open: unleased groups first, then returned prompts, then new prompts."""
         actor = self.current(tx, request.actor, request.epoch)
         state, requeue_at = tx.state, self._groups.prompts.requeue_at(request)
@@ -141,11 +130,11 @@ class Leases:
             return self._granted(tx, actor.last_leases, requeue_at)
         if (actor.epoch, request.request_number) <= self._granted_none.get(actor.name, (0, -1)):
             # The request duplicates an answered request; no client waits for a grant.
-            return LeaseGrant([], state.newest, state.draining)
+            return p.LeaseGrant([], state.newest, state.draining)
         if request.wants_lengths:
             tx.undo.append(partial(setattr, self._groups, "prompts", self._groups.prompts))
             self._groups.prompts = self._groups.prompts.predicting(tx)
-        leases: list[Lease] = []
+        leases: list[p.Lease] = []
         while request.request_number > actor.last_request and len(leases) < request.max_groups:
             group = self._next_group(tx, request)
             if group is None:
@@ -159,7 +148,7 @@ class Leases:
             self._granted_none[actor.name] = actor.epoch, request.request_number
         return self._granted(tx, leases, requeue_at)
 
-    def renew(self, tx: Transaction, request: Renew) -> RenewReply:
+    def renew(self, tx: Transaction, request: p.Renew) -> p.RenewReply:
         """Extend the deadlines of leases that the actor still holds; return the other leases."""
         lost = []
         for lease_id in request.lease_ids:
@@ -170,9 +159,9 @@ class Leases:
             else:
                 self._extend(lease_id)
                 self._groups.prompts.renewed(request.actor)
-        return RenewReply(lost)
+        return p.RenewReply(lost)
 
-    def give_up(self, tx: Transaction, request: GiveUp) -> None:
+    def give_up(self, tx: Transaction, request: p.GiveUp) -> None:
         """Fail samples of a lease. Samples that are not in flight are ignored, so the method is idempotent."""
         group = self.held_by(tx, request)
         if group is not None:
@@ -181,17 +170,12 @@ class Leases:
             self._groups.fail(tx, group, given_up, request.reason or "given up")
             self._groups.advance(tx, group)
 
-    def held_by(self, tx: Transaction, request: GiveUp | HandOn) -> Group | None:
+    def held_by(self, tx: Transaction, request: p.GiveUp | p.HandOn) -> Group | None:
         """Return the group of a lease; None if the actor no longer holds the lease."""
         group_id = self._groups.index.leases.get(request.lease_id)
         group = None if group_id is None else tx.groups.require(group_id)
-        if group is None or (group.actor, group.epoch, group.attempt) != (
-            request.actor,
-            request.epoch,
-            request.attempt,
-        ):
-            return None
-        return group
+        holder = request.actor, request.epoch, request.attempt
+        return group if group is not None and (group.actor, group.epoch, group.attempt) == holder else None
 
     def expire_due(self, tx: Transaction) -> None:
         self._groups.prepare(tx)
@@ -241,21 +225,18 @@ class Leases:
             allowed=self.allowed_lag,
         )
 
-    def _granted(self, tx: Transaction, leases: list[Lease], requeue_at: int) -> LeaseGrant:
-        return LeaseGrant(leases, tx.state.newest, tx.state.draining, requeue_at, self._is_near_bound())
+    def _granted(self, tx: Transaction, leases: list[p.Lease], requeue_at: int) -> p.LeaseGrant:
+        near_s = max(NEAR_BOUND_S, NEAR_BOUND_STEPS * self._groups.prompts.pace.step_s)
+        is_near_bound = self._clock() - self._closed_at_s < near_s
+        return p.LeaseGrant(leases, tx.state.newest, tx.state.draining, requeue_at, is_near_bound)
 
-    def _is_near_bound(self) -> bool:
-        return self._clock() - self._closed_at_s < max(
-            NEAR_BOUND_S, NEAR_BOUND_STEPS * self._groups.prompts.pace.step_s
-        )
-
-    def _next_group(self, tx: Transaction, request: LeaseRequest) -> Group | None:
-        if tx.state.draining or tx.state.published is None:
+    def _next_group(self, tx: Transaction, request: p.LeaseRequest) -> Group | None:
+        state, prompts = tx.state, self._groups.prompts
+        if state.draining or state.published is None:
             return None
-        prompts = self._groups.prompts
         for group_id in self._groups.index.unleased[:MAX_CANDIDATES]:
             group = tx.groups.require(group_id)
-            if self._is_stale(tx, group):
+            if group.oldest is not None and not self._contract.usable(state.effective(group.oldest), state.version):
                 self._drop_open(tx, group)
             elif prompts.may_resume(group, request):
                 self._forget_stale(tx, group)
@@ -264,13 +245,9 @@ class Leases:
             return None
         prompt = prompts.next(tx, request)
         size, longest = self._facts.group_size, round(prompt.longest)
-        group = Group.new(tx.state.next_group, prompt.prompt_id, size, prompt.failures, longest)
-        tx.state.next_group += 1
+        group = Group.new(state.next_group, prompt.prompt_id, size, prompt.failures, longest)
+        state.next_group += 1
         return group
-
-    def _is_stale(self, tx: Transaction, group: Group) -> bool:
-        ages = [] if group.oldest is None else [(tx.state.effective(group.oldest), group)]
-        return any(self._contract.evict(ages, tx.state.version))
 
     def _forget_stale(self, tx: Transaction, group: Group) -> None:
         """Delete partial rollouts that exceed the staleness bound; their samples start from the prompt."""
@@ -286,7 +263,7 @@ class Leases:
         self._groups.close(tx, group, "dropped_stale")
         self._groups.return_prompt(tx, group, failures=group.failures)
 
-    def _issue(self, tx: Transaction, group: Group, actor: Actor, wants_lengths: bool) -> Lease:
+    def _issue(self, tx: Transaction, group: Group, actor: Actor, wants_lengths: bool) -> p.Lease:
         state = tx.state
         missing = group.missing()
         group.lease_id = state.next_lease
@@ -298,7 +275,7 @@ class Leases:
         state.ledger.issue(len(missing))
         self._groups.save(tx, group)
         self._extend(group.lease_id)
-        return Lease(
+        return p.Lease(
             lease_id=group.lease_id,
             attempt=group.attempt,
             group_id=group.group_id,

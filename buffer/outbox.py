@@ -206,7 +206,7 @@ class Outbox:
             failure = push.exception()
             reply = None if failure is not None else push.result().reply
             if isinstance(reply, p.PushReply):
-                missing = TypeError(f"the buffer service at {self._transport().address} sent no result of a trajectory")
+                missing = TypeError(f"the buffer service at {self._transport().address} omitted a trajectory's result")
                 results = {result.seq: result for result in reply.results}
                 self._settle(rows, [results.get(seq, missing) for seq in seqs], reply.credit)
             else:

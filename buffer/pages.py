@@ -279,4 +279,4 @@ class _Walk:
             raise self._damaged(f"is damaged: page {int(pages[np.flatnonzero(wrong)[0]])} {what}")
 
     def _damaged(self, what: str) -> StoreError:
-        return StoreError(f"{self._data} {what}. Restore it from a copy, or start a new run folder")
+        return StoreError(f"{self._data} {what}. Restore the file from a copy, or start a new run folder")

@@ -332,27 +332,15 @@ Reply = (
     | Status | Done | Refused
 )  # fmt: skip
 
-_ACTOR: frozenset[Role] = frozenset({"actor"})
-_LEARNER: frozenset[Role] = frozenset({"learner"})
-_RANKER: frozenset[Role] = frozenset({"ranker"})
-
+_REQUESTS_OF: dict[Role, tuple[type[Message], ...]] = {
+    "launch": (Drain,),
+    "actor": (LeaseRequest, Push, GiveUp, HandOn, Renew),
+    "learner": (BeginIncarnation, DrawRequest, WriteScores, StepFinished, Published, CheckpointDurable),
+    "ranker": (PosteriorsRequest, Expect),
+}
 ALLOWED_ROLES: dict[type[Message], frozenset[Role]] = {
-    Hello: ROLES,
-    StatusRequest: ROLES,
-    Drain: frozenset({"launch"}),
-    LeaseRequest: _ACTOR,
-    Push: _ACTOR,
-    GiveUp: _ACTOR,
-    HandOn: _ACTOR,
-    Renew: _ACTOR,
-    BeginIncarnation: _LEARNER,
-    DrawRequest: _LEARNER,
-    WriteScores: _LEARNER,
-    PosteriorsRequest: _RANKER,
-    Expect: _RANKER,
-    StepFinished: _LEARNER,
-    Published: _LEARNER,
-    CheckpointDurable: _LEARNER,
+    **dict.fromkeys((Hello, StatusRequest), ROLES),
+    **{request: frozenset({role}) for role, requests in _REQUESTS_OF.items() for request in requests},
 }
 """Roles that may send each request."""
 

@@ -186,10 +186,8 @@ def list_array(
     counts: npt.NDArray[Any] | Sequence[int], values: pa.Array, *, missing: npt.NDArray[np.bool_] | None = None
 ) -> pa.Array:
     """Return a list column with rows of these lengths; `missing` rows are null."""
-    offsets = pa.array(bounds_of(counts))
-    if missing is None or not missing.any():
-        return pa.ListArray.from_arrays(offsets, values)
-    return pa.ListArray.from_arrays(offsets, values, mask=pa.array(missing))
+    mask = None if missing is None or not missing.any() else pa.array(missing)
+    return pa.ListArray.from_arrays(pa.array(bounds_of(counts)), values, mask=mask)
 
 
 def text_array(data: bytes, sizes: npt.NDArray[Any]) -> pa.Array:

@@ -138,8 +138,8 @@ def from_file(key: str, reference: str) -> tuple[Sampler | None, Weight | None]:
             float(found(_example_group(), 0))
         except Exception as error:
             raise UserFileError(
-                f"{setting} raised {type(error).__name__} on a group of two samples: {error}; it is called with a "
-                "group and the version of its oldest token: return the logarithm of the group's weight"
+                f"{setting} raised {type(error).__name__} on a group of two samples: {error}. Define a function of a "
+                "group and the version of its oldest token that returns the logarithm of the group's weight"
             ) from error
         return None, _checked(setting, cast("Weight", found))
     raise UserFileError(

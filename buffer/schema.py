@@ -180,7 +180,7 @@ def to_batch(trajectories: Sequence[Trajectory], run_id: str, sender: Sender | N
     if sender is not None:
         columns["epoch"] = pa.array(np.full(num, sender.epoch, np.int64))
         columns["seq"] = pa.array(np.array(sender.seqs, np.int64))
-    return pa.RecordBatch.from_arrays([columns[name] for name in SCHEMA.names], schema=SCHEMA)
+    return _batch_of(columns)
 
 
 def write_stream(batch: pa.RecordBatch) -> memoryview:

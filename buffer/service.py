@@ -210,7 +210,7 @@ class BufferService:
         """Ask for a retry of requests with data; try to answer the learner, because its requests free space."""
         now = self._clock()
         if now >= self._next_warning_at:
-            log.warning("%s; clients retry until then", reason)
+            log.warning("%s; clients retry until space is free", reason)
             self._next_warning_at = now + _WARN_INTERVAL_S
         self._full_until, self._full_reason = now + _FULL_PAUSE_S, reason
         # The store has undone the failed turn's changes of leases, so their deadlines restart too.

@@ -10,23 +10,15 @@ records evictable. Each unfinished recorded draw holds its groups, so no other s
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from msgspec.structs import replace
 
+from leeway.buffer import protocol as p
 from leeway.buffer.errors import BufferRefused, CorruptRecord
 from leeway.buffer.groups import Groups
-from leeway.buffer.index import ReadyGroup
 from leeway.buffer.leases import Leases
-from leeway.buffer.protocol import (
-    BeginIncarnation,
-    CheckpointDurable,
-    DrawRequest,
-    IncarnationReply,
-    Published,
-    StepFinished,
-)
 from leeway.buffer.tables import MAX_TRAINED_AT, DrawRecord, Group, Incarnation, StoreState, Use
 from leeway.buffer.transaction import Transaction
 from leeway.common.run import RunFacts
@@ -46,7 +38,7 @@ class Steps:
         self._leases = leases
         self._waits = self._contract.config.on_stale == "wait"
 
-    def draw(self, tx: Transaction, request: DrawRequest) -> DrawRecord | None:
+    def draw(self, tx: Transaction, request: p.DrawRequest) -> DrawRecord | None:
         """Return the groups of a step, or None if the step must wait.
 
         Raises:
@@ -65,14 +57,15 @@ class Steps:
         if draw is None and request.step <= state.step:
             raise BufferRefused(f"step {request.step} is over: the learner has finished step {state.step}")
         self.release_from(tx, request.step)
-        self._drop_stale(tx, request.version)
+        for group_id in list(self._contract.evict(self._groups.index.ready, request.version)):
+            self._groups.drop_ready(tx, tx.groups.require(group_id), "dropped_stale")
         chosen = self._choose_sound(tx, request)
         self._refuse_if_exhausted(tx, request)
         if len(chosen) < request.num_groups or self._held_back_by(tx, chosen, request.version):
             return None
         return self._record(tx, request, chosen)
 
-    def waiting_for(self, tx: Transaction, request: DrawRequest) -> str:
+    def waiting_for(self, tx: Transaction, request: p.DrawRequest) -> str:
         """Return which groups the step is missing, and which actors hold their leases."""
         ready = len(self._groups.index.ready)
         text = f"step {request.step} has {min(ready, request.num_groups)} of {request.num_groups} groups"
@@ -87,28 +80,31 @@ class Steps:
             text += f" ({tx.state.num_set_aside} groups of equal rewards were set aside for this step)"
         return f"{text}; {self._open_groups(tx)}"
 
-    def begin(self, tx: Transaction, message: BeginIncarnation) -> IncarnationReply:
+    def begin(self, tx: Transaction, message: p.BeginIncarnation) -> p.IncarnationReply:
         """Begin an incarnation and end draining. Idempotent per session; a replaced session raises BufferRefused."""
         state = tx.state
         sessions = [start.session for start in state.incarnations]
         if message.session in sessions[:-1]:
-            raise BufferRefused(f"this learner was replaced by incarnation {state.incarnation}; only one may train")
+            raise BufferRefused(f"this learner was replaced by incarnation {state.incarnation}; stop this learner")
         if message.session not in sessions:
             state.draining = False  # draining applied to the previous learner
             tx.undo.append(self._groups.prompts.pace.undo())
             self._groups.prompts.pace.begun()
             self._abandon(tx, message)
             self._resume(tx, message)
-        return IncarnationReply(state.incarnation, state.resumed_at)
+        return p.IncarnationReply(state.incarnation, state.resumed_at)
 
-    def published(self, tx: Transaction, message: Published) -> None:
+    def published(self, tx: Transaction, message: p.Published) -> None:
         """Record that actors can pull a version; ignore a version from an abandoned incarnation."""
-        version = (message.incarnation, message.version)
-        if message.incarnation == tx.state.incarnation >= 0:
-            self._check_reachable(tx.state, message.version)
-            tx.state.published = version if tx.state.published is None else max(tx.state.published, version)
+        state, version = tx.state, message.version
+        if not message.incarnation == state.incarnation >= 0:
+            return
+        newest = self._contract.latest_version(state.version, len(state.pending_draws) + MAX_BEHIND)
+        if version > newest:
+            raise BufferRefused(f"the learner cannot be at version {version}: its last version was {state.version}")
+        state.published = max(state.newest, (message.incarnation, version))
 
-    def finish(self, tx: Transaction, message: StepFinished) -> None:
+    def finish(self, tx: Transaction, message: p.StepFinished) -> None:
         """Finish a step: its samples become `trained`, or `filtered` if the step was skipped. Idempotent."""
         state = tx.state
         self._check_incarnation(state, message.incarnation)
@@ -116,7 +112,7 @@ class Steps:
         if draw is None:
             if message.step <= state.step:
                 return
-            raise BufferRefused(f"step {message.step} cannot be finished: it was never drawn")
+            raise BufferRefused(f"step {message.step} cannot be finished: the step was never drawn")
         if message.step not in state.pending_draws:  # a duplicate, or the step is in the checkpoint
             return
         self._check_outcome(draw, message)
@@ -125,17 +121,13 @@ class Steps:
         tx.undo.append(self._groups.prompts.pace.undo())
         self._groups.prompts.pace.finished()
 
-    def durable(self, tx: Transaction, message: CheckpointDurable) -> None:
+    def durable(self, tx: Transaction, message: p.CheckpointDurable) -> None:
         self._check_incarnation(tx.state, message.incarnation)
         unfinished = [step for step in tx.state.pending_draws if step <= message.step]
         if unfinished:
-            raise BufferRefused(f"a checkpoint at step {message.step} cannot be durable: unfinished steps {unfinished}")
+            raise BufferRefused(f"a checkpoint at step {message.step} must wait for unfinished steps {unfinished}")
         for step in [step for (step,) in tx.draws.all_keys() if step <= message.step]:
-            for group_id in set(tx.draws.require(step).group_ids):
-                group = tx.groups.require(group_id)
-                group.held -= 1
-                self._groups.save(tx, group)
-            tx.draws.delete(step)
+            self._forget(tx, tx.draws.require(step))
         self._groups.evict(tx)
 
     def release_from(self, tx: Transaction, step: int) -> None:
@@ -145,27 +137,29 @@ class Steps:
         """
         for (later,) in list(tx.draws.all_keys(step)):
             draw = tx.draws.require(later)
-            if later > step and draw.incarnation == tx.state.incarnation:
-                continue
-            is_pending = later in tx.state.pending_draws
-            for group_id in set(draw.group_ids):
-                group = tx.groups.require(group_id)
-                group.held -= 1
-                if is_pending:
-                    self._groups.release(tx, group)
-                else:
-                    self._groups.save(tx, group)
-            tx.draws.delete(later)
-            tx.state.pending_draws.pop(later, None)
+            if later == step or draw.incarnation != tx.state.incarnation:
+                self._forget(tx, draw)
 
     # --- parts ------------------------------------------------------------------------------------
+
+    def _forget(self, tx: Transaction, draw: DrawRecord) -> None:
+        """Delete a recorded draw, so that it keeps no records; if the step is unfinished, release its groups."""
+        is_pending = tx.state.pending_draws.pop(draw.step, None) is not None
+        for group_id in set(draw.group_ids):
+            group = tx.groups.require(group_id)
+            group.held -= 1
+            if is_pending:
+                self._groups.release(tx, group)
+            else:
+                self._groups.save(tx, group)
+        tx.draws.delete(draw.step)
 
     def _check_incarnation(self, state: StoreState, incarnation: int) -> None:
         """Raise BufferRefused if `incarnation` is not the current incarnation."""
         if state.incarnation < 0:
             raise BufferRefused("no learner has begun: send BeginIncarnation first")
         if incarnation != state.incarnation:
-            raise BufferRefused(f"incarnation {incarnation} was replaced by {state.incarnation}; only one may train")
+            raise BufferRefused(f"incarnation {incarnation} was replaced by {state.incarnation}; stop this learner")
 
     def _all_usable(self, tx: Transaction, draw: DrawRecord, version: int) -> bool:
         """Return whether all groups of a recorded draw are within the age bound at this version."""
@@ -173,7 +167,7 @@ class Steps:
         ages = [(group.oldest_effective(tx.state), group) for group in groups]
         return len(self._contract.select(ages, version)) == len(groups)
 
-    def _refuse_if_exhausted(self, tx: Transaction, request: DrawRequest) -> None:
+    def _refuse_if_exhausted(self, tx: Transaction, request: p.DrawRequest) -> None:
         """Refuse a draw that the recorded samples can never fill; groups of unfinished steps may still be reused."""
         num_ready = len(self._groups.index.ready)
         if self._groups.config.source is None or num_ready >= request.num_groups or tx.state.pending_draws:
@@ -198,7 +192,7 @@ class Steps:
         closed = self._leases.closed_because(tx)
         return text + (f"no new leases: {closed}" if closed else "new leases wait for a request from an actor")
 
-    def _check(self, tx: Transaction, request: DrawRequest) -> None:
+    def _check(self, tx: Transaction, request: p.DrawRequest) -> None:
         self._check_incarnation(tx.state, request.incarnation)
         resumed = tx.state.incarnations[-1].step
         if request.step <= resumed:
@@ -222,7 +216,7 @@ class Steps:
                 f"{state.version}, and {len(state.pending_draws)} further steps are drawn"
             )
 
-    def _adopt(self, tx: Transaction, draw: DrawRecord, request: DrawRequest) -> bool:
+    def _adopt(self, tx: Transaction, draw: DrawRecord, request: p.DrawRequest) -> bool:
         """Assign a recorded draw to this incarnation and version; return whether the draw can still be trained on."""
         if not self._all_usable(tx, draw, request.version):
             return False
@@ -241,7 +235,7 @@ class Steps:
         ]  # fmt: skip
         return max(lengths, default=0) > self._facts.longest_drawn or self._is_damaged(tx, draw.record_ids)
 
-    def _choose_sound(self, tx: Transaction, request: DrawRequest) -> list[int]:
+    def _choose_sound(self, tx: Transaction, request: p.DrawRequest) -> list[int]:
         """Return the sampler's choice; remove too long or damaged samples, and choose again until it has none.
 
         Groups of equal rewards are set aside before each choice, also if only the removal made their rewards equal.
@@ -259,7 +253,7 @@ class Steps:
             for group in damaged:
                 self._groups.drop_ready(tx, group, "evicted_unused")
 
-    def _choose(self, tx: Transaction, request: DrawRequest) -> list[int]:
+    def _choose(self, tx: Transaction, request: p.DrawRequest) -> list[int]:
         """Return the sampler's choice for the step; fewer groups than requested if not enough are ready."""
         num = request.num_groups
         if len(self._groups.index.ready) < num:
@@ -268,7 +262,7 @@ class Steps:
         random = np.random.default_rng(seeds)
         return self._groups.sampler.choose(self._groups.index, num, random)
 
-    def _record(self, tx: Transaction, request: DrawRequest, chosen: list[int]) -> DrawRecord:
+    def _record(self, tx: Transaction, request: p.DrawRequest, chosen: list[int]) -> DrawRecord:
         drawn = [tx.groups.require(group_id) for group_id in chosen]
         record_ids = [group.records[index] for group in drawn for index in group.usable()]
         draw = DrawRecord(request.step, request.version, request.incarnation, chosen, record_ids)
@@ -282,33 +276,23 @@ class Steps:
         self._groups.prompts.pace.drawn()
         return draw
 
-    def _drop_stale(self, tx: Transaction, version: int) -> None:
-        """Drop the ready groups that exceed the age bound at this version."""
-        for group_id in list(self._contract.evict(self._groups.index.ready, version)):
-            self._groups.drop_ready(tx, tx.groups.require(group_id), "dropped_stale")
-
     def _held_back_by(self, tx: Transaction, chosen: Sequence[int], version: int) -> list[int]:
         """Return the open groups that this step must wait for (on_stale = "wait")."""
         if not self._waits:
             return []
-        drawn = set(chosen)
-        ready = self._groups.index.ready
-        still_open = list(self._open(tx))
+
+        def left(ages: Iterable[int]) -> list[int]:
+            """Return for how many steps after this step groups of these ages stay usable; [] without an age bound."""
+            steps_left = (self._contract.steps_left(oldest, version) for oldest in ages)
+            return [num_steps for num_steps in steps_left if num_steps is not None]
+
+        drawn, ready, still_open = set(chosen), self._groups.index.ready, self._groups.index.open
         held_back = self._contract.held_back(
-            self._left([key for key in ready if key.group_id in drawn], version),
-            self._left([key for key in ready if key.group_id not in drawn], version),
-            self._left(still_open, version),
+            left(key.oldest for key in ready if key.group_id in drawn),
+            left(key.oldest for key in ready if key.group_id not in drawn),
+            left(tx.groups.require(group_id).oldest_effective(tx.state) for group_id in still_open),
         )
-        return [still_open[i].group_id for i in held_back]
-
-    def _open(self, tx: Transaction) -> Iterator[ReadyGroup]:
-        for group_id in self._groups.index.open:
-            yield ReadyGroup(tx.groups.require(group_id).oldest_effective(tx.state), group_id)
-
-    def _left(self, groups: Iterable[ReadyGroup], version: int) -> list[int]:
-        """Return for how many steps after the step at `version` each group stays usable; [] without an age bound."""
-        left = (self._contract.steps_left(group.oldest, version) for group in groups)
-        return [num_steps for num_steps in left if num_steps is not None]
+        return [still_open[i] for i in held_back]
 
     def _is_damaged(self, tx: Transaction, records: Sequence[int]) -> bool:
         try:
@@ -317,13 +301,7 @@ class Steps:
             return True
         return False
 
-    def _check_reachable(self, state: StoreState, version: int) -> None:
-        """Refuse a version that is more than `MAX_BEHIND` steps ahead of the last known version."""
-        newest = self._contract.latest_version(state.version, len(state.pending_draws) + MAX_BEHIND)
-        if version > newest:
-            raise BufferRefused(f"the learner cannot be at version {version}: its last version was {state.version}")
-
-    def _abandon(self, tx: Transaction, message: BeginIncarnation) -> None:
+    def _abandon(self, tx: Transaction, message: p.BeginIncarnation) -> None:
         """Begin the incarnation; from now on tokens of abandoned versions count as older than before."""
         state = tx.state
         index = self._groups.index
@@ -340,7 +318,7 @@ class Steps:
                 group.min_version = message.version
                 tx.groups.put(group, group_id)
 
-    def _resume(self, tx: Transaction, message: BeginIncarnation) -> None:
+    def _resume(self, tx: Transaction, message: p.BeginIncarnation) -> None:
         """Finish the recorded draws of steps in the checkpoint, and hold later draws, whose steps are to be redone."""
         state = tx.state
         state.version, state.step = message.version, message.step
@@ -359,7 +337,7 @@ class Steps:
                     self._groups.hold(tx, tx.groups.require(group_id))
                 state.pending_draws[step] = len(set(draw.group_ids))
 
-    def _version_after(self, draw: DrawRecord, message: BeginIncarnation) -> int:
+    def _version_after(self, draw: DrawRecord, message: p.BeginIncarnation) -> int:
         """Return the version after a step of the checkpoint whose StepFinished never arrived.
 
         The checkpoint's version shows whether the last step was skipped; earlier steps count as not skipped.
@@ -368,7 +346,7 @@ class Steps:
             return draw.version
         return max(draw.version + 1, min(message.version, self._contract.latest_version(draw.version, 1)))
 
-    def _check_outcome(self, draw: DrawRecord, message: StepFinished) -> None:
+    def _check_outcome(self, draw: DrawRecord, message: p.StepFinished) -> None:
         """Refuse a version that the step cannot lead to; each of its updates adds one version or is skipped."""
         least, most = draw.version + 1, self._contract.latest_version(draw.version, 1)
         if message.skipped:

@@ -111,7 +111,7 @@ class Store:
         size = data.stat().st_size if data.exists() else 0
         if size == 0 and (self.folder / PORT).exists():
             raise StoreError(
-                f"{data} is empty, but was served before: it was truncated. Restore it, or start a new run folder"
+                f"{data} is empty, but a service has used the file. Restore the file, or start a new run folder"
             )
         if size and not (self._read_only and is_served(self.folder)):
             try:
@@ -183,23 +183,19 @@ class Store:
 
     def _adopt(self, stored: Identity | None, facts: RunFacts) -> RunFacts:
         current = Identity(facts.run_id, SCHEMA_VERSION, facts.model_dump_json())
-        if stored is not None:
-            self._check_identity(stored, current)
-        if stored != current:
-            self.write(lambda tx: tx.meta.put(_encoder.encode(current), "identity"))
-        return facts
-
-    def _check_identity(self, stored: Identity, current: Identity) -> None:
-        if stored.run_id != current.run_id:
+        if stored is not None and stored.run_id != current.run_id:
             raise StoreError(
                 f"the buffer in {self.folder} belongs to run '{stored.run_id}', but this service is for run "
-                f"'{current.run_id}'. Use another run folder, or that run's name"
+                f"'{current.run_id}'. Use another run folder, or the name of that run"
             )
-        if _immutable(stored.facts) != _immutable(current.facts):
+        if stored is not None and _immutable(stored.facts) != _immutable(current.facts):
             raise StoreError(
                 f"the buffer in {self.folder} was created with {_difference(stored.facts, current.facts)}. Start it "
                 "with the configuration of that run, or use a new run folder"
             )
+        if stored != current:
+            self.write(lambda tx: tx.meta.put(_encoder.encode(current), "identity"))
+        return facts
 
     def write(self, change: Callable[[Transaction], T]) -> T:
         """Run `change` in one transaction and commit it; if the map is full, grow it and run `change` again.
@@ -220,10 +216,10 @@ class Store:
             except lmdb.Error as error:
                 if self._is_full(error):
                     raise StoreFull(
-                        f"no space is left for the buffer in {self.folder} ({error}). Free space: it resumes by itself"
+                        f"no space is left for the buffer in {self.folder} ({error}). Free space, then the run resumes"
                     ) from error
                 raise StoreError(
-                    f"writing to the buffer in {self.folder} failed ({error}); nothing of this turn was acknowledged. "
+                    f"writing to the buffer in {self.folder} failed ({error}); pending messages were not acknowledged. "
                     "Check the disk, then start the service again"
                 ) from error
 
@@ -268,7 +264,7 @@ class Store:
                 return query(txn)
         except lmdb.ReadersFullError as error:
             raise StoreBusy(
-                f"the buffer in {self.folder} already has the maximum of {_MAX_READERS} readers: end some of them"
+                f"the buffer in {self.folder} already has the maximum of {_MAX_READERS} readers: end some readers"
             ) from error
         except lmdb.Error as error:
             raise CorruptRecord(f"the buffer in {self.folder} is damaged ({error}): {RESTORE}") from error

@@ -250,7 +250,7 @@ class Group(msgspec.Struct):
         return any(record != NO_RECORD for record in self.records)
 
     def missing(self) -> list[int]:
-        return [index for index, state in enumerate(self.sample_states) if state == "missing"]
+        return self.having("missing")
 
     def in_flight(self) -> list[int]:
         """Return the samples that an actor is generating."""
@@ -277,11 +277,8 @@ class Group(msgspec.Struct):
     @property
     def reward_spread(self) -> float:
         """Standard deviation of the rewards; 0 for fewer than two rewards."""
-        known = [reward for reward in self.rewards if reward is not None]
-        if len(known) < 2:
-            return 0.0
-        mean = fmean(known)
-        return sqrt(fmean([(reward - mean) ** 2 for reward in known]))
+        mean = self.mean_reward
+        return 0.0 if mean is None else sqrt(fmean([(each - mean) ** 2 for each in self.rewards if each is not None]))
 
     @property
     def is_uninformative(self) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import struct
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast, get_args, get_type_hints
 
 import lmdb
 import msgspec
@@ -20,25 +20,9 @@ from leeway.buffer.tables import Actor, DrawRecord, Group, PromptPosterior, Retu
 
 V = TypeVar("V")
 
-TABLES: dict[str, Any] = {
-    "meta": bytes,
-    "groups": Group,
-    "returned_prompts": ReturnedPrompt,
-    "window": Waiting,
-    "lengths": PromptPosterior,
-    "tries": Tries,
-    "draws": DrawRecord,
-    "actors": Actor,
-    "seen": bytes,
-    "records": bytes,
-    "scores": bytes,
-    "partials": bytes,
-}
-
 _SEAL = struct.Struct("<Q")
 _INTEGERS = [struct.Struct(f">{number}Q") for number in range(8)]
 _encoder = msgspec.msgpack.Encoder()
-_DECODERS: dict[str, Any] = {name: msgspec.msgpack.Decoder(kind) for name, kind in TABLES.items() if kind is not bytes}
 _state_decoder = msgspec.msgpack.Decoder(StoreState)
 
 
@@ -302,3 +286,8 @@ class Transaction:
     def live_bytes(self) -> int:
         """Bytes of the file that hold rows; the rest of the file is reusable."""
         return sum(table.size_bytes for table in self._tables)
+
+
+TABLES: dict[str, Any] = {name: get_args(table)[0] for name, table in get_type_hints(Transaction).items()}
+"""Name of each table -> the type of its values."""
+_DECODERS: dict[str, Any] = {name: msgspec.msgpack.Decoder(kind) for name, kind in TABLES.items() if kind is not bytes}

@@ -43,9 +43,10 @@ def replace_durably(temporary: Path, path: Path) -> None:
 
 def write_durably(path: Path, data: bytes) -> None:
     """Write a file that is complete or absent after any crash; raise OSError if the disk is full or not writable."""
-    with _whole_file(path, 0o666) as descriptor:
-        _write_all(descriptor, data)
-        os.fsync(descriptor)
+    with _whole_file(path, 0o666) as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
     sync(path.parent)
 
 
@@ -55,41 +56,30 @@ def write_whole(path: Path, buffers: Iterable[bytes | memoryview], size_bytes: i
     The file is not synced: its data must have a checksum and be replaceable. With the total `size_bytes`, ext4 writes
     three times as fast and a full disk raises at once. After OSError (such as a full disk), no temporary file remains.
     """
-    with _whole_file(path, 0o666) as descriptor:
+    with _whole_file(path, 0o666) as file:
         if size_bytes:
-            os.posix_fallocate(descriptor, 0, size_bytes)
-        for buffer in buffers:
-            _write_all(descriptor, buffer)
+            os.posix_fallocate(file.fileno(), 0, size_bytes)
+        file.writelines(buffers)
 
 
-@contextlib.contextmanager
-def private_file(path: Path) -> Iterator[BinaryIO]:
+def private_file(path: Path) -> contextlib.AbstractContextManager[BinaryIO]:
     """Open a file with mode 0600 that gets its final name at the end of the block; atomic, like `write_whole`."""
-    with _whole_file(path, 0o600) as descriptor, os.fdopen(descriptor, "wb", closefd=False) as file:
-        yield file
+    return _whole_file(path, 0o600)
 
 
 @contextlib.contextmanager
-def _whole_file(path: Path, mode: int) -> Iterator[int]:
+def _whole_file(path: Path, mode: int) -> Iterator[BinaryIO]:
     if path.exists() and not path.is_file():  # the rename below would replace a device, such as /dev/null
         raise OSError(errno.EINVAL, "not a regular file", str(path))
     temporary = temporary_beside(path)
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
     try:
-        try:
-            yield descriptor
-        finally:
-            os.close(descriptor)
+        with os.fdopen(descriptor, "wb") as file:
+            yield file
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-
-
-def _write_all(descriptor: int, buffer: bytes | memoryview) -> None:
-    rest = memoryview(buffer).cast("B")
-    while len(rest):
-        rest = rest[os.write(descriptor, rest) :]
 
 
 def discard(path: Path) -> None:

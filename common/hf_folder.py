@@ -179,7 +179,7 @@ def parse_header(data: memoryview) -> tuple[int, dict[str, StoredTensor]]:
     try:
         (length,) = _LENGTH.unpack_from(data)
         if length > min(_MAX_HEADER_BYTES, len(data) - _LENGTH.size):
-            raise ValueError(f"its header of {length} bytes is longer than the file")  # noqa: TRY301 -- handled below
+            raise ValueError(f"the header of {length} bytes is longer than the file")  # noqa: TRY301 -- handled below
         start = _LENGTH.size + length
         header = json.loads(bytes(data[_LENGTH.size : start]))
         header.pop("__metadata__", None)
@@ -205,10 +205,10 @@ def _check_no_gaps(tensors: Iterable[StoredTensor], data_bytes: int) -> None:
     at = 0
     for tensor in sorted(tensors, key=lambda tensor: (tensor.start, tensor.end)):
         if tensor.start != at:
-            raise ValueError(f"its tensors are not contiguous at byte {at}")
+            raise ValueError(f"the tensors are not contiguous at byte {at}")
         at = tensor.end
     if at != data_bytes:
-        raise ValueError(f"its tensors end at byte {at} of {data_bytes}")
+        raise ValueError(f"the tensors end at byte {at} of {data_bytes}")
 
 
 def stored_tensors(path: Path) -> dict[str, StoredTensor]:
@@ -225,8 +225,8 @@ def stored_tensors(path: Path) -> dict[str, StoredTensor]:
 
 def damaged(path: Path, error: Exception) -> ModelFolderError:
     return ModelFolderError(
-        f"cannot read {path} ({path.stat().st_size} bytes) as safetensors: {error}. It is truncated, damaged, or "
-        "only a Git LFS pointer; download the file again"
+        f"cannot read {path} ({path.stat().st_size} bytes) as safetensors: {error}. The file is truncated, damaged, "
+        "or only a Git LFS pointer; download the file again"
     )
 
 

@@ -79,8 +79,8 @@ def prepare_serving_model(model_path: Path, spare: Path) -> Path:
         return _copy_in(serving_models(), model)
     except (OSError, RuntimeError) as error:
         _log.warning(
-            f"cannot cache an untied copy of {model_path} for later runs ({error}): this run creates one in {spare}, "
-            "so its engines cannot reuse code compiled in other runs; set XDG_CACHE_HOME to a writable folder"
+            f"cannot cache an untied copy of {model_path} for later runs ({error}). This run has its copy in {spare}, "
+            "so engines cannot reuse code compiled in other runs. Set XDG_CACHE_HOME to a writable folder"
         )
     return _copy_in(spare, model, may_copy=True)
 
@@ -127,7 +127,7 @@ class _TiedModel:
                 raise ModelFolderError(
                     f"{folder / CONFIG_NAME} ties the head to the embedding, but {HEAD} in {files_by_name[HEAD]} "
                     f"differs from {embedding}: engines would serve this head, but the learner trains only the "
-                    "embedding. Set tie_word_embeddings = false to use the head, or remove it from the checkpoint"
+                    "embedding. Set tie_word_embeddings = false to use the head, or remove the head from the checkpoint"
                 )
         return cls(folder, read_object(folder / CONFIG_NAME), files, embedding, digest)
 

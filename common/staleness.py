@@ -8,7 +8,7 @@ token that is sampled at version u and trained on at version v has lag v - u. Th
         admit           whether another group may start                             buffer.leases
         min_version     oldest version that may start a request of a lease          buffer.leases
         select          groups that the step beginning at version v may use         buffer.steps
-        evict           groups past the bound at version v                          buffer.steps, buffer.leases
+        evict           groups past the bound at version v                          buffer.steps
         held_back       open groups that the step must wait for                     buffer.steps
         may_start       whether an actor may start a request on its served weights  actors.weights
         check_trained   final check before an update uses tokens                    learner.coordinator

@@ -27,7 +27,6 @@ from leeway.common.errors import LeewayError
 _PATTERN = r"^[\s\S]+\.py:[^\W\d]\w*$"
 Reference = Annotated[str, StringConstraints(pattern=_PATTERN)]
 """Value of a config key in the form FILE.py:NAME."""
-_REFERENCE = re.compile(_PATTERN)
 
 
 def Knob(default: Any = ..., text: str = "", *, basic: bool = False, fixed: str | None = None, **limits: Any) -> Any:  # noqa: ANN401 -- as `Field`
@@ -48,7 +47,7 @@ class UserFileError(LeewayError, ValueError):
 
 
 def is_reference(value: object) -> bool:
-    return isinstance(value, str) and _REFERENCE.fullmatch(value) is not None
+    return isinstance(value, str) and re.fullmatch(_PATTERN, value) is not None
 
 
 def split(reference: str) -> tuple[Path, str]:

@@ -40,21 +40,17 @@ def _config(text: str) -> Path:
     return find_config(text)
 
 
+def run_argument(text: str) -> Any:  # noqa: ANN401 -- as `typer.Argument`
+    return typer.Argument(metavar="RUN", help=text, autocompletion=run_names)
+
+
 ConfigPath = Annotated[
     Path,
     typer.Argument(metavar="CONFIG.toml", help="Config of the run, or a bundled example such as demo.", parser=_config),
 ]
-RunPath = Annotated[
-    Path,
-    typer.Argument(metavar="RUN", help="Folder of the run, or its name within runs/.", autocompletion=run_names),
-]
+RunPath = Annotated[Path, run_argument("Folder of the run, or its name within runs/.")]
 NewestRun = Annotated[
-    Path | None,
-    typer.Argument(
-        metavar="RUN",
-        help="Folder of the run, or its name within runs/; default: the newest run.",
-        autocompletion=run_names,
-    ),
+    Path | None, run_argument("Folder of the run, or its name within runs/; default: the newest run.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Run all checks and start nothing.")]

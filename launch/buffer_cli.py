@@ -22,7 +22,7 @@ from leeway.buffer.offline.inspect import export as export_samples
 from leeway.buffer.rows import SCHEMA_VERSION
 from leeway.buffer.store import RESTORE
 from leeway.common.staleness import PolicyVersion
-from leeway.launch.arguments import integer, run_names
+from leeway.launch.arguments import integer, run_argument
 from leeway.launch.errors import ConfigError, ExitStatus, print_error
 from leeway.launch.run_folder import named_run
 from leeway.launch.text import TextOf, number, printable
@@ -37,12 +37,7 @@ _MAX_KEY = 2**63 - 1
 """Largest id that the store accepts."""
 
 Decode = Callable[[Sequence[int]], str | None]
-BufferPath = Annotated[
-    Path,
-    typer.Argument(
-        metavar="RUN", help="Folder of the run or its buffer, or the run's name within runs/.", autocompletion=run_names
-    ),
-]
+BufferPath = Annotated[Path, run_argument("Folder of the run or its buffer, or the run's name within runs/.")]
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 

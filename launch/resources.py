@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 import os
-import shutil
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -81,10 +80,7 @@ def list_gpus(environment: Mapping[str, str] = os.environ) -> list[Gpu]:
 
 def _query_smi(query: str) -> list[list[str]]:
     """Return the rows that nvidia-smi prints; empty if it is missing or fails."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return []
-    command = [program, query, "--format=csv,noheader,nounits"]
+    command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
     with suppress(OSError, subprocess.SubprocessError):
         done = subprocess.run(
             command, capture_output=True, text=True, errors="replace", timeout=SMI_LIMIT_S, check=True
@@ -102,7 +98,7 @@ def check_gpus(config: Config) -> None:
     for pool, most in [*((pool, 1) for pool in stage_pools(config)), *engines]:
         if (gpus := pool.bundle.get("GPU", 0.0)) > most:
             raise ConfigError(
-                f"pool '{pool.name}' reserves {gpus:g} GPUs per worker, which uses only {most} (a stage uses 1, an "
+                f"pool '{pool.name}' reserves {gpus:g} GPUs per worker, but a worker uses {most} (a stage uses 1, an "
                 "engine actors.tensor_parallel_size): lower gpus, and add workers to use more GPUs"
             )
         if gpus % 1 and not config.launch.colocate:

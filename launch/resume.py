@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -107,8 +107,8 @@ def resume(folder: RunFolder, overrides: Sequence[str], log: Callable[[str], Non
     plan = check(config, folder.root, resumed=identity)
     if plan.task.fingerprint != identity.task_fingerprint:
         raise ConfigError(
-            f"the prompts of the task of {folder.root} changed since the run was created: restore its file or the "
-            "version of reasoning-gym, or start a new run"
+            f"the prompts of the task of {folder.root} changed since the run was created: restore the task's file "
+            "or the version of reasoning-gym, or start a new run"
         )
     wait_for_earlier_processes(folder, log)
     _check_buffer(folder, identity.run_id)
@@ -139,10 +139,7 @@ def contents(plan: Plan, model_path: Path | None) -> dict[str, str]:
     found = {f"column {name} of the task": digest for name, digest in plan.task.column_digests.items()}
     found |= {str(path): Seal.of(path).xxh3 for file in files for path in _with_imports(file)}
     for key, folder in folders.items():
-        parts = [
-            *(tensors_by_file(folder) or folder.glob("*.bin")),
-            *chain(*map(folder.glob, BESIDE_WEIGHTS)),
-        ]
+        parts = [*(tensors_by_file(folder) or folder.glob("*.bin")), *chain(*map(folder.glob, BESIDE_WEIGHTS))]
         found |= {f"{key}: {path.name}": Seal.of(path).xxh3 for path in {*parts} if path.is_file()}
         found[f"{key}: {CONFIG_NAME}"] = model_identity(folder)
     return found
@@ -158,8 +155,8 @@ def changed_contents(before: Mapping[str, str], now: Mapping[str, str]) -> list[
         changed = [name for name in changed if not name.startswith("model")]
     if models := [name for name in changed if name.startswith("model") and not name.endswith(_GENERATION)]:
         raise ConfigError(
-            f"{', '.join(models)}: changed since the run was created, but {fixed_because('model')}. Restore it, or "
-            "start a new run"
+            f"{', '.join(models)}: changed since the run was created, but {fixed_because('model')}. Restore the "
+            "earlier content, or start a new run"
         )
     return changed
 
@@ -223,24 +220,19 @@ def _refusal(key: str, old: object, new: object) -> str:
 
 def _changes(before: Config, after: Config) -> list[tuple[str, Any, Any]]:
     """Return (key, old, new) of each changed key; raise ConfigError if one of them must not change."""
-    changed = list(_differences(before, after))
-    for key, old, new in changed:
+    old, new = before.model_dump(mode="json"), after.model_dump(mode="json")
+    keys = [(section, key) for section in new for key in {**old[section], **new[section]}]
+    values = [(f"{section}.{key}", old[section].get(key), new[section].get(key)) for section, key in keys]
+    changed = [(key, was, now) for key, was, now in values if was != now]
+    for key, was, now in changed:
         if fixed_because(key):
-            raise ConfigError(_refusal(key, old, new))
+            raise ConfigError(_refusal(key, was, now))
     if before.algorithm.needs != after.algorithm.needs:
         raise ConfigError(
             "the changed loss needs other data or another critic than the checkpoint and the buffer have; keep "
             "[algorithm], or start a new run"
         )
     return changed
-
-
-def _differences(before: Config, after: Config) -> Iterator[tuple[str, Any, Any]]:
-    old, new = before.model_dump(mode="json"), after.model_dump(mode="json")
-    for section in new:
-        for key in {**old[section], **new[section]}:
-            if old[section].get(key) != new[section].get(key):
-                yield f"{section}.{key}", old[section].get(key), new[section].get(key)
 
 
 def wait_for_earlier_processes(

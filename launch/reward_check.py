@@ -90,7 +90,7 @@ def check_rewards(config: Config, num: int | None, given: Sequence[str]) -> Exit
         finally:
             logger.setLevel(logging.NOTSET)
     show(check)
-    sentences = check.problems_found()
+    sentences = [*check.problems_of_functions(), *check.problems_of_sums()]
     for sentence in sentences:
         print(f"PROBLEM  {sentence}")
     if not sentences:
@@ -127,7 +127,7 @@ class RewardCheck:
                 self.results.append(result)
                 num_lost += result.lost
                 if num_lost == MAX_LOST or (result.lost and result.took_s >= self.timeout_s):
-                    self._cut(function, done + 1, f"because {num_lost} of them ended its process")
+                    self._cut(function, done + 1, f"because {num_lost} completions ended the reward's process")
                     return
                 if result.lost:
                     await scorer.close()
@@ -166,11 +166,8 @@ class RewardCheck:
                 error, lost = f"{call} ({call.where})" if call.where else str(call), call.lost
         return Result(function.name, number, *completion, reward, time.perf_counter() - started_s, error, lost)
 
-    def problems_found(self) -> list[str]:
-        """Return a sentence for each problem to fix before training with these functions."""
-        return [*self._of_functions(), *self._of_sums()]
-
-    def _of_functions(self) -> Iterator[str]:
+    def problems_of_functions(self) -> Iterator[str]:
+        """Yield a sentence for each problem of a single function to fix before training."""
         for name, own in self.by_function().items():
             failed = [result for result in own if result.error]
             if failed:
@@ -188,7 +185,8 @@ class RewardCheck:
                     f"timeout actors.reward_timeout_s = {self.timeout_s:g}: make it faster, or raise the timeout"
                 )
 
-    def _of_sums(self) -> Iterator[str]:
+    def problems_of_sums(self) -> Iterator[str]:
+        """Yield a sentence for each problem of the summed rewards of all functions to fix before training."""
         sums: dict[str, dict[tuple[int, str], float]] = {}
         for each in self.results:
             if each.reward is not None:

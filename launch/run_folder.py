@@ -128,9 +128,7 @@ class RunFolder:
             ) from None
 
     def write_config(self, config: Config) -> None:
-        from leeway.launch.config import (
-            to_toml,  # imported lazily: views of a run need neither the sections nor torch
-        )
+        from leeway.launch.config import to_toml  # imported lazily: views of a run need neither the sections nor torch
 
         write_durably(self.config, to_toml(config).encode())
 
@@ -146,7 +144,7 @@ class RunFolder:
             return RunIdentity.model_validate_json(self.identity.read_bytes())
         except OSError as error:
             raise ConfigError(
-                f"{self.identity} cannot be read ({error.strerror}), so the run has no identity: it ended during "
+                f"{self.identity} cannot be read ({error.strerror}), so the run has no identity: the run ended during "
                 "startup, or an older Leeway created it. Start a new run"
             ) from None
         except ValidationError as error:
@@ -156,6 +154,13 @@ class RunFolder:
 
     def write_identity(self, identity: RunIdentity) -> None:
         write_durably(self.identity, f"{identity.model_dump_json(indent=2)}\n".encode())
+
+
+def check_new(root: Path) -> None:
+    """Check, without side effects, that the folder of a new run can be created; raise ConfigError if it cannot."""
+    if os.path.exists(root):  # returns False for a name that is too long, while Path.exists raises
+        raise ConfigError(already_exists(root))
+    check_writable(root, "run.dir")
 
 
 def already_exists(root: Path) -> str:
@@ -169,35 +174,30 @@ def claimed(folder: RunFolder) -> Iterator[None]:
 
     Raise ConfigError with the process id of the launcher that holds the lock; OSError if the folder is not writable.
     """
-    descriptor = os.open(folder.claim, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        if not try_lock(descriptor, limit_s=_CLAIM_S):
+    with os.fdopen(os.open(folder.claim, os.O_RDWR | os.O_CREAT, 0o600), "wb", buffering=0) as claim:
+        if not try_lock(claim, limit_s=_CLAIM_S):
             owner = owner_of(folder)
             raise ConfigError(
                 f"the run {folder.root} is running (process {owner}); wait until it ends, or end it with a checkpoint: "
                 f"kill -INT {owner}"
             )
-        os.ftruncate(descriptor, 0)
-        os.write(descriptor, f"{os.getpid()}\n".encode())
+        claim.truncate(0)
+        claim.write(f"{os.getpid()}\n".encode())
         yield
-    finally:
-        os.close(descriptor)
 
 
 def owner_of(folder: RunFolder) -> int | None:
     """Return the process id of the launcher of an active run, on the launcher's host; None if the run is not active."""
     try:
-        descriptor = os.open(folder.claim, os.O_RDONLY)
+        claim = folder.claim.open("rb")
     except FileNotFoundError:
         return None
-    try:
-        text = os.read(descriptor, 32).strip()
+    with claim:
+        text = claim.read(32).strip()
         pid = int(text) if text.isdigit() else 0
         with contextlib.suppress(NoLocks):
-            return None if try_lock(descriptor, shared=True) else pid
+            return None if try_lock(claim, shared=True) else pid
         return pid if psutil.pid_exists(pid) else None
-    finally:
-        os.close(descriptor)
 
 
 def named_run(path: Path) -> Path:
@@ -229,7 +229,7 @@ def open_run(path: Path) -> RunFolder:
     if not folder.config.is_file():
         runs = sorted(each.parent.name for each in Path("runs").glob("*/config.toml"))
         hint = f"runs/ has {', '.join(runs[-5:])}" if runs else "give the folder that `leeway train` printed"
-        raise ConfigError(f"no run at {path}: it has no config.toml; {hint}")
+        raise ConfigError(f"no run at {path}: the folder has no config.toml; {hint}")
     return folder
 
 
@@ -336,7 +336,7 @@ def send_request(folder: Path, request: Mapping[str, Any], timeout_s: float) -> 
     name = uuid.uuid4().hex
     request_file, answer_file = folder / f"{name}.ask", folder / f"{name}.answer"
     try:
-        _write(request_file, request)
+        write_whole(request_file, [json.dumps(request).encode()])
     except OSError as error:
         raise NoAnswer(f"{folder} cannot be written ({error}): run the command as the owner of the run") from error
     deadline = time.monotonic() + timeout_s
@@ -344,8 +344,8 @@ def send_request(folder: Path, request: Mapping[str, Any], timeout_s: float) -> 
         while not answer_file.exists():
             if time.monotonic() > deadline:
                 raise NoAnswer(
-                    f"the launcher of the run {folder.parent} did not answer within {timeout_s:g} s: it answers only "
-                    "during training; check `leeway status`"
+                    f"the launcher of the run {folder.parent} did not answer within {timeout_s:g} s: launchers answer "
+                    "only during training; check `leeway status`"
                 )
             time.sleep(_POLL_S)
         answer = json.loads(answer_file.read_text(encoding="utf-8"))
@@ -380,8 +380,4 @@ class Control:
             except FileNotFoundError:
                 continue  # the request was withdrawn
             file.unlink(missing_ok=True)
-            _write(file.with_suffix(".answer"), {"ok": is_ok, "text": text})
-
-
-def _write(path: Path, document: Mapping[str, Any]) -> None:
-    write_whole(path, [json.dumps(document).encode()])
+            write_whole(file.with_suffix(".answer"), [json.dumps({"ok": is_ok, "text": text}).encode()])

@@ -93,12 +93,12 @@ def _train(plan: Plan, earlier: History | None) -> ExitStatus:
             return print_error(f"the run folder {plan.folder.root} cannot be prepared: {error}", ExitStatus.WRONG_INPUT)
         except Stopped:
             interrupts.end()
-            return print_error("stopped before anything was started", ExitStatus.INTERRUPTED)
+            return print_error("stopped before any process was started", ExitStatus.INTERRUPTED)
         try:
             status = _supervise(prepared, earlier, interrupts, stack, started)
         except Stopped:  # raised outside the handlers of `_supervise`
             interrupts.end()
-            return print_error(f"stopped; results so far are in {plan.folder.root}", ExitStatus.INTERRUPTED)
+            return print_error(f"stopped; the results are in {plan.folder.root}", ExitStatus.INTERRUPTED)
     if status is ExitStatus.WRONG_INPUT:  # every process that wrote to the folder has exited
         shutil.rmtree(plan.folder.root, ignore_errors=True)
     return status
@@ -192,11 +192,7 @@ def _supervise(
         display.update(status)
 
     observer = Observer(
-        plan,
-        started_s=started,
-        earlier=earlier,
-        list_processes=lambda: supervisor.processes(),
-        on_write=show,
+        plan, started_s=started, earlier=earlier, list_processes=lambda: supervisor.processes(), on_write=show
     )
     sinks = Sinks(tracker, display, trace, observer)
     stack.push(interrupts)  # closed after the last process, so that no signal interrupts the shutdown
@@ -222,7 +218,7 @@ def _supervise(
             raise  # a signal in Ray's C code surfaces as a SystemError caused by Stopped; other SystemErrors are bugs
         supervisor.shutdown_grace_s = SHORT_GRACE_S
         observer.end("stopped", ExitStatus.INTERRUPTED)
-        display.fail(f"stopped; results so far are in {folder.root}")
+        display.fail(f"stopped; the results are in {folder.root}")
         return ExitStatus.INTERRUPTED
 
 
@@ -310,8 +306,7 @@ class _Run:
         reached = newest_progress(self.plan.folder.checkpoints) or TrainingProgress(0, 0, 0)
         step, version = reached.step, reached.version
         self._observer.resume_at(step, version, max(0, earlier.last_step - step))
-        every = self._config.actors.eval_every
-        self._evaluated_at = version - version % every if every else version
+        self._evaluated_at = version - version % (self._config.actors.eval_every or 1)
         self.sinks.event("resumed", f"the run resumes from {earlier.start(step)}")
 
     @property
@@ -393,8 +388,7 @@ class _Run:
     def _evaluate_periodically(self) -> None:
         """Poll the current evaluation; if there is none, start an evaluation every actors.eval_every versions."""
         if self._evaluation is not None:
-            results = self._evaluation.poll()
-            if results is not None:
+            if (results := self._evaluation.poll()) is not None:
                 self._evaluation = None
                 self._record_evaluation(results)
             return

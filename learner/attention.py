@@ -120,11 +120,9 @@ class AttentionLayout:
 
     def band(self, queries: int, keys: int, window: int) -> Tensor:
         """Return `_band` as a cached mask, bool [queries, keys]; the last query and the last key are the same token."""
-        band = self._bands.get((queries, keys, window))
-        if band is None:
-            band = _band(queries, keys, keys - queries, window, self.edges.device)
-            self._bands[queries, keys, window] = band
-        return band
+        if (queries, keys, window) not in self._bands:
+            self._bands[queries, keys, window] = _band(queries, keys, keys - queries, window, self.edges.device)
+        return self._bands[queries, keys, window]
 
 
 def packed_attention(
@@ -149,7 +147,7 @@ def packed_attention(
     is not 0: both passes of a step must compute the same function.
     """
     if dropout:
-        raise ValueError(f"attention dropout {dropout} would make the two passes of a step differ; set it to 0")
+        raise ValueError(f"attention dropout {dropout} would make the two passes of a step differ; set dropout to 0")
     query_THD, key_THD, value_THD = (states[0].transpose(0, 1).to(value.dtype) for states in (query, key, value))
     window = sliding_window if sliding_window is not None and sliding_window < layout.longest else None
     if softcap is None and _supports_varlen(query_THD):

@@ -72,8 +72,7 @@ class StepBatch:
         Raises ValueError if a sequence exceeds the token budget, or if there is no sequence.
         """
         rows = rows.select(COLUMNS)
-        group_B = _numbers(rows, "group_id")
-        packed = pack_rows(rows, rule, group_B)
+        packed = pack_rows(rows, rule)
         incarnation_S, version_S, start_S, end_S = map(np.asarray, rows.column("spans").flatten().flatten())
         row_S = np.repeat(np.arange(rows.num_rows), rows.column("spans").value_lengths())
         versions_of_rows = np.unique(np.stack([row_S, incarnation_S, version_S]), axis=1)
@@ -85,7 +84,7 @@ class StepBatch:
             version=version,
             resumed_at=resumed_at,
             sequence_T=np.repeat(np.arange(rows.num_rows), rows.column("logprobs").value_lengths()),
-            group_B=group_B,
+            group_B=_numbers(rows, "group_id"),
             prompt_B=np.array(rows.column("prompt_id")),
             counted_T=counted_T,
             abandoned_T=counted_T < np.repeat(version_S, end_S - start_S),
@@ -98,8 +97,7 @@ class StepBatch:
 
     def pack(self, sequences: IntArray) -> PackedBatch:
         """Pack these sequences for a scoring pass. Groups and prompts may be split: scoring is a single pass."""
-        chosen, (_, group_B) = self.rows.take(sequences), np.unique(self.group_B[sequences], return_inverse=True)
-        return pack_rows(chosen, replace(self.rule, unit="sequence"), group_B)
+        return pack_rows(self.rows.take(sequences), replace(self.rule, unit="sequence"))
 
     def tokens_of(self, sequences: IntArray) -> IntArray:
         """Return the indices in T of the completion tokens of these sequences."""
@@ -201,11 +199,11 @@ def counted_versions(rows: pa.RecordBatch, resumed_at: Mapping[int, int]) -> Int
     return np.array([counted[each] for each in sampled_S], np.int64)
 
 
-def pack_rows(rows: pa.RecordBatch, rule: PackingRule, group_B: IntArray) -> PackedBatch:
+def pack_rows(rows: pa.RecordBatch, rule: PackingRule) -> PackedBatch:
     """Pack trajectories, given as Arrow columns; raise the errors of `pack`."""
     tokens, bounds = flat_values(rows.column("token_ids"))
     sequences = [tokens[start:end] for start, end in pairwise(bounds.tolist())]
-    unit_B = _numbers(rows, "prompt_id") if rule.unit == "prompt" else group_B
+    unit_B = _numbers(rows, "prompt_id" if rule.unit == "prompt" else "group_id")
     return pack(sequences, rows.column("prompt_length").to_pylist(), rule, unit_B)
 
 

@@ -168,7 +168,7 @@ class Checkpoints:
             free, needed = shutil.disk_usage(self._folder).free, sum(tensor.nbytes for tensor in tensors.values())
             if self._place.is_coordinator:
                 discard(temporary)  # the partial checkpoint may have filled the disk
-            raise RankFailed(f"{error}; MiB on disk: {free >> 20} free, {needed >> 20} needed per rank") from error
+            raise RankFailed(f"{error}. The disk has {free >> 20} MiB free; a rank needs {needed >> 20} MiB") from error
 
     def _complete(self, progress: TrainingProgress, encoded_seals: list[str]) -> None:
         """Complete and rename a checkpoint, then remove old ones; `encoded_seals`: size and checksum of each file."""
@@ -407,5 +407,5 @@ def live_tensors(networks: Networks) -> dict[str, list[Tensor]]:
             named += [(f"optimizer.{name}", tensor) for name, tensor in optimizer.state().items()]
         for name, tensor in named:
             # tied embedding and head are one tensor, possibly on two ranks: saved once, loaded by both
-            found.setdefault(prefix + network.stored_name(name), []).append(tensor)
+            found.setdefault(prefix + network.modules[0].stored_name(name), []).append(tensor)
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
@@ -33,8 +34,6 @@ KEPT_CHECKPOINTS = 2
 """Number of checkpoints kept, in case the newest is damaged. The buffer keeps all draws since the oldest checkpoint."""
 
 _COMPLETE = re.compile(r"step-(\d{8})")
-
-_READ_BYTES = 2**22
 
 SHARD_BYTES = 4 * 2**30
 """Maximum bytes per exported weights file, and of memory during an export, unless a single tensor is larger."""
@@ -68,12 +67,9 @@ class Seal(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, path: Path) -> Seal:
-        digest, size_bytes = xxhash.xxh3_64(), 0
         with path.open("rb") as file:
-            while chunk := file.read(_READ_BYTES):
-                digest.update(chunk)
-                size_bytes += len(chunk)
-        return cls(size_bytes, digest.hexdigest())
+            digest = hashlib.file_digest(file, xxhash.xxh3_64).hexdigest()
+            return cls(file.tell(), digest)
 
 
 class CheckpointMeta(msgspec.Struct, frozen=True):

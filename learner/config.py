@@ -113,7 +113,7 @@ class LearnerConfig(BaseModel):
         if self.activation_checkpointing and self.schedule == "zero_bubble":
             raise ValueError(
                 "learner.activation_checkpointing = true with learner.schedule = 'zero_bubble' would recompute every "
-                "layer for each of its weights: turn it off, or use 'interleaved_1f1b' or '1f1b'"
+                "layer for each of its weights: turn checkpointing off, or use 'interleaved_1f1b' or '1f1b'"
             )
         if self.schedule == "fused" and self.num_stages == 1:
             raise ValueError(

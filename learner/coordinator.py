@@ -59,18 +59,16 @@ class Channel:
     """
 
     def __init__(self, place: MeshPlace) -> None:
-        self._coordinator = place.coordinator
-        self._is_coordinator = place.is_coordinator
-        self._alone = place.num_ranks == 1
+        self._place = place
 
     def send(self, kind: Kind, payload: bytes | memoryview = b"") -> None:
-        assert self._is_coordinator, "only the coordinator sends"
-        if self._alone:
+        assert self._place.is_coordinator, "only the coordinator sends"
+        if self._place.num_ranks == 1:
             return
-        dist.broadcast(torch.tensor([int(kind), len(payload)]), src=self._coordinator)
+        dist.broadcast(torch.tensor([int(kind), len(payload)]), src=self._place.coordinator)
         if payload:
             # copied because torch warns about tensors over read-only memory
-            dist.broadcast(torch.from_numpy(np.frombuffer(payload, np.uint8).copy()), src=self._coordinator)
+            dist.broadcast(torch.from_numpy(np.frombuffer(payload, np.uint8).copy()), src=self._place.coordinator)
 
     def receive(self) -> tuple[Kind, bytes]:
         """Return the next batch, or a request to stop or publish; skip heartbeats.
@@ -79,14 +77,14 @@ class Channel:
         """
         while True:
             header = torch.zeros(2, dtype=torch.int64)
-            dist.broadcast(header, src=self._coordinator)
+            dist.broadcast(header, src=self._place.coordinator)
             kind, length = Kind(int(header[0])), int(header[1])
             payload = torch.zeros(length, dtype=torch.uint8)
             if length:
-                dist.broadcast(payload, src=self._coordinator)
+                dist.broadcast(payload, src=self._place.coordinator)
             if kind is Kind.FAILED:
                 raise CoordinatorFailed(
-                    f"the coordinator (rank {self._coordinator}) failed: {payload.numpy().tobytes().decode()}"
+                    f"the coordinator (rank {self._place.coordinator}) failed: {payload.numpy().tobytes().decode()}"
                 )
             if kind is not Kind.WAITING:
                 return kind, payload.numpy().tobytes()

@@ -117,7 +117,7 @@ def check_served(config: PreTrainedConfig) -> None:
         if value is not None and value not in alike:
             raise ValueError(
                 f"config.json has {key} = {value}, which vLLM and the learner interpret differently, so their "
-                f"outputs would differ: set it to {alike[0]} if the model was trained with that, or use another model"
+                f"outputs would differ: set {alike[0]} if the model was trained with that value, or use another model"
             )
 
 
@@ -216,11 +216,7 @@ def cost_of(config: PreTrainedConfig) -> tuple[float, float]:
 
 
 def split_layers(
-    config: PreTrainedConfig,
-    num_chunks: int,
-    *,
-    has_lm_head: bool = True,
-    recomputed: bool = False,
+    config: PreTrainedConfig, num_chunks: int, *, has_lm_head: bool = True, recomputed: bool = False
 ) -> list[tuple[int, int]]:
     """Return the layer range (first, end) of each chunk, balanced by cost.
 

@@ -183,8 +183,7 @@ def _shares(
     stage: int, model: PreTrainedConfig, config: LearnerConfig, *, has_lm_head: bool = True
 ) -> list[StageShare]:
     num_chunks = config.num_stages * config.num_chunks
-    recomputed = config.activation_checkpointing
-    split = split_layers(model, num_chunks, has_lm_head=has_lm_head, recomputed=recomputed)
+    split = split_layers(model, num_chunks, has_lm_head=has_lm_head, recomputed=config.activation_checkpointing)
     return [StageShare(chunk, num_chunks, *split[chunk]) for chunk in range(stage, num_chunks, config.num_stages)]
 
 

@@ -70,8 +70,7 @@ def fuse(decoder: nn.Module, device: torch.device) -> bool:
 
 def softmax(logits: Tensor, tokens: Tensor, out: Tensor | None) -> Tensor:
     """Call `row_kernels.softmax`; valid only after `fuse` returned True."""
-    found: Tensor = importlib.import_module(_ROW_KERNELS).softmax(logits, tokens, out)
-    return found
+    return importlib.import_module(_ROW_KERNELS).softmax(logits, tokens, out)
 
 
 def _is_gemma(norm: nn.Module) -> bool:
@@ -93,8 +92,7 @@ def _pre_normed(
     options = {"position_embeddings": position_embeddings, "attention_mask": None, "layout": layout}
     attended, _ = parts.self_attn(hidden_states=normed, **options)
     states, normed = add_norm(states, attended, second.weight, second.variance_epsilon)
-    added: Tensor = parts.mlp(normed)
-    return states + added
+    return states + parts.mlp(normed)
 
 
 def _norm(library: ModuleType, module: nn.Module, *, is_gemma: bool) -> Callable[[Tensor], Tensor]:
@@ -104,16 +102,14 @@ def _norm(library: ModuleType, module: nn.Module, *, is_gemma: bool) -> Callable
     rule = {"offset": 1.0, "casting_mode": "gemma"} if is_gemma else {"offset": 0.0, "casting_mode": "llama"}
 
     def forward(states: Tensor) -> Tensor:
-        normed: Tensor = library.liger_rms_norm(states, norm.weight, eps, in_place=False, **rule)
-        return normed
+        return library.liger_rms_norm(states, norm.weight, eps, in_place=False, **rule)
 
     return forward
 
 
 def _gated(gate: Callable[[Tensor, Tensor], Tensor], module: nn.Module, states: Tensor) -> Tensor:
     mlp: Any = module
-    found: Tensor = mlp.down_proj(gate(mlp.gate_proj(states), mlp.up_proj(states)))
-    return found
+    return mlp.down_proj(gate(mlp.gate_proj(states), mlp.up_proj(states)))
 
 
 def _replace_rotation(library: ModuleType, model_file: ModuleType) -> None:
@@ -156,8 +152,8 @@ def _usable(device: torch.device) -> tuple[ModuleType, ModuleType] | None:
         if wrong is None:
             return library, row_kernels
     logger.warning(
-        "%s is installed, but its kernels or those of the learner fail on %s (%s): using torch for norms, gates, "
-        "rotary embeddings and the softmax of logits, which is slower. Fix the installation, or uninstall it",
+        "%s is installed, but its kernels or those of the learner fail on %s (%s). The learner uses torch for norms, "
+        "gates, rotary embeddings and the softmax of logits, which is slower. Fix the installation, or uninstall it",
         *(LIBRARY, device, wrong),
     )
     return None
@@ -216,8 +212,7 @@ def _trials(library: Any, device: torch.device) -> Iterator[_Trial]:  # noqa: AN
     cosines, sines = (torch.cat([each, each], -1) for each in (halves.cos(), halves.sin()))
 
     def fused_norm(states: Tensor, weight: Tensor) -> Tensor:
-        normed: Tensor = library.liger_rms_norm(states, weight, 1e-6, in_place=False, offset=0.0, casting_mode="llama")
-        return normed
+        return library.liger_rms_norm(states, weight, 1e-6, in_place=False, offset=0.0, casting_mode="llama")
 
     def rotation(query: Tensor, key: Tensor) -> Tensor:
         both = torch.cat([query, key], 1)

@@ -253,8 +253,7 @@ class StageModule(nn.Module):
     def _values(self, selected: Tensor) -> Tensor:
         """Return the values of states, [n, hidden] -> [n], in float32 or wider even under autocast, for regression."""
         with torch.autocast(selected.device.type, enabled=False):
-            values: Tensor = self.value_head(selected.to(self.value_head.weight.dtype))
-        return values.squeeze(1)
+            return self.value_head(selected.to(self.value_head.weight.dtype)).squeeze(1)
 
     def tie(self) -> None:
         """Make embedding and head one parameter, if this stage has both and they are tied."""
@@ -308,8 +307,7 @@ def load_stage(
     damaged or do not match its config; FileNotFoundError without a safetensors checkpoint.
     """
     whole = _empty_model(model_path, dtype)
-    recomputed = activation_checkpointing
-    split = split_layers(whole.config, total, has_lm_head=heads != "value", recomputed=recomputed)
+    split = split_layers(whole.config, total, has_lm_head=heads != "value", recomputed=activation_checkpointing)
     _compute_buffers(whole)
     rule = LogitRule(temperature, logit_softcap(whole.config))
     share = StageShare(index, total, *split[index])

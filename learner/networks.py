@@ -78,9 +78,6 @@ class Network:
         for module in self.modules:
             yield from module.weights().items()
 
-    def stored_name(self, name: str) -> str:
-        return self.modules[0].stored_name(name)
-
     def published_tensors(self, *, rounded: bool = False) -> dict[str, Tensor]:
         found = (module.published_tensors(rounded=rounded) for module in self.modules)
         return {name: tensor for each in found for name, tensor in each.items()}

@@ -20,6 +20,7 @@ from leeway.common.hf_folder import HEAD
 from leeway.learner.config import LearnerConfig
 from leeway.learner.mesh import Mesh
 from leeway.learner.model import EMBEDDING
+from leeway.learner.products import gradient_of
 
 ADAM_BETAS = (0.9, 0.99)
 """Decay rates of the two moments; an average over 100 updates follows rewards that change with the policy."""
@@ -150,8 +151,7 @@ class StageOptimizer:
         if self._mesh.place.num_replicas == 1:
             return
         for bucket in _buckets(list(self.parameters.values())):
-            gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
-            flat = torch.cat([gradient.flatten() for gradient in gradients])
+            flat = torch.cat([gradient_of(parameter).flatten() for parameter in bucket])
             dist.all_reduce(flat, group=self._mesh.replicas)
             for parameter, summed in zip(bucket, torch.split(flat, [p.numel() for p in bucket]), strict=True):
                 parameter.grad = summed.view_as(parameter)
@@ -160,9 +160,7 @@ class StageOptimizer:
         if not self._shares_embedding:
             return
         weight = self.parameters[EMBEDDING if self._mesh.place.stage == 0 else HEAD]
-        if weight.grad is None:
-            weight.grad = torch.zeros_like(weight)
-        dist.all_reduce(weight.grad, group=self._mesh.ends)
+        dist.all_reduce(gradient_of(weight), group=self._mesh.ends)
 
     def state(self) -> dict[str, Tensor]:
         """Return `exp_avg.NAME`, `exp_avg_sq.NAME` and `step.NAME` (number of updates) of each parameter.

@@ -129,8 +129,7 @@ def add_gradients_in_place(layers: nn.Module) -> None:
 def _mapped(module: nn.Linear, states: Tensor) -> Tensor:
     if not (module.weight.requires_grad and torch.is_grad_enabled()):
         return F.linear(states, module.weight, module.bias)
-    mapped: Tensor = _Map.apply(states.to(module.weight.dtype), module.weight, module.bias)  # type: ignore[no-untyped-call]
-    return mapped
+    return _Map.apply(states.to(module.weight.dtype), module.weight, module.bias)  # type: ignore[no-untyped-call]
 
 
 class _Lookup(torch.autograd.Function):

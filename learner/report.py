@@ -14,13 +14,14 @@ import pyarrow as pa
 import torch
 
 from leeway.algorithms.base import BadInputs, Needs, check_inputs
+from leeway.algorithms.corrections import Metrics
 from leeway.buffer.ledger import LEDGER_METRICS
 from leeway.buffer.lengths import LengthFidelity
 from leeway.learner.batch import Lag0ByActor, LagByActor, Leaves, StepBatch, lag_by_actor
 from leeway.learner.packing import IntArray
 
 if TYPE_CHECKING:  # imports Transformers, which the launcher does not need
-    from leeway.learner.step import Metrics, StepResult
+    from leeway.learner.step import StepResult
 
 logger = logging.getLogger(__name__)
 
@@ -237,7 +238,7 @@ class BadBatches:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self.non_finite_steps: Sequence[int] = ()
+        self.non_finite_steps: tuple[int, ...] = ()
         """Most recent consecutive steps without a finite loss or gradient; restored from the checkpoint after a
         restart."""
 
@@ -260,7 +261,7 @@ class BadBatches:
         """Count a step without a finite loss or gradient and save its batch; raise TrainingDiverged at the limit."""
         num_skipped = sum(not update.result.taken for update in result.updates)
         if body is not None and num_skipped:
-            text = "step %d: loss or gradient not finite, %d of %d updates skipped; %s"
+            text = "step %d: loss or gradient is not finite, so %d of %d updates were skipped; %s"
             logger.warning(text, step, num_skipped, len(result.updates), self.keep(step, body))
         self.non_finite_steps = (*self.non_finite_steps, step) if result.skipped else ()
         if len(self.non_finite_steps) >= NON_FINITE_STEPS_IN_A_ROW:

@@ -47,8 +47,7 @@ def add_norm(states: Tensor, added: Tensor | None, weight: Tensor, eps: float) -
 
     [..., H], [..., H] and a weight [H] -> [..., H] in the dtype of the states, and [..., H] in that of the weight.
     """
-    found: tuple[Tensor, Tensor] = _AddNorm.apply(states, added, weight, eps)  # type: ignore[no-untyped-call]
-    return found
+    return _AddNorm.apply(states, added, weight, eps)  # type: ignore[no-untyped-call]
 
 
 class _AddNorm(torch.autograd.Function):

@@ -151,12 +151,7 @@ class Stage:
         self._ranks.all_gather("")
         logger.info("%s has loaded its weights", place.name)
         self._train_step = TrainStep(
-            self._networks,
-            self._reference,
-            context.config.algorithm,
-            config,
-            context.facts.seed,
-            control=self._control,
+            self._networks, self._reference, context.config.algorithm, config, context.facts.seed, control=self._control
         )
         cost = CostModel(*cost_of(AutoConfig.from_pretrained(context.model_path, local_files_only=True)))
         unit = context.config.algorithm.needs.separable or "sequence"
@@ -341,8 +336,7 @@ class Stage:
         """Start writing a checkpoint in the background, unless this step was saved before."""
         if self._saved_step == self._progress.step:
             return
-        non_finite_steps = tuple(self._bad_batches.non_finite_steps)
-        self._progress = structs.replace(self._progress, non_finite_steps=non_finite_steps)
+        self._progress = structs.replace(self._progress, non_finite_steps=self._bad_batches.non_finite_steps)
         self._checkpoints.save(self._networks, self._progress)
         self._saved_step = self._progress.step
 
@@ -390,7 +384,7 @@ class Stage:
             if is_gpu_fault(error):
                 raise GpuFailed(
                     f"{place.name} could not {what}: its GPU {self._device} failed: {first_line(error)}. Check dmesg "
-                    "on its host for Xid errors, and nvidia-smi -q; if it recurs, remove the GPU from the pool"
+                    "on its host for Xid errors, and nvidia-smi -q; if the error recurs, remove the GPU from the pool"
                 ) from error
             if is_rank_loss(error):
                 others = [rank for rank in range(place.num_ranks) if rank != place.rank]
@@ -398,7 +392,7 @@ class Stage:
                     f"{place.name} could not {what}: one of the ranks {others} died or did not answer "
                     f"within {COLLECTIVE_TIMEOUT_S:g} s "
                     f"(loading and exporting: {self._context.startup_timeout_s:g} s); "
-                    f"check the end of its log. Original error: {error}"
+                    f"check the end of that rank's log. Original error: {error}"
                 ) from error
             raise
 

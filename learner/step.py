@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from leeway.algorithms.base import LossInputs
-from leeway.algorithms.corrections import off_policy_metrics
+from leeway.algorithms.corrections import Metrics, off_policy_metrics
 from leeway.algorithms.registry import AlgorithmConfig, loss_for
 from leeway.learner.batch import Lag0ByActor, Leaves, StepBatch, lag0_by_actor
 from leeway.learner.config import LearnerConfig
@@ -37,8 +37,6 @@ from leeway.learner.optimizer import UpdateResult
 from leeway.learner.packing import MOST_EVALUATED, IntArray
 
 BetweenUpdates = Callable[[int], object]
-Metrics = dict[str, float | None]
-
 
 CONTROL_METRICS = ("lag/allowed", "brake/lr_scale", "brake/masked_frac")
 """Metrics that are null if lag is not controlled."""
@@ -178,7 +176,8 @@ class TrainStep:
             return None
         # placeholder values for tokens of other micro-batches have no effect: they belong to other units of the loss
         blank = Leaves(torch.zeros_like(part.reference_T))
-        constant = part.batch.loss_inputs(blank, part.old or blank, part.reference_T, self._progress(part))
+        progress = self._config.progress(part.update)
+        constant = part.batch.loss_inputs(blank, part.old or blank, part.reference_T, progress)
 
         def gradient(where: Tensor, logprobs: Tensor) -> Tensor:
             logprobs_T = blank.logprobs_T.index_copy(0, where, logprobs)
@@ -186,16 +185,10 @@ class TrainStep:
             if part.old is None:
                 inputs = replace(inputs, proximal_logprobs_T=logprobs_T)
             with torch.enable_grad():  # runs per micro-batch, so it must not wait for the device
-                return self._masked(torch.autograd.grad(self._loss(inputs).loss, inputs.logprobs_T)[0], inputs)[where]
+                gradient_T = torch.autograd.grad(self._loss(inputs).loss, inputs.logprobs_T)[0]
+                return (gradient_T if self._control is None else masked(gradient_T, inputs))[where]
 
         return gradient
-
-    def _masked(self, gradient_T: Tensor, inputs: LossInputs) -> Tensor:
-        """Return the gradient after the mask of lag control, if lag is controlled."""
-        return gradient_T if self._control is None else masked(gradient_T, inputs)
-
-    def _progress(self, part: _Part) -> float:
-        return self._config.progress(part.update)
 
     def _evaluate(self, part: _Part, leaves: Leaves | None) -> LossEvaluation | None:
         if not self._networks.mesh.place.is_coordinator:
@@ -203,7 +196,7 @@ class TrainStep:
         assert leaves is not None, "the coordinator runs the last stage"
         assert part.old is not None, "the coordinator runs the last stage"
         assert part.reference_T is not None, "the coordinator runs the last stage"
-        inputs = part.batch.loss_inputs(leaves, part.old, part.reference_T, self._progress(part))
+        inputs = part.batch.loss_inputs(leaves, part.old, part.reference_T, self._config.progress(part.update))
         output = self._loss(inputs)
         if output.weights_T is not None:
             part.state.applied_T[part.where_T] = output.weights_T

@@ -229,7 +229,7 @@ def read_plan(path: Path) -> list[str]:
         tree = tomllib.loads(path.read_text(encoding="utf-8"))
         prediction = tree.pop("plan", None)
         if not isinstance(prediction, dict):
-            raise ValueError("it has no section [plan]")  # noqa: TRY004, TRY301 -- handled as other errors
+            raise ValueError("the file has no section [plan]")  # noqa: TRY004, TRY301 -- handled as other errors
         msgspec.convert({**prediction, "profile": None}, Prediction)
     except (OSError, ValueError) as error:  # ValueError: invalid UTF-8, invalid TOML, or TOML of another kind
         why = getattr(error, "strerror", None) or error

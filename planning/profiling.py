@@ -346,7 +346,7 @@ def check_generates(config: Config) -> None:
     """Raise ConfigError if a config generates no samples, whose cost is part of profiles and plans."""
     if config.buffer.source is not None or not config.actors.num_actors:
         key = f"buffer.source = '{config.buffer.source}'" if config.buffer.source else "actors.num_actors = 0"
-        raise ConfigError(f"{key} generates no samples, but profiles and plans need their cost: remove this setting")
+        raise ConfigError(f"{key} generates no samples, but profiles and plans need samples: remove this setting")
 
 
 def _check(config: Config, root: Path) -> None:

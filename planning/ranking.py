@@ -151,7 +151,7 @@ class Ranker:
             return None
         self._client.set_prior(*prior).result()
         share = 1.0 - prior.variance / max(1e-9, float(np.var(means)))
-        _log.info("fitted to %d prompts, explaining %.0f%% of the length variance", reply.num_seen, 100 * share)
+        _log.info("predictions of %d prompts explain %.0f%% of the length variance", reply.num_seen, 100 * share)
         return prior
 
 

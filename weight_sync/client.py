@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -177,7 +178,7 @@ class WeightClient:
             try:
                 self.part_done(document)
             except p.WholeFilesNeeded as error:
-                log.info("uploading whole files of version %s: %s", version, error)
+                log.info("uploading whole files, not deltas, of version %s: %s", version, error)
                 self._upload(version, files, files.keys())
                 self.part_done(document)
         except (WeightsCorrupt, p.WholeFilesNeeded) as error:
@@ -267,11 +268,8 @@ class StoreAccess:
             raise TransferFailed(f"{name}: [weight_sync] transport = 'network', but no weight service runs")
         if self.config.transport in ("folder", "network") or not self.address:
             return self.config.transport != "network"
-        client = self.client(name, role)
-        try:
+        with contextlib.closing(self.client(name, role)) as client:
             served = client.store()
-        finally:
-            client.close()
         try:
             is_same = store_id_of(self.folder) == served.store_id
         except OSError as error:

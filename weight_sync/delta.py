@@ -125,17 +125,17 @@ def rebuild_file(
 def _rebuilt(entry: TensorEntry, blobs: memoryview, parent: TensorFile, delta: Path) -> bytes | memoryview:
     place = entry.delta
     try:
-        _require(place is not None, "the manifest has no delta for it")
+        _require(place is not None, "the manifest has no delta for the tensor")
         assert place is not None
         blob = blobs[place.offset : place.offset + place.size_bytes]
-        _require(len(blob) == place.size_bytes, f"its delta extends beyond the {len(blobs)} bytes of the file")
+        _require(len(blob) == place.size_bytes, f"the delta extends beyond the {len(blobs)} bytes of the file")
         if place.encoding == "raw":
             # do not read the parent: it may lack the tensor or have it in another size
             _require(len(blob) == entry.size_bytes, f"the delta has {len(blob)} bytes, the tensor {entry.size_bytes}")
             data: bytes | memoryview = blob
         else:
             old = parent.view(entry.name)
-            _require(len(old) == entry.size_bytes, f"the parent has {len(old)} bytes of it, not {entry.size_bytes}")
+            _require(len(old) == entry.size_bytes, f"the parent has {len(old)} tensor bytes, not {entry.size_bytes}")
             data = decode_delta(place.encoding, blob, old, ITEM_BYTES[entry.dtype])
         _require(checksum_of(data) == entry.checksum, "wrong checksum: the delta or the parent was changed")
     except WeightsCorrupt as error:

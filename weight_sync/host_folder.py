@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 import re
+import shutil
 import stat
 import tempfile
 import time
@@ -80,7 +81,7 @@ def folder_for(run_id: str, store_id: str, needed_bytes: int) -> Path:
     """
     name = f"leeway-{os.geteuid()}-{re.sub('[^A-Za-z0-9.-]', '_', run_id)[:80]}-{store_id[:12]}"
     # compare the size of /dev/shm, not its free space: all processes of the machine must choose the same folder
-    if _SHM.is_dir() and os.access(_SHM, os.W_OK) and _size_of(_SHM) >= needed_bytes:
+    if _SHM.is_dir() and os.access(_SHM, os.W_OK) and shutil.disk_usage(_SHM).total >= needed_bytes:
         return _SHM / name
     return Path(tempfile.gettempdir()) / name
 
@@ -121,16 +122,11 @@ def _sweep(own: Path, siblings: re.Pattern[str]) -> None:
             with (path / _USERS_NAME).open("r+b") as users:
                 _remove_if_alone(path, users)
             if not path.exists():
-                log.info("removed %s, which has no user", path)
+                log.info("removed %s, which no process uses", path)
         except OSError as error:
             log.debug("cannot remove %s: %s", path, error)
     for dead in own.parent.glob(f".leeway-{os.geteuid()}-*{_DEAD}"):
         discard(dead)
-
-
-def _size_of(folder: Path) -> int:
-    facts = os.statvfs(folder)
-    return facts.f_blocks * facts.f_frsize
 
 
 def lock_within(
@@ -164,7 +160,7 @@ def lock_within(
         elif clock() - changed_at >= timeout_s:
             raise TransferFailed(
                 f"{what}: waited {timeout_s:g} s for {_holder(path)}, which holds {path} without progress. "
-                "If that process is stopped, kill it: the next one resumes its work"
+                "If that process is stopped, kill it: the next process resumes its work"
             )
         pause(_POLL_S)
 
@@ -172,11 +168,9 @@ def lock_within(
 def is_at(file: BinaryIO, path: Path) -> bool:
     """Return whether `path` still names the open file."""
     try:
-        found = path.stat()
+        return os.path.samestat(path.stat(), os.fstat(file.fileno()))
     except FileNotFoundError:
         return False
-    own = os.fstat(file.fileno())
-    return (found.st_dev, found.st_ino) == (own.st_dev, own.st_ino)
 
 
 def locked(path: Path, *, shared: bool = False) -> BinaryIO | None:

@@ -90,13 +90,15 @@ class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     size_bytes: int
 
 
-class _AnyFormat(msgspec.Struct, frozen=True):
-    """The field that documents of all formats share."""
+class _Document(msgspec.Struct, frozen=True, kw_only=True):
+    """The last fields of every document, in all formats."""
 
     format_version: int = FORMAT_VERSION
+    checksum: str = ""
+    """Seal: xxh3-64 of this document with an empty checksum."""
 
 
-class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Part(_Document, frozen=True, forbid_unknown_fields=True):
     """Contribution of one pipeline stage to a version; stored beside its files until all parts exist."""
 
     rank: int
@@ -105,12 +107,9 @@ class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Base version of the deltas of this part."""
     tensors: tuple[TensorEntry, ...]
     files: tuple[FileEntry, ...]
-    format_version: int = FORMAT_VERSION
-    checksum: str = ""
-    """Seal: xxh3-64 of this document with an empty checksum."""
 
 
-class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Manifest(_Document, frozen=True, forbid_unknown_fields=True):
     """Description of a committed version, written last: a version without a manifest does not exist."""
 
     incarnation: int
@@ -127,9 +126,6 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Wall time, seconds since the Unix epoch."""
     tensors: tuple[TensorEntry, ...]
     files: tuple[FileEntry, ...]
-    format_version: int = FORMAT_VERSION
-    checksum: str = ""
-    """Seal: xxh3-64 of this document with an empty checksum."""
 
     @property
     def policy(self) -> PolicyVersion:
@@ -175,7 +171,7 @@ FILE_NAME = re.compile(r"part-[0-9]{1,6}\.[a-z0-9]{1,16}\.(safetensors|delta)")
 """Names of the weight files of a version; excludes folders and documents."""
 
 # created at import, because msgspec is not thread-safe at the first use of a type
-_ANY_FORMAT = msgspec.json.Decoder(_AnyFormat)
+_ANY_FORMAT = msgspec.json.Decoder(_Document)
 _DECODERS: dict[type, msgspec.json.Decoder[Any]] = {kind: msgspec.json.Decoder(kind) for kind in (Part, Manifest)}
 
 
@@ -271,7 +267,7 @@ def decode(data: bytes | memoryview, kind: type[Sealed], source: Path | str) -> 
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise WeightsCorrupt(f"{source} is not a valid {kind.__name__.lower()}: {error}") from error
     if document.checksum != _seal(document):
-        raise WeightsCorrupt(f"{source} does not match its own checksum; it was changed or cut")
+        raise WeightsCorrupt(f"{source} does not match its own checksum; the file was changed or truncated")
     _check_entries(document, source)
     return document
 
@@ -330,7 +326,7 @@ def _check_entries(document: Part | Manifest, source: Path | str) -> None:
         if delta is not None and not 0 <= delta.offset <= delta.offset + delta.size_bytes <= limit:
             raise WeightsCorrupt(f"{source}: the delta of tensor '{entry.name}' is outside its file")
     if isinstance(document, Manifest) and document.chain != chain_of(document.parent_chain, document.tensors):
-        raise WeightsCorrupt(f"{source}: its chain does not match its parent and content")
+        raise WeightsCorrupt(f"{source}: the chain does not match the parent and the content")
 
 
 def _without_foreign_delta(part: Part, parent: Manifest | None) -> Part:

@@ -130,14 +130,8 @@ Request = Question | PartDone | CommitRequest
 Reply = StoreFacts | Newest | Document | Chunk | WriteStatus
 
 ALLOWED_ROLES: dict[type[Message], frozenset[Role]] = {
-    StoreRequest: ROLES,
-    NewestRequest: ROLES,
-    ManifestRequest: ROLES,
-    ReadRequest: ROLES,
-    WriteRequest: frozenset({"learner"}),
-    PartDone: frozenset({"learner"}),
-    PartRequest: frozenset({"learner"}),
-    CommitRequest: frozenset({"learner"}),
+    **dict.fromkeys((StoreRequest, NewestRequest, ManifestRequest, ReadRequest), ROLES),
+    **dict.fromkeys((WriteRequest, PartDone, PartRequest, CommitRequest), frozenset({"learner"})),
 }
 
 PROTOCOL = Protocol("weight service", 4, Request, Reply, allowed_roles=ALLOWED_ROLES, max_header_bytes=64 * 2**10)

@@ -166,12 +166,10 @@ class Publisher:
             self._free = [HostCopy.like(tensors, self._dtypes) for _ in range(NUM_COPIES)]
         with self._changed:
             self._wait(
-                lambda: bool(self._free),
+                lambda: bool(self._free) and not self._closed,
                 self._timeout_s,
                 f"to accept version {version}: stage {self._rank} is still writing earlier ones",
             )
-            if self._closed:
-                raise PublishFailed(f"the publisher of stage {self._rank} is closed")
             copy = self._free.pop()
         try:
             copy.fill(tensors)
@@ -267,30 +265,26 @@ class Publisher:
             return self._sink.newest_manifest()
         except (WeightsCorrupt, WeightsGone) as error:
             _log.warning(
-                "cannot read the newest version in %s, so the next one has no parent: %s", self._sink.place, error
+                "cannot read the newest version in %s, so the next version has no parent: %s", self._sink.place, error
             )
             return None
 
     def _other_parts(self, version: PolicyVersion) -> list[Part]:
         parts: list[Part] = []
-        since_s, poll_s = self._clock(), _POLL_S
-        while len(parts) < self._num_stages - 1:
-            rank = len(parts)
-            part = self._retry(version, functools.partial(self._part, version, rank))
-            if part is not None:
-                parts.append(part)
-                since_s, poll_s = self._clock(), _POLL_S
-                continue
-            waited_s = self._clock() - since_s
-            if waited_s > self._parts_timeout_s:
-                raise PublishFailed(
-                    f"version {version}: the part of stage {rank} did not arrive within {self._parts_timeout_s:g} s; "
-                    f"check the log of learner stage {rank}"
-                )
-            if waited_s > _REPORT_AFTER_S:
-                self._waiting = f"the part of stage {rank} for version {version}", since_s
-            self._pause(poll_s)
-            poll_s = min(1.2 * poll_s, _LONGEST_POLL_S)
+        for rank in range(self._num_stages - 1):
+            since_s, poll_s = self._clock(), _POLL_S
+            while (part := self._retry(version, functools.partial(self._part, version, rank))) is None:
+                waited_s = self._clock() - since_s
+                if waited_s > self._parts_timeout_s:
+                    raise PublishFailed(
+                        f"version {version}: the part of stage {rank} did not arrive within "
+                        f"{self._parts_timeout_s:g} s; check the log of learner stage {rank}"
+                    )
+                if waited_s > _REPORT_AFTER_S:
+                    self._waiting = f"the part of stage {rank} for version {version}", since_s
+                self._pause(poll_s)
+                poll_s = min(1.2 * poll_s, _LONGEST_POLL_S)
+            parts.append(part)
         self._waiting = None
         return parts
 
@@ -430,8 +424,5 @@ def _explain(error: OSError | TransferFailed, place: str) -> tuple[str, str]:
     if isinstance(error, TransferFailed):
         return f"the weight service at {place} ({error})", "check its log and the network between the two machines"
     if error.errno in FULL:
-        return (
-            f"space in {place} ({error.strerror})",
-            "free some space, or set weight_sync.folder to a larger disk",
-        )
+        return f"space in {place} ({error.strerror})", "free some space, or set weight_sync.folder to a larger disk"
     return f"{place} to become writable ({error.strerror})", "check that disk and its permissions"

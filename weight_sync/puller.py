@@ -57,7 +57,7 @@ class Puller:
         newest = self._source.newest()
         if self._newest is not None and (newest is None or newest < self._newest):
             raise WeightsCorrupt(
-                f"{self._source.place} reports version {newest} as the newest, but it was {self._newest} before: "
+                f"{self._source.place} reports {newest} as the newest version after {self._newest}: "
                 "versions must increase. Check that the folder was not replaced by that of an older run"
             )
         self._newest = newest

@@ -255,11 +255,10 @@ class ServedVersions:
         total = served.manifest.size_of(file)
         if offset + size > total:
             raise ValueError(f"version {version}: {file} has {total} bytes, but {offset + size} were requested")
-        data = served.maps.get(file)
-        if data is None:
-            data = served.maps[file] = self._map(version, file, total)
+        if file not in served.maps:
+            served.maps[file] = self._map(version, file, total)
         served.sent_bytes += size
-        return data[offset : offset + size], total
+        return served.maps[file][offset : offset + size], total
 
     def note_reader(self) -> None:
         """Record that versions are read over the network, so that the learner writes deltas."""
@@ -309,7 +308,7 @@ class ServedVersions:
         except OSError as error:
             raise WeightsCorrupt(f"cannot read {path}: {error}") from error
         if len(data) != total:
-            raise WeightsCorrupt(f"{path} has {len(data)} bytes, but the manifest says {total}: it was changed")
+            raise WeightsCorrupt(f"{path} has {len(data)} bytes, but the manifest says {total}: the file was changed")
         return data
 
     def _release(self, version: PolicyVersion) -> None:

@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
-from leeway.common.files import FULL, discard, write_whole
+from leeway.common.files import FULL, write_whole
 from leeway.common.staleness import PolicyVersion
 from leeway.weight_sync.client import WeightClient
 from leeway.weight_sync.delta import rebuild_file
@@ -119,7 +119,7 @@ class HostStaging(HostFolder):
         if not self.is_there():
             return TransferFailed(
                 f"cannot stage version {version} in {self.store.folder}: another program removed that folder "
-                f"({error}). The next attempt creates it again; exclude it from cleanup jobs"
+                f"({error}). The next attempt creates the folder again; exclude it from cleanup jobs"
             )
         hint = f"{error}. Set TMPDIR in [launch.env] to a writable folder"
         if error.errno in FULL:
@@ -143,7 +143,7 @@ class HostStaging(HostFolder):
                 if (stealing := locked(self._locks / "oust")) is not None:
                     with stealing:
                         if awaited is not None and (now := _stat(path)) and now.st_ino == awaited.st_ino:
-                            log.warning("%s. Stealing its lock", error)
+                            log.warning("%s. Taking the lock from that process", error)
                             # the disk space of these files is freed once the stalled process exits
                             for partial_file in self.store.version_folder(version).glob(".*.partial"):
                                 partial_file.unlink(missing_ok=True)
@@ -193,7 +193,7 @@ class HostStaging(HostFolder):
         if staged.checksum != manifest.checksum:
             raise WeightsCorrupt(
                 f"version {manifest.policy} of the weight service (chain {manifest.chain}) differs from that in "
-                f"{self.store.folder} (chain {staged.chain}): two learners publish the same version; stop one"
+                f"{self.store.folder} (chain {staged.chain}): two learners publish the same version; stop one learner"
             )
         return _marker(self.store, manifest.policy, dtype).exists()
 
@@ -210,7 +210,7 @@ class HostStaging(HostFolder):
             with self.store.lock_for_reading(PolicyVersion.parse(str(manifest.parent))):
                 fetch(client, manifest, dtype, folder, lock, parent_folder)
         except (WeightsGone, WeightsCorrupt) as error:
-            log.warning("fetching whole files of version %s: %s", manifest.policy, error)
+            log.warning("fetching whole files, not deltas, of version %s: %s", manifest.policy, error)
             return False
         self._mark_staged(manifest, document, dtype, lock)
         return True
@@ -221,8 +221,7 @@ class HostStaging(HostFolder):
         if is_at(lock, self._locks / manifest.policy.key):  # otherwise partial files belong to the new holder
             for leftover in folder.glob(".part-*"):
                 leftover.unlink(missing_ok=True)
-        if not (folder / READERS_LOCK).exists():
-            write_whole(folder / READERS_LOCK, [])
+        (folder / READERS_LOCK).touch()
         write_whole(_marker(self.store, manifest.policy, dtype), [])
         write_whole(folder / MANIFEST_NAME, [document])
 
@@ -233,21 +232,11 @@ class HostStaging(HostFolder):
 
     def _remove_all_but(self, keep: set[PolicyVersion], *, up_to: PolicyVersion) -> None:
         """Remove versions older than `up_to`, except those in `keep` or being read or fetched."""
-        for path in self.store.folder.iterdir():
-            try:
-                version = PolicyVersion.parse(path.name)
-            except ValueError:
-                continue
-            if version in keep or version >= up_to:
-                continue
-            lock = locked(self._locks / path.name)
-            if lock is None:
+        for version, path in self.store.folders():
+            if version in keep or version >= up_to or (lock := locked(self._locks / path.name)) is None:
                 continue
             with lock:
-                if (path / MANIFEST_NAME).exists():
-                    remove_unless_read(path)
-                else:
-                    discard(path)
+                remove_unless_read(path)
                 if not path.exists():
                     (self._locks / path.name).unlink(missing_ok=True)
 

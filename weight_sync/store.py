@@ -116,7 +116,7 @@ class WeightStore:
         return None if newest is None else self.manifest(newest)
 
     def committed(self) -> list[PolicyVersion]:
-        return sorted(version for version, folder in self._folders() if (folder / MANIFEST_NAME).exists())
+        return sorted(version for version, folder in self.folders() if (folder / MANIFEST_NAME).exists())
 
     def manifest_bytes(self, version: PolicyVersion) -> bytes:
         """Return the manifest of a version as written, unverified; raise WeightsGone if there is none."""
@@ -199,7 +199,7 @@ class WeightStore:
         """
         folder = self.version_folder(version)
         if not folder.exists():
-            for other, unfinished in self._folders():
+            for other, unfinished in self.folders():
                 if other.incarnation < version.incarnation and not (unfinished / MANIFEST_NAME).exists():
                     discard(unfinished)
             folder.mkdir(exist_ok=True)
@@ -232,19 +232,10 @@ class WeightStore:
         write_whole(folder / READERS_LOCK, [])
         write_whole(folder / MANIFEST_NAME, [encode(manifest)])
         write_whole(self.folder / _NEWEST_NAME, [f"{manifest.policy.key}\n".encode()])
-        self.retain(manifest.policy, keep_versions)
-
-    def retain(self, newest: PolicyVersion, keep_versions: int) -> None:
-        """Remove versions, except the newest `keep_versions`, those being read, and all versions from `newest` on."""
-        keep = set(self.committed()[-keep_versions:])
-        for version, folder in self._folders():
-            if version in keep or version >= newest:
-                continue
-            if (folder / MANIFEST_NAME).exists():
-                remove_unless_read(folder)
-            else:
-                # an unfinished publish: only versions after `newest` are still being written
-                discard(folder)
+        keep = self.committed()[-keep_versions:]
+        for version, older in self.folders():
+            if version not in keep and version < manifest.policy:  # only later versions are still being written
+                remove_unless_read(older)
 
     def note_remote_reader(self) -> None:
         (self.folder / _REMOTE_READER).touch()
@@ -256,7 +247,8 @@ class WeightStore:
         except FileNotFoundError:
             return False
 
-    def _folders(self) -> Iterator[tuple[PolicyVersion, Path]]:
+    def folders(self) -> Iterator[tuple[PolicyVersion, Path]]:
+        """Yield the versions that have a folder, also unfinished ones."""
         for path in list(self.folder.iterdir()):
             with contextlib.suppress(ValueError):
                 yield PolicyVersion.parse(path.name), path
@@ -304,7 +296,10 @@ def check_file(path: Path, entries: Iterable[TensorEntry], next_tensor: Callable
 
 
 def remove_unless_read(folder: Path) -> None:
-    """Remove a version's folder, unless the version is being read or is already removed."""
+    """Remove a version's folder, unless the version is being read. An unfinished version has no readers."""
+    if not (folder / MANIFEST_NAME).exists():
+        discard(folder)
+        return
     with contextlib.suppress(FileNotFoundError, PermissionError), (folder / READERS_LOCK).open("r+b") as lock:
         if try_lock(lock):
             # remove the manifest first, so that new readers find no version

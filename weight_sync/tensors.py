@@ -167,8 +167,7 @@ class HostCopy:
         """Allocate a copy with the layout of these tensors; raise ValueError if a tensor is not floating-point."""
         places: list[TensorSlot] = []
         start = 0
-        for name in sorted(tensors):
-            tensor = tensors[name]
+        for name, tensor in sorted(tensors.items()):
             if not tensor.is_floating_point():
                 raise ValueError(f"tensor '{name}' has dtype {tensor.dtype}; weights must be floating-point")
             places.append(TensorSlot(name, tuple(tensor.shape), start, start + tensor.numel()))

@@ -165,8 +165,7 @@ class WorkerCalls:
         self.weight_transfer_engine.verify(update_info)
 
     def weight_verification(self) -> str | None:
-        refusal: str | None = self.weight_transfer_engine.refusal()
-        return refusal
+        return self.weight_transfer_engine.refusal()
 
 
 def verified_tensors(

@@ -110,7 +110,7 @@ def load_encoded(
     task.check_lengths(max_prompt_tokens)
     tokenising_s = 0.0 if task.store is None else task.store.tokenising_s
     read_s = time.perf_counter() - started_s - tokenising_s
-    _log.info("rows: %s, in %.1f s; tokenised in another %.1f s", task.rows, read_s, tokenising_s)
+    _log.info("rows: %s; read in %.1f s, tokenised in %.1f s", task.rows, read_s, tokenising_s)
     return task, codec
 
 

@@ -42,7 +42,7 @@ class Judge(_NamedReward):
     @model_validator(mode="after")
     def _ratings_differ(self) -> Judge:
         if self.worst == self.best:
-            raise ValueError(f"worst and best are both {self.best:g}, so ratings cannot differ; set two values")
+            raise ValueError(f"worst and best are both {self.best:g}, so ratings cannot differ; set different values")
         return self
 
 
@@ -111,7 +111,7 @@ class RegexRule(_NamedReward):
     @model_validator(mode="after")
     def _a_column_needs_a_group(self) -> RegexRule:
         if self.column is not None and not re.compile(self.pattern).groups:
-            raise ValueError(f"column is set, but pattern {self.pattern[:80]!r} has no group (...) to compare with it")
+            raise ValueError(f"column is set, but pattern {self.pattern[:80]!r} has no group (...) for the column")
         return self
 
 
@@ -171,7 +171,7 @@ class _TaskConfig(BaseModel):
     @model_validator(mode="after")
     def _a_system_turn_needs_a_chat(self) -> _TaskConfig:
         if self.system_prompt is not None and not self.chat:
-            raise ValueError("system_prompt is set but chat = false, so it would be ignored; set chat = true")
+            raise ValueError("system_prompt has no effect with chat = false; set chat = true")
         return self
 
     @model_validator(mode="after")
@@ -180,9 +180,9 @@ class _TaskConfig(BaseModel):
             if odd := [name for name in tables if not name.isidentifier()]:
                 raise ValueError(f"{key}.{odd[0]!r} is not a valid metric name; use letters, digits and _")
             if idle := sorted(tables.keys() - set(self.rewards)):
-                raise ValueError(f"{key}.{idle[0]} is not in rewards, so it would be ignored; add it to rewards")
+                raise ValueError(f"{key}.{idle[0]} has no effect: add '{idle[0]}' to rewards")
         if twice := sorted(self.reward_models.keys() & self.reward_rules.keys()):
-            raise ValueError(f"{twice[0]} is in both reward_models and reward_rules; rename one")
+            raise ValueError(f"{twice[0]} is in both reward_models and reward_rules; rename one table")
         return self
 
     @property

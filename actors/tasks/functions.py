@@ -49,7 +49,7 @@ def check_functions(references: Sequence[str], columns: Collection[str], named: 
     twice = {name for name in names if names.count(name) > 1}
     if twice:
         raise TaskError(
-            f"task.rewards names {sorted(twice)} twice; parts of a reward are identified by function name: rename one"
+            f"task.rewards names {sorted(twice)} twice, but parts of a reward need distinct names: rename one function"
         )
     for reference in references:
         if reference in named:
@@ -158,7 +158,7 @@ def try_imports(
         )
     except subprocess.TimeoutExpired:
         raise TaskError(
-            f"task.rewards: importing {files} timed out after {limit_s:g} s; run the slow part in the first call"
+            f"task.rewards: importing {files} timed out after {limit_s:g} s; run slow code in the function's first call"
         ) from None
     if not done.returncode:
         return

@@ -50,8 +50,8 @@ def gym_problems(
             split.finish()
             raise TaskError(
                 f"dataset {config.name} has only {split.num_distinct} distinct questions in {split.num_read} items: "
-                f"{len(split.train)} of task.num_train = {config.num_train} and {len(split.heldout)} of "
-                f"task.num_heldout = {config.num_heldout} ({HELDOUT_SHARE:.3g} of all). Lower the numbers, or widen "
+                f"{len(split.train)} for task.num_train = {config.num_train} and {len(split.heldout)} for "
+                f"task.num_heldout = {config.num_heldout} ({HELDOUT_SHARE:.3g} of all). Lower both keys, or widen "
                 "task.params"
             )
         item = _item(dataset, number, config.name)
@@ -115,7 +115,7 @@ def _dataset(config: ReasoningGymTask) -> ProceduralDataset:
     known = {one.name for one in dataclasses.fields(config_class)} - {"size"}
     for name in config.params:
         if name == "size":
-            raise TaskError("task.params.size: set task.num_train instead")
+            raise TaskError("task.params.size is not supported: set task.num_train instead")
         if name not in known:
             raise TaskError(f"task.params.{name}: {config.name} has no such parameter; {among_known(name, known)}")
     params = {"seed": 0, **config.params}

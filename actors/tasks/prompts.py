@@ -61,7 +61,7 @@ class _Columns(Formatter):
 
     def convert_field(self, value: object, conversion: Any) -> object:  # noqa: ANN401 -- as in typeshed
         if isinstance(value, list | tuple | dict | bytes) and _has_null(value := json_safe(value)):
-            raise ValueError(f"{str(value)[:80]} contains a null; name its entries, or write the column as text")
+            raise ValueError(f"{str(value)[:80]} contains a null; name single entries, or write the column as text")
         return "" if value is None else super().convert_field(value, conversion)
 
     def format_field(self, value: object, format_spec: str) -> str:
@@ -227,7 +227,7 @@ class Split:
         """
         text = self.template.render(row, where)
         if not text.strip():
-            raise TaskError(f"{where}: its prompt is empty, {text!r}; fix the row, or see task.template")
+            raise TaskError(f"{where}: the prompt is empty, {text!r}; fix the row or task.template")
         if held is None:
             held = held_out(hashed_text(row, self._names))
         key = digest_of(text)
@@ -271,7 +271,7 @@ def file_problems(
 def _check_question(row: Mapping[str, Any], where: str) -> None:
     if QUESTION not in row:
         raise TaskError(
-            f"task.template is unset, so the column '{QUESTION}' is the prompt, but it is not in {where}; "
+            f"task.template is unset, so the column '{QUESTION}' is the prompt, but {where} has no such column; "
             f"{among_known(QUESTION, row)}"
         )
     question = row[QUESTION]
@@ -307,7 +307,7 @@ def _rows(
         except OSError as error:
             raise TaskError(f"{key}: {path} cannot be read: {error.strerror}") from error
     else:
-        raise TaskError(f"{key}: {path} ends in '{path.suffix}'; it must be .jsonl, .ndjson or .parquet")
+        raise TaskError(f"{key}: {path} ends in '{path.suffix}'; give a .jsonl, .ndjson or .parquet file")
 
 
 def _parquet_rows(
@@ -364,14 +364,14 @@ def _json_row(line: bytes, where: str) -> Mapping[str, Any]:
     except UnicodeDecodeError as error:
         raise TaskError(
             f"{where} is not UTF-8 text (byte 0x{line[error.start]:02x} at column {error.start + 1}); convert the "
-            "file, as with iconv -f LATIN1 -t UTF-8, or -f UTF-16"
+            "file, for example with iconv -f LATIN1 (or UTF-16) -t UTF-8"
         ) from error
     except UnicodeEncodeError as error:
         raise TaskError(f"{where} holds half of a surrogate pair ({error.object[error.start]!r}); remove it") from error
     except json.JSONDecodeError as error:
         raise TaskError(f"{where} is not JSON: {error.msg} at column {error.colno}; write one object a line") from error
     except ValueError as error:  # Python's limit on the digits of a number
-        raise TaskError(f"{where} holds a number with thousands of digits; write it as text") from error
+        raise TaskError(f"{where} holds a number with thousands of digits; write the number as text") from error
     except RecursionError as error:
         raise TaskError(f"{where} is nested too deeply; write the inner part as text") from error
     if not isinstance(row, dict):
@@ -384,7 +384,7 @@ def _check_sizes(config: FileTask, split: Split) -> None:
         raise TaskError(f"task.path: {config.path} has no rows; write one JSON object per line, or name another file")
     halves = (
         ("train", "training", len(split.train), config.num_train, "Add rows"),
-        ("heldout", "held-out", len(split.heldout), config.num_heldout, "Add rows, or name a heldout_path"),
+        ("heldout", "held-out", len(split.heldout), config.num_heldout, "Add rows, or set task.heldout_path"),
     )
     for name, adjective, found, required, remedy in halves:
         if found < (required or 1):

@@ -185,7 +185,7 @@ def _template(name: str, config: Judge, columns: Collection[str]) -> Template:
         if column not in known:
             raise TaskError(f"{key} names {{{column}}}, but no row has that column; {among_known(column, known)}")
     if "completion" not in template.columns:
-        raise TaskError(f"{key} lacks {{completion}}, so the judge would not see what it rates; add {{completion}}")
+        raise TaskError(f"{key} lacks {{completion}}, so the judge would not see the answer; add {{completion}}")
     return template
 
 
@@ -277,7 +277,7 @@ def load_classifier(name: str, config: Classifier) -> Call:
         raise TaskError(f"{where}: {config.path} cannot be loaded: {first_line(error)}") from error
     if missing := sorted(loaded["missing_keys"]):
         raise TaskError(
-            f"{where}: {config.path} lacks {missing[0]}, so its rewards would be random: use a trained classifier"
+            f"{where}: {config.path} lacks weight {missing[0]}, so rewards would be random: use a trained classifier"
         )
     limit = _max_tokens(model)
     pads = tokenizer.pad_token_id is not None and tokenizer.pad_token_id != tokenizer.eos_token_id
@@ -368,11 +368,11 @@ def _tokenizer_for(name: str, config: Classifier, model_config: Any) -> Any:  # 
     vocab_size = model_config.get_text_config().vocab_size
     if len(tokenizer) > vocab_size:
         raise TaskError(
-            f"{where}: its tokenizer has {len(tokenizer)} tokens, but its model a vocabulary of {vocab_size}: the "
-            "tokenizer is of another model; put the model's own tokenizer into the folder"
+            f"{where}: the tokenizer has {len(tokenizer)} tokens, but the model a vocabulary of {vocab_size}: the "
+            "tokenizer is of another model. Put the model's own tokenizer into the folder"
         )
     if config.chat and not tokenizer.chat_template:
         raise TaskError(
-            f"task.reward_models.{name}.chat = true, but its tokenizer has no chat template; set chat = false"
+            f"task.reward_models.{name}.chat = true, but the tokenizer has no chat template; set chat = false"
         )
     return tokenizer

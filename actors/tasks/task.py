@@ -213,7 +213,7 @@ class Task:
         if not 0 <= prompt_id < len(self.train):
             raise TaskError(
                 f"prompt {prompt_id} was leased, but this actor's task has {len(self.train)} training prompts: "
-                "the buffer was created for another [task]; check num_train and the task's files"
+                "the buffer was created for another [task]. Check num_train and the task's files"
             )
         return self.train[prompt_id]
 
@@ -262,7 +262,7 @@ class Task:
         if (greatest := max(checked.ids)) >= vocab_size:
             raise TaskError(
                 f"the tokenizer returns token {greatest} for a prompt, but the model has a vocabulary of {vocab_size}: "
-                "the tokenizer is of another model; put the model's own tokenizer into its folder"
+                "the tokenizer is of another model; put the model's own tokenizer into the model folder"
             )
 
     def _check_lengths(self, indices: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], max_tokens: int) -> None:
@@ -334,7 +334,7 @@ class PromptCodec:
         from transformers import AutoTokenizer  # import on use, because this imports torch
 
         if not folder.is_dir():
-            raise TaskError(f"model folder {folder} does not exist, so there is no tokenizer to encode prompts with")
+            raise TaskError(f"model folder {folder} does not exist on this host, so prompts cannot be tokenised")
         if not any(next(folder.glob(name), None) for name in _TOKENIZER_FILES):  # Transformers' error is unclear
             raise TaskError(
                 f"model folder {folder} has no tokenizer ({_TOKENIZER_FILES[0]}), but prompts need one: copy it from "

@@ -33,7 +33,7 @@ from leeway.buffer.schema import SCHEMA, join_rows
 from leeway.buffer.store import RESTORE, Store, buffer_folder
 from leeway.buffer.tables import NO_RECORD, DrawRecord, Group, StoreState, Tries
 from leeway.buffer.transaction import Transaction
-from leeway.common.files import sync
+from leeway.common.files import replace_durably
 from leeway.common.staleness import PolicyVersion, effective_version
 
 T = TypeVar("T")
@@ -233,9 +233,7 @@ def export(inspection: Inspection, path: Path) -> ParquetExport:
                 writer.write_table(table)
                 num_groups += len(groups)
                 num_rows += table.num_rows
-        sync(partial)
-        partial.replace(path)
-        sync(path.parent)
+        replace_durably(partial, path)
     except OSError as error:
         if isinstance(error, StoreError):
             raise
@@ -378,7 +376,7 @@ def _unclaimed(tx: Transaction) -> list[str]:
     for (first,), block in tx.records.all_items():
         inside = list(records_in(block))
         if inside != sorted(inside) or inside[0] != first or not stored.isdisjoint(inside):
-            faults.append(f"the block at record {first} has records {inside[:MAX_NAMED]}, which do not belong to it")
+            faults.append(f"the block at record {first} has records {inside[:MAX_NAMED]} of other blocks")
         stored.update(inside)
     for (group_id,), group in tx.groups.all_items():
         for record in group.records:
@@ -420,8 +418,8 @@ def _window_faults(tx: Transaction) -> Iterator[str]:
     for (order,), waiting in tx.window.all_items():
         if waiting.order != order or order >= tx.state.cursor:
             yield (
-                f"prompt {waiting.prompt_id} waits at position {waiting.order} of the prompt order, under key {order}; "
-                f"{tx.state.cursor} prompts were chosen"
+                f"prompt {waiting.prompt_id} has position {waiting.order} in the prompt order, but is stored under key "
+                f"{order}; {tx.state.cursor} prompts were chosen"
             )
 
 
@@ -443,7 +441,7 @@ def _draw_faults(tx: Transaction) -> Iterator[str]:
         if step in tx.state.pending_draws:
             pending.update(set(draw.group_ids))
             if tx.state.pending_draws[step] != len(set(draw.group_ids)):
-                yield f"step {step} holds {len(set(draw.group_ids))} groups, but the state has another number"
+                yield f"step {step} holds {len(set(draw.group_ids))} groups, but the state counts a different number"
     for (group_id,), group in tx.groups.all_items():
         if (group.held, group.pending) != (held[group_id], pending[group_id]):
             yield (

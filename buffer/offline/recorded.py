@@ -11,7 +11,7 @@ own first version: their lag is at least 1.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -74,8 +74,8 @@ class Recorded:
     path: Path
     is_recorded: bool
     """True if a run of Leeway recorded the samples; its groups may lack samples that failed."""
-    _file: RecordedGroups | None = None
-    _inspection: Inspection | None = None
+    parts: Callable[[], Iterator[RecordedGroups]]
+    """Yields all samples in parts of whole groups; the groups of a store are in the order of their ids."""
     damaged: list[str] = field(default_factory=list)
     """A message for each value that was skipped because it does not match its checksum."""
 
@@ -91,31 +91,31 @@ class Recorded:
                 if is_served(inspection.folder):
                     raise StoreError(
                         f"the buffer in {inspection.folder} is being written by a live run: wait until it ends, or "
-                        "train on an export of it, written by `leeway buffer export`"
+                        "train on a file that `leeway buffer export` writes"
                     )
-                yield cls(path, True, None, inspection, inspection.damaged)
+                yield cls(path, True, partial(_parts_of_store, inspection), inspection.damaged)
             return
         if path.suffix not in SUFFIXES or not path.exists():
             raise StoreError(
                 f"no recorded samples found at {path}: pass the folder of a run, or an existing file with a name that "
                 f"ends in {' or '.join(SUFFIXES)}"
             )
-        yield cls(path, path.suffix == ".parquet", read_samples(path))
+        yield cls(path, path.suffix == ".parquet", partial(_parts_of_file, *read_samples(path)))
 
-    def parts(self) -> Iterator[RecordedGroups]:
-        """Yield all samples in parts of whole groups; the groups of a store are in the order of their ids."""
-        if self._file is not None:
-            firsts, _ = _groups(self._file.batch)
-            start, num_rows = 0, self._file.batch.num_rows
-            while start < num_rows:
-                later = firsts[firsts >= start + PART_ROWS]
-                end = int(later[0]) if len(later) else num_rows
-                assert self._file.rows is not None, "a file has rows"
-                yield RecordedGroups(self._file.batch.slice(start, end - start), self._file.rows[start:end])
-                start = end
-        elif self._inspection is not None:
-            for groups in batches_of(self._inspection.groups(with_samples=True)):
-                yield RecordedGroups(joined([sample for group in groups for sample in group.samples]), None)
+
+def _parts_of_store(inspection: Inspection) -> Iterator[RecordedGroups]:
+    for groups in batches_of(inspection.groups(with_samples=True)):
+        yield RecordedGroups(joined([sample for group in groups for sample in group.samples]), None)
+
+
+def _parts_of_file(batch: pa.RecordBatch, rows: npt.NDArray[np.int64]) -> Iterator[RecordedGroups]:
+    firsts, _ = _groups(batch)
+    start = 0
+    while start < batch.num_rows:
+        later = firsts[firsts >= start + PART_ROWS]
+        end = int(later[0]) if len(later) else batch.num_rows
+        yield RecordedGroups(batch.slice(start, end - start), rows[start:end])
+        start = end
 
 
 class Survey(NamedTuple):
@@ -270,8 +270,11 @@ class BadRows(StoreError):
         )
 
 
-def read_samples(path: Path) -> RecordedGroups:
-    """Read a file; raise StoreError if it cannot be read or lacks columns, BadRows if rows are not valid samples."""
+def read_samples(path: Path) -> tuple[pa.RecordBatch, npt.NDArray[np.int64]]:
+    """Return the samples of a file, in the order of groups, and the line or row number of each.
+
+    Raise StoreError if the file cannot be read or lacks columns, BadRows if rows are not valid samples.
+    """
     try:
         if path.suffix == ".jsonl":
             return _of_rows(path, _json_rows(path))
@@ -300,7 +303,7 @@ def _reason(error: Exception) -> str:
     return text + (did_you_mean(field, FileRow.__struct_fields__) if field else "")
 
 
-def _of_rows(path: Path, rows: Iterator[tuple[int, FileRow | str]]) -> RecordedGroups:
+def _of_rows(path: Path, rows: Iterator[tuple[int, FileRow | str]]) -> tuple[pa.RecordBatch, npt.NDArray[np.int64]]:
     """Assign numbers to prompts and groups in order of appearance; sort the samples by group."""
     prompts: dict[tuple[int, ...], int] = {}
     groups: dict[object, tuple[int, int]] = {}
@@ -310,9 +313,11 @@ def _of_rows(path: Path, rows: Iterator[tuple[int, FileRow | str]]) -> RecordedG
     written_s, num_rows = path.stat().st_mtime, 0
     for number, row in rows:
         num_rows += 1
-        why = row if isinstance(row, str) else _fault(row)
-        if isinstance(row, str) or why:
-            bad[f"row {number}"] = why
+        if isinstance(row, str):
+            bad[f"row {number}"] = row
+            continue
+        if row.logprobs is not None and len(row.logprobs) != len(row.completion_ids):
+            bad[f"row {number}"] = f"{len(row.logprobs)} logprobs for {len(row.completion_ids)} completion_ids"
             continue
         prompt_id = prompts.setdefault(tuple(row.prompt_ids), len(prompts))
         # The key of a group with a value never equals the key of a group by prompt.
@@ -327,13 +332,7 @@ def _of_rows(path: Path, rows: Iterator[tuple[int, FileRow | str]]) -> RecordedG
         raise BadRows(path, num_rows, bad)
     found.sort(key=lambda each: (each[1].group_id, each[1].sample_index))
     batch = to_batch([trajectory for _, trajectory in found], run_id=path.name)
-    return RecordedGroups(batch, np.array([number for number, _ in found], np.int64))
-
-
-def _fault(row: FileRow) -> str:
-    if row.logprobs is not None and len(row.logprobs) != len(row.completion_ids):
-        return f"{len(row.logprobs)} logprobs for {len(row.completion_ids)} completion_ids"
-    return ""
+    return batch, np.array([number for number, _ in found], np.int64)
 
 
 def _trajectory(row: FileRow, group_id: int, index: int, prompt_id: int, number: int, written_s: float) -> Trajectory:
@@ -360,7 +359,7 @@ def _trajectory(row: FileRow, group_id: int, index: int, prompt_id: int, number:
     )
 
 
-def _of_export(path: Path, table: pa.Table) -> RecordedGroups:
+def _of_export(path: Path, table: pa.Table) -> tuple[pa.RecordBatch, npt.NDArray[np.int64]]:
     """Return the columns of the schema, without the export's columns of `inspect.STATE`."""
     if missing := sorted(set(SCHEMA.names) - set(table.column_names)):
         raise StoreError(
@@ -384,7 +383,7 @@ def _of_export(path: Path, table: pa.Table) -> RecordedGroups:
             f"{path} has other column types than an export has, or over 2**31 tokens ({error}): export the run again, "
             "or export a part of it"
         ) from error
-    return RecordedGroups(batch, order.astype(np.int64) + 1)
+    return batch, order.astype(np.int64) + 1
 
 
 # --- columns --------------------------------------------------------------------------------------------

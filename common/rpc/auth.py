@@ -154,8 +154,8 @@ class CurveAuthenticator(ThreadAuthenticator):
 
     def _log_burst(self) -> None:
         log.warning(
-            "%s refused %d connections whose key is not of this run, most recently from %s. Logged at most "
-            "once per %g s",
+            "%s refused %d connections whose key is not of this run, most recently from %s. This warning "
+            "appears at most once per %g s",
             self._name,
             self._num_unlogged,
             self._last_address,

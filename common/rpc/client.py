@@ -136,7 +136,8 @@ class RpcClient:
         self._numbers = itertools.count(secrets.randbits(48))
         self._wake = _Wake()
         self._context = zmq.Context()
-        self._checked_at = self._last_seen_s = self._answered_at = time.monotonic()
+        self._checked_at = self._link_seen_s = self.last_seen_s = time.monotonic()
+        """`last_seen_s` is the time of the last message; `_link_seen_s` also counts a new connection and stalls."""
         self._resend_factor = 1
         self._service = f"the {protocol.service} at {address}"
         self.retry_reason = ""
@@ -150,10 +151,6 @@ class RpcClient:
             raise
         self._thread = threading.Thread(target=self._run, name=f"{identity.name} to {protocol.service}", daemon=True)
         self._thread.start()
-
-    @property
-    def last_seen_s(self) -> float:
-        return self._answered_at
 
     def submit(
         self,
@@ -264,7 +261,7 @@ class RpcClient:
             self._keys.lock(self._socket)
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
         self._socket.connect(self.address)
-        self._last_seen_s = time.monotonic()
+        self._link_seen_s = time.monotonic()
 
     def _accept_submitted(self) -> None:
         with self._lock:
@@ -281,7 +278,7 @@ class RpcClient:
             call.deadline = max(call.deadline, min(call.deadline + lost_s, call.submitted_at + _MAX_WORK_S))
             if call.sent_at is not None:
                 call.sent_at += stalled_s
-        self._last_seen_s = min(now, self._last_seen_s + stalled_s)
+        self._link_seen_s = min(now, self._link_seen_s + stalled_s)
 
     def _expire(self, now: float) -> bool:
         """Fail expired requests and mark requests to resend; return whether the connection seems dead."""
@@ -292,7 +289,7 @@ class RpcClient:
             elif now >= call.deadline:
                 self._fail(call, f"did not reply to {call.name} for {round(call.deadline - call.submitted_at, 1):g} s")
             elif call.sent_at is not None and now - call.sent_at > self._resend_after_s(call):
-                dead = dead or self._last_seen_s < call.sent_at
+                dead = dead or self._link_seen_s < call.sent_at
                 call.sent_at = None
         if dead:
             log.info("lost the connection to %s; reconnecting", self._service)
@@ -305,7 +302,7 @@ class RpcClient:
             call.sent_at = None
 
     def _resend_after_s(self, call: _Call) -> float:
-        is_alive = call.sent_at is not None and self._last_seen_s > call.sent_at
+        is_alive = call.sent_at is not None and self._link_seen_s > call.sent_at
         return self._timeouts.resend_s * max(self._resend_factor, _BUSY_FACTOR if is_alive else 1) + call.wait_s
 
     def _send_due(self, now: float) -> bool:
@@ -350,7 +347,7 @@ class RpcClient:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
-            self._last_seen_s = self._answered_at = time.monotonic()
+            self._link_seen_s = self.last_seen_s = time.monotonic()
             self._receive([frame.buffer for frame in frames])
 
     def _receive(self, frames: list[memoryview]) -> None:

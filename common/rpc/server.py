@@ -298,7 +298,7 @@ def _wait_until_free(path: Path) -> None:
             if time.monotonic() < deadline:
                 time.sleep(0.1)
                 continue
-            raise OSError(errno.EADDRINUSE, "another service listens there")
+            raise OSError(errno.EADDRINUSE, "another service listens on this socket")
         return
 
 

@@ -178,7 +178,7 @@ class Alerts:
             why = f"; it has not responded for {silent_s:.0f} s"
         serves = f"{name} serves version {served}"
         behind = (
-            f"{serves}, but the newest published is {self._newest}; it has been more than max_actor_lag = "
+            f"{serves}, but the newest published is {self._newest}; the actor has been more than max_actor_lag = "
             f"{self._contract.actor_lag} behind for {behind_s:.0f} s{why}"
         )
         yield from self._update("behind", name, behind if behind_s >= BEHIND_AFTER_S else "", None, serves)
@@ -190,8 +190,8 @@ class Alerts:
             if failing.num_samples >= (FAILING_TIMEOUTS if is_slow else FAILING_SAMPLES):
                 text = (
                     f"reward {failing.name} failed in {report.name} on {failing.num_samples} samples in a row: "
-                    f"{failing.why}; the last had the prompt {failing.prompt!r} and the completion "
-                    f"{failing.completion!r}. Test it with leeway check-reward, fix it, then run leeway resume"
+                    f"{failing.why}; the last sample had the prompt {failing.prompt!r} and the completion "
+                    f"{failing.completion!r}. Test the reward with leeway check-reward, fix it, then run leeway resume"
                 )
         ended = f"the reward functions of {report.name} score samples again"
         yield from self._update("failing", report.name, text, "stop", ended)

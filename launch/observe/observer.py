@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from statistics import fmean
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -114,9 +113,7 @@ class Observer:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None and not self._closed.is_set():
             self.end(f"{type(error).__name__}: {error}", ExitStatus.FAILED)
         self._closed.set()

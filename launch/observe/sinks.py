@@ -30,7 +30,7 @@ from leeway.launch.run_folder import RunFolder
 log = logging.getLogger(__name__)
 
 
-class Tracker:
+class Tracker(contextlib.AbstractContextManager["Tracker"]):
     """Writes events, evaluations and the columns of the actors. Flushes every line, so that a crash loses no line."""
 
     def __init__(self, config: Config, folder: RunFolder, run_id: str = "", last_step: int = 0) -> None:
@@ -95,9 +95,6 @@ class Tracker:
                 f"Weights & Biases does not respond ({type(error).__name__}: {error}): logging to it stops, "
                 "but metrics.jsonl continues",
             )
-
-    def __enter__(self) -> Tracker:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self._stack.close()
@@ -174,7 +171,7 @@ RUN_GAUGES: dict[str, tuple[str, Callable[[RunStatus], float | None]]] = {
 }
 
 
-class Exporter(Collector):
+class Exporter(Collector, contextlib.AbstractContextManager["Exporter"]):
     """Context manager that serves the latest status to Prometheus. Does nothing if no port is configured."""
 
     def __init__(self, config: TrackingConfig) -> None:
@@ -230,9 +227,6 @@ class Exporter(Collector):
             for lag, num in lags.items():
                 add("leeway_trained_tokens", "Number of tokens trained on, by lag.", num, pool=pool, lag=str(lag))
         yield from families.values()
-
-    def __enter__(self) -> Exporter:
-        return self
 
     def __exit__(self, *error: object) -> None:
         if self._server is not None:

@@ -271,9 +271,6 @@ class PollResult:
 
 # --- the file -----------------------------------------------------------------------------------------
 
-_encoder = msgspec.json.Encoder(enc_hook=float)  # a row may contain NumPy numbers
-_decoder = msgspec.json.Decoder(RunStatus)
-
 
 class _Format(msgspec.Struct, frozen=True):
     format: int = 0
@@ -286,7 +283,7 @@ def write_status(path: Path, status: RunStatus) -> None:
         OSError: the file cannot be written; the old file is kept.
     """
     with private_file(path) as file:
-        file.write(_encoder.encode(status))
+        file.write(msgspec.json.encode(status, enc_hook=float))  # a row may contain NumPy numbers
 
 
 def read_status(path: Path) -> RunStatus:
@@ -309,7 +306,7 @@ def read_status(path: Path) -> RunStatus:
             raise StatusError(
                 f"{path} has format {found}, but this Leeway reads {FORMAT}: use the version that created the run"
             )
-        return _decoder.decode(text)
+        return msgspec.json.decode(text, type=RunStatus)
     except msgspec.DecodeError as error:
         raise StatusError(f"{path} is not a valid status file: {error}") from None
 
@@ -366,7 +363,7 @@ def view_run(folder: RunFolder) -> StatusView:
     # in a restarted container, a launcher may have the pid of the previous launcher
     if owner is not None and (owner != status.pid or _claimed_s(folder) > status.written_s):
         launcher = f"a launcher (pid {owner})" if owner else "a launcher"
-        return StatusView(status, now_s, resuming=f"{launcher} is resuming it")
+        return StatusView(status, now_s, resuming=f"{launcher} is resuming the run")
     return StatusView(status, now_s, gone=_why_gone(folder, status, owner))
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -73,13 +73,11 @@ def read(path: Path) -> Iterator[Event]:
             continue
         with part.open("rb") as lines:
             for line in lines:
-                try:
+                with suppress(msgspec.MsgspecError):
                     yield decode(line.rstrip(b",\n"))
-                except msgspec.MsgspecError:
-                    continue
 
 
-class Trace:
+class Trace(AbstractContextManager["Trace"]):
     """Context manager that appends events to the file. A full disk loses events but never stops the run."""
 
     def __init__(self, path: Path, wall: Callable[[], float] = wall_time) -> None:
@@ -100,9 +98,6 @@ class Trace:
         self._last_error = ""
         if not self._size:
             self._append(b"[\n")
-
-    def __enter__(self) -> Trace:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
@@ -147,7 +142,6 @@ class Trace:
             self._switch(who, what, "")
         for span in self._generating.values():
             self._write(span)
-        self._generating.clear()
         self._file.close()
 
     # --- from reports to events -------------------------------------------------------------------

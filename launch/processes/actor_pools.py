@@ -218,12 +218,12 @@ class ActorPools:
         others = sum(1 for actor in self.actors if actor.pool != name and not actor.is_going)
         if count < 0 or count + others < 1:
             raise ValueError(
-                f"{count} actors in pool '{name}' would leave the run with {max(0, count + others)}: keep at least 1"
+                f"{count} actors in pool '{name}' leave {max(0, count + others)} actors in the run: keep at least 1"
             )
         if count > 1 and self._config.launch.colocate:
-            raise ValueError("launch.colocate = true supports one actor only: start a run without it")
-        actors = self.staying(name)
-        actors.sort(key=lambda actor: not actor.is_ready)  # first remove actors that are not ready, then the newest
+            raise ValueError("launch.colocate = true supports only one actor: start a run without this key")
+        # first remove actors that are not ready, then the newest
+        actors = sorted(self.staying(name), key=lambda actor: not actor.is_ready)
         for _ in range(count - len(actors)):
             self._add_actor(self.pools[name])
         for actor in actors[count:]:

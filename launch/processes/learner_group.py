@@ -16,6 +16,7 @@ from ray.exceptions import RayTaskError
 
 from leeway.common.files import leftovers
 from leeway.common.process import gc_disabled
+from leeway.common.rpc.auth import LOOPBACK
 from leeway.common.run import STARTUP_S, RunContext
 from leeway.launch.checks import Plan
 from leeway.launch.observe.metrics import Rows
@@ -170,8 +171,8 @@ class LearnerGroup:
             variables = {**(ON_GPU if reserved.get("GPU") else {}), **self._plan.config.launch.env}
             handle = spawn(StageRole, log, on=on, concurrency=4, variables=variables)
             self._stages.append(RoleProcess("stage", rank, handle, log, self._restarts))
-        first = self._stages[0]
-        self._enter(Phase.RENDEZVOUS, [(first, first.handle.rendezvous.remote(self._plan.local_host))])
+        first, host = self._stages[0], None if self._plan.is_cluster else LOOPBACK
+        self._enter(Phase.RENDEZVOUS, [(first, first.handle.rendezvous.remote(host))])
 
     def start(self, context: RunContext[LearnerSections], deadline: float) -> list[tuple[RoleProcess, Any]]:
         """Set up all ranks; return the calls that end when the ranks are ready. Raise RunFailed if rank 0 fails."""
@@ -239,7 +240,7 @@ class LearnerGroup:
 
     def kill(self) -> None:
         for stage in self._stages:
-            ray.kill(stage.handle, no_restart=True)
+            stage.kill()
         self._stages, self._calls = [], []
 
     # --- states -----------------------------------------------------------------------------------

@@ -136,10 +136,6 @@ class PlacedProcess(RoleProcess):
             return f"lost: {self.lost}"
         return "waiting for resources" if self.handle is None else super().state
 
-    def kill(self) -> None:
-        if self.handle is not None:
-            ray.kill(self.handle, no_restart=True)
-
     def end(self) -> None:
         """Kill the process, and release its resources."""
         self.kill()

@@ -199,7 +199,8 @@ class RayWatch:
         self._logs = logs
         self._clock = clock
         self._family = _family()
-        self._servers = [(name, child) for child in self._family if (name := _name(child)) is not None]
+        programs = ((Path((_command(child) or [""])[0]).name, child) for child in self._family)
+        self._servers = [(name, child) for name, child in programs if name in _NAMES]
         self._reached_s = self._polled_s = clock()
         self.is_dead = False
         """Whether Ray is dead; a call to a dead Ray never returns."""
@@ -272,11 +273,6 @@ def _command(process: psutil.Process) -> list[str]:
     with contextlib.suppress(psutil.Error):
         return process.cmdline()
     return []
-
-
-def _name(process: psutil.Process) -> str | None:
-    program = Path((_command(process) or [""])[0]).name
-    return program if program in _NAMES else None
 
 
 def _family() -> list[psutil.Process]:

@@ -198,6 +198,10 @@ class RoleProcess:
         self.running = call
         self.restarts.working_since_s = time.monotonic()
 
+    def kill(self) -> None:
+        if self.handle is not None:  # None before the start, and while a restart is pending
+            ray.kill(self.handle, no_restart=True)
+
     def forget(self) -> None:
         self.handle = self.running = self._where = self._overdue = None
 

@@ -10,8 +10,6 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import ray
-
 from leeway.buffer.client import GIVE_UP_S, BufferClient
 from leeway.buffer.errors import BufferError
 from leeway.buffer.store import PORT as BUFFER_PORT
@@ -96,7 +94,7 @@ class ServiceHost:
             why = outcome(process.running)
             if process.restarts.are_exhausted:
                 times = process.restarts.in_a_row + 1
-                raise RunFailed(f"{self.title} exited {times} times in a row, last: {why}; {process.log_hint}")
+                raise RunFailed(f"{self.title} exited {times} times in a row, most recently: {why}; {process.log_hint}")
             self._notify("restart", f"{self.title} exited ({why}) and is restarted on the same store")
             self._restart(process)
 
@@ -108,13 +106,12 @@ class ServiceHost:
 
     def kill(self) -> None:
         for process in self.processes:
-            if process.handle is not None:  # None while a restart is pending
-                ray.kill(process.handle, no_restart=True)
+            process.kill()
         self.processes = []
 
     def _serve(self, deadline: float) -> None:
         process = RoleProcess(self.name, 0, self._spawn(), self.log, Restarts(MAX_RESTARTS))
-        self.address = self._bind(process, deadline)
+        self._bind(process, deadline)
         self.processes.append(process)
 
     def _spawn(self) -> Any:  # noqa: ANN401 -- a Ray handle
@@ -128,22 +125,21 @@ class ServiceHost:
             process.forget()
             process.restarts.count()
             process.handle = self._spawn()
-            deadline = time.monotonic() + STARTUP_S
             try:
-                self.address = self._bind(process, deadline)
+                self._bind(process, time.monotonic() + STARTUP_S)
             except RunFailed as error:
                 self._check()
-                ray.kill(process.handle, no_restart=True)
+                process.kill()
                 if process.restarts.are_exhausted:
                     raise
                 self._notify("restart", f"the restart of {self.title} failed and is retried: {error}")
             else:
                 return
 
-    def _bind(self, process: RoleProcess, deadline: float) -> str:
-        (address,) = results([(process, process.handle.bind.remote())], "to open its store", deadline, self._check)
+    def _bind(self, process: RoleProcess, deadline: float) -> None:
+        call = process.handle.bind.remote()
+        (self.address,) = results([(process, call)], "to open its store", deadline, self._check)
         process.begin_work(process.handle.serve.remote())
-        return str(address)
 
 
 class BufferHost(ServiceHost):
@@ -161,11 +157,7 @@ class BufferHost(ServiceHost):
         forget_port(self._plan.folder.buffer / BUFFER_PORT)
         self._serve(deadline)
         self._client = BufferClient(
-            self.address,
-            run_id=self._plan.run_id,
-            role="launch",
-            name="launch",
-            keys=self._plan.client_keys,
+            self.address, run_id=self._plan.run_id, role="launch", name="launch", keys=self._plan.client_keys
         )
         try:
             self._client.connect(deadline)

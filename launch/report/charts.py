@@ -93,13 +93,13 @@ def figures(run: RunData) -> list[Figure]:
     return [figure for figure in found if figure is not None]
 
 
-def lines(run: RunData, chart: Chart, curves: Mapping[str, Sequence[Point]], note: str = "") -> Figure:
+def lines(run: RunData, chart: Chart, curves: Mapping[str, Sequence[Point]]) -> Figure:
     """Return a line chart; its scale is logarithmic if `may_be_log` is set and values span two orders of magnitude.
 
     Curves whose names are in `chart.right` use the right axis.
     """
-    if omitted := [shortened(name, MAX_NAME) for name in [*curves][len(COLORS) :]]:
-        note = f"Not drawn: {', '.join(omitted)}."
+    omitted = [shortened(name, MAX_NAME) for name in [*curves][len(COLORS) :]]
+    note = f"Not drawn: {', '.join(omitted)}." if omitted else ""
     drawn = [(name, color, points) for (name, points), color in zip(curves.items(), COLORS, strict=False) if points]
     if not drawn:
         return Figure(chart, note=note)

@@ -280,8 +280,7 @@ def collect(folder: RunFolder) -> RunData:
         try:
             read(folder, run)
         except FileNotFoundError as error:
-            name = Path(str(error.filename)).name
-            run.missing.append(f"{name} is missing.")
+            run.missing.append(f"{Path(str(error.filename)).name} is missing.")
         except StatusError as error:
             run.missing.append(f"The status of the run is unknown: {error}.")
         except BufferError as error:

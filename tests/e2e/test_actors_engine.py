@@ -250,7 +250,7 @@ async def test_weights_that_change_after_staging_are_refused_and_the_old_ones_st
         data = bytearray(part.read_bytes())
         data[-5] ^= 1
         part.write_bytes(data)
-        with pytest.raises(UpdateRefused, match=r"part-0.float32.safetensors: tensor '.*still serving"):
+        with pytest.raises(UpdateRefused, match=r"part-0.float32.safetensors: tensor '.*still serves"):
             await world.engine.prepare(staged)
     await assert_still_serves(world, serving)
 

@@ -86,7 +86,7 @@ def test_a_run_whose_samples_all_fail_ends_with_the_reason_and_can_be_resumed(tm
     assert wait_for_end(family) == []
     (error,) = [line for line in output.splitlines() if "failed in" in line][-1:]
     assert "reward judge failed in actor-" in error
-    assert "samples in a row: KeyError: 'answer'; the last had the prompt '" in error
+    assert "samples in a row: KeyError: 'answer'; the last sample had the prompt '" in error
     broken.unlink()
     steps = run.steps()[-1]["step"] + 4
     command = [sys.executable, "-m", "leeway", "resume", str(run.folder), "--learner.num_steps", str(steps)]

@@ -513,7 +513,7 @@ def test_an_export_equals_that_of_the_run_and_skips_a_damaged_checkpoint(run: Li
     assert "is damaged: checksum mismatch; give a step that has one" in error
     status, _, error = leeway_here(capsys, "export", run.folder, tmp_path / "out")
     assert status == 0
-    assert "using the checkpoint before it" in error
+    assert "using the previous checkpoint" in error
 
 
 def test_the_last_line_names_the_report_and_the_timeline_has_every_role(run: Life):

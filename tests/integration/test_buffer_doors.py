@@ -151,7 +151,7 @@ def test_the_socket_of_a_live_service_and_a_file_of_its_name_are_not_replaced(ho
         other.bind(str(home / "buffer" / "socket"))
         other.listen()
         service = BufferService(BufferConfig(), FACTS, home / "buffer")
-        with closing(service), pytest.raises(OSError, match="another service listens there"):
+        with closing(service), pytest.raises(OSError, match="another service listens on this socket"):
             service.bind()
     (home / "buffer" / "socket").unlink()
     (home / "buffer" / "socket").write_text("precious")

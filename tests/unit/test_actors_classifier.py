@@ -129,8 +129,8 @@ def test_a_folder_without_a_reward_model_is_rejected_before_start(tmp_path):
     make(tmp_path / "two", num_labels=2)
     assert "has 2 outputs, but a reward is one number" in rejection(tmp_path / "two")
     make(tmp_path / "other", vocab_size=7)
-    assert "tokens, but its model a vocabulary of 7: the tokenizer is of another model" in rejection(tmp_path / "other")
-    assert "its tokenizer has no chat template; set chat = false" in rejection(tmp_path / "good", chat=True)
+    assert "tokens, but the model a vocabulary of 7: the tokenizer is of another model" in rejection(tmp_path / "other")
+    assert "the tokenizer has no chat template; set chat = false" in rejection(tmp_path / "good", chat=True)
     shutil.copytree(tmp_path / "good", tmp_path / "bare")
     for file in (tmp_path / "bare").glob("tokenizer*"):
         file.unlink()
@@ -143,5 +143,5 @@ def test_weights_without_a_head_are_rejected_at_load_time(tmp_path):
     values = {"architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "LABEL_0"}}
     (tmp_path / "config.json").write_text(json.dumps({**config, **values, "num_labels": 1}))
     (function,) = load_task(task(tmp_path)).rewards
-    with pytest.raises(TaskError, match=r"lacks score\.weight, so its rewards would be random"):
+    with pytest.raises(TaskError, match=r"lacks weight score\.weight, so rewards would be random"):
         load_reward(function)

@@ -133,7 +133,7 @@ async def test_verification_is_polled_early_and_then_at_growing_intervals(monkey
 async def test_an_engine_refuses_to_apply_versions_that_are_not_verified(make):
     llm = FakeVllm()
     engine = make(llm)
-    with pytest.raises(UpdateRefused, match=r"version 1 was not verified; still serving .*0"):
+    with pytest.raises(UpdateRefused, match=r"version 1 was not verified; the engine serves .*0"):
         await engine.apply(staged(NEW), "keep")
     await engine.prepare(staged(NEW))
     with pytest.raises(UpdateRefused, match=r"version 2 was not verified"):
@@ -188,7 +188,7 @@ async def test_requests_can_be_interrupted_during_an_update(make):
     await engine.prepare(staged(NEW))
     updating = asyncio.create_task(engine.apply(staged(NEW), "keep"))
     await asyncio.sleep(0)
-    with pytest.raises(EngineDead, match=r"its update to version 1 did not complete"):
+    with pytest.raises(EngineDead, match=r"the update to version 1 did not complete"):
         await engine.prepare(staged(NEWER))
     await engine.interrupt([(1, 0), (2, 0)])
     assert ended == ["r0"]

@@ -344,7 +344,7 @@ def test_requests_to_a_judge_are_not_logged(caplog):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"rewards": ()}, "reward_models.helpful is not in rewards"),
+        ({"rewards": ()}, "reward_models.helpful has no effect"),
         ({"worst": 1, "best": 1}, "so ratings cannot differ"),
         ({"endpoint": "localhost:8000"}, "pattern"),
     ],

@@ -50,7 +50,7 @@ async def test_a_sum_that_is_not_finite_fails_the_sample():
         return veto(problems, completions)
 
     vetoes = scorer(veto, another)
-    with pytest.raises(RewardFailed, match="their sum is not finite"):
+    with pytest.raises(RewardFailed, match="the sum of the rewards is not finite"):
         await vetoes.score(PROBLEM, "now")
 
 

@@ -129,7 +129,7 @@ def test_a_null_inside_a_rendered_value_is_an_error_of_its_row(write, value):
 @pytest.mark.parametrize("text", ["", " \n"])
 def test_a_row_without_a_prompt_is_an_error_with_its_number(write, text):
     rows = [{"question": f"{n}" if n != 4 else text, "answer": "1"} for n in range(9)]
-    with pytest.raises(TaskError, match=r"row 5: its prompt is empty"):
+    with pytest.raises(TaskError, match=r"row 5: the prompt is empty"):
         load_task(write(rows, template="{question}"))
     with pytest.raises(TaskError, match=r"row 5: 'question' must be non-empty text"):
         load_task(write(rows))

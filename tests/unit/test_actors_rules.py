@@ -118,7 +118,7 @@ def test_a_column_must_have_a_value_in_at_least_one_row():
     [
         (("a",), {"reward_rules": {"a": {"type": "regex", "pattern": "(x"}}}, "is not a regular expression: missing"),
         (("a",), {"reward_rules": {"a": {"type": "regex", "pattern": "x", "column": "answer"}}}, "has no group"),
-        ((), {"reward_rules": {"a": {"type": "exact"}}}, "reward_rules.a is not in rewards, so it would be ignored"),
+        ((), {"reward_rules": {"a": {"type": "exact"}}}, "reward_rules.a has no effect: add 'a' to rewards"),
         (("a b",), {"reward_rules": {"a b": {"type": "exact"}}}, "is not a valid metric name"),
         (
             ("a",),

@@ -190,7 +190,7 @@ async def test_a_fetch_that_times_out_is_refused_and_no_second_fetch_starts(monk
     assert "version 1: not read and verified within 600 s" in actor.report().refused
     clock.now_s += 3
     await actor._follower.update()
-    assert "an earlier request is still running" in actor.report().refused
+    assert "an earlier request for weights is still running" in actor.report().refused
     assert store.fetched == [(0, 1)]
     store.may_fetch.set()
     actor._follower._request.result(60)

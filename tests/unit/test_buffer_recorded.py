@@ -128,7 +128,7 @@ def test_recorded_tokens_are_older_than_all_versions_and_no_lease_is_granted(sou
 
 def test_a_live_run_is_rejected(source):
     lock = own(source / "buffer")
-    with pytest.raises(StoreError, match="is being written by a live run: wait until it ends, or train on an exp"):
+    with pytest.raises(StoreError, match="is being written by a live run: wait until it ends, or train on a file"):
         Recorded.open(source).__enter__()
     os.close(lock)
 

@@ -222,7 +222,7 @@ def test_a_run_logs_and_makes_its_own_copy_if_the_cache_is_unusable(
     served = prepare_serving_model(model, tmp_path / "run")
     assert served.parent == tmp_path / "run"
     assert "cannot cache an untied copy" in caplog.text
-    assert "set XDG_CACHE_HOME" in caplog.text
+    assert "Set XDG_CACHE_HOME" in caplog.text
     assert prepare_serving_model(model, tmp_path / "run") == served
     assert not check_model_folder(served).tied
     assert (served / "folder" / "file").exists()

@@ -99,7 +99,7 @@ def run(capsys, *arguments: object) -> tuple[int, str]:
         (["--weight_sync.lag_control", "maybe"], "weight_sync.lag_control = 'maybe'"),
         (["--weight_sync.lag_control", "on", "--weight_sync.max_lag", "0"], "max_lag = 0, because samples have no lag"),
         (["--learner.critic_learning_rate", "1e-3"], "but the configured algorithm has no critic"),
-        (["--learner.token_budget", "8"], "raise it so that a micro-batch holds any sample"),
+        (["--learner.token_budget", "8"], "raise learner.token_budget"),
         (["--task.name", "chain_sun"], "is not a dataset of reasoning-gym"),
         (["--task.params.min_digits", "1", "--task.params.max_digits", "1"], "distinct"),
         (["--task.template", "{metadata[expresion]}="], "did you mean 'expression'?"),
@@ -108,7 +108,7 @@ def run(capsys, *arguments: object) -> tuple[int, str]:
         (["--buffer.capacity_trajectories", "10"], "may be outstanding at once"),
         (["--buffer.capacity_trajectories", "1024"], "is below the 1280 samples"),
         (["--weight_sync.on_stale", "wait", "--buffer.sampler", "uniform"], "on_stale = 'wait' drops no group"),
-        (["--actors.tensor_parallel_size", "2"], "needs as many GPUs"),
+        (["--actors.tensor_parallel_size", "2"], "needs an equal number of GPUs"),
         (["--run.name", "a/b"], "is not a folder name"),
         (["--run.name", "x" * 300], "is not a folder name"),
         (["--run.dir", "/proc"], "/proc cannot be written ("),
@@ -291,7 +291,7 @@ def test_a_tokenizer_whose_end_token_does_not_end_generation_is_noted(capsys, tm
     overrides = ["--run.dir", str(tmp_path / "runs"), "--model.path", str(model)]
     assert main(["train", str(DEMO), *overrides, "--dry-run"]) == OK
     output = capsys.readouterr().out
-    assert "note       the tokenizer ends an answer with <eos> (token 1), at which generation does not stop" in output
+    assert "note       the tokenizer ends an answer with <eos> (token 1), but generation does not stop there" in output
     assert "eos_token_id is 7, 2." in output
     assert "task.chat" not in output
     (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 1]}))

@@ -241,7 +241,7 @@ CASES = [
         demo(*JUDGE, "--task.reward_models.good.path", "x"),
         ("task.reward_models.good.type = 'judge' has no such key; it belongs to type 'classifier'",),
     ),
-    Case("an unused judge", demo(*JUDGE, "--task.rewards", "[]"), ("reward_models.good is not in rewards",)),
+    Case("an unused judge", demo(*JUDGE, "--task.rewards", "[]"), ("reward_models.good has no effect",)),
     Case("an unreachable judge", demo(*JUDGE), ("http://127.0.0.1:9/v1 does not answer", "start the judge first")),
     Case("top_p", demo("--actors.top_p", "0.9"), ("actors.top_p is not supported",)),
     # values
@@ -267,11 +267,11 @@ CASES = [
     # keys that contradict each other
     Case("groups of one", demo("--algorithm.type", "online_dpo", "--actors.group_size", "1"), ("at least 2",)),
     Case("more stages than layers", demo("--learner.num_stages", "9"), ("has only 2 layers",)),
-    Case("too few tokens", demo("--learner.token_budget", "8"), ("a micro-batch holds any sample",)),
+    Case("too few tokens", demo("--learner.token_budget", "8"), ("raise learner.token_budget",)),
     Case("a bound that is never met", demo("--weight_sync.max_lag", "0", "--learner.num_epochs", "3"), ("never be",)),
     Case("stages on missing GPUs", demo("--learner.gpus", "1"), ("gpus of the workers add up to 2",)),
     Case("actors on missing GPUs", demo("--actors.gpus", "1"), ("pool 'actors' requests 2 x",)),
-    Case("a GPU and a half", demo("--actors.gpus", "1.5"), ("pool 'actors' reserves 1.5 GPUs", "which uses only 1")),
+    Case("a GPU and a half", demo("--actors.gpus", "1.5"), ("pool 'actors' reserves 1.5 GPUs", "a worker uses 1")),
     Case("an idle GPU", demo("--learner.gpus", "2"), ("pool 'learner' reserves 2 GPUs", "a stage uses 1")),
     Case(
         "an overcommitted GPU",
@@ -380,9 +380,9 @@ CASES = [
     ),
     Case("no weights", model(lambda folder: (folder / "model.safetensors").unlink()), ("contains no *.safetensors",)),
     Case("empty weights", model(lambda folder: os.truncate(folder / "model.safetensors", 0)), ("as safetensors: ",)),
-    Case("a cut header", model(lambda folder: os.truncate(folder / "model.safetensors", 60)), ("It is truncated, ",)),
+    Case("a cut header", model(lambda folder: os.truncate(folder / "model.safetensors", 60)), ("file is truncated, ",)),
     Case(
-        "cut weights", model(lambda folder: os.truncate(folder / "model.safetensors", 20_000)), ("It is truncated, ",)
+        "cut weights", model(lambda folder: os.truncate(folder / "model.safetensors", 20_000)), ("file is truncated, ",)
     ),
     Case("integers for weights", model(weights(as_int32)), ("is stored as I32", "plain weights")),
     Case("other names", model(weights(renamed)), ("query.weight", "its weights do not match its config.json")),

@@ -56,7 +56,7 @@ def test_a_failed_or_invalid_request_is_refused_with_a_sentence(answering, tmp_p
 def test_a_request_to_a_dead_run_times_out(tmp_path):
     Control(tmp_path / "control")
     began_s = time.monotonic()
-    with pytest.raises(NoAnswer, match=r"did not answer within 0.2 s: it answers only during training"):
+    with pytest.raises(NoAnswer, match=r"did not answer within 0.2 s: launchers answer only during training"):
         send_request(tmp_path / "control", {"verb": "scale"}, 0.2)
     assert time.monotonic() - began_s < 60
     assert list((tmp_path / "control").iterdir()) == []

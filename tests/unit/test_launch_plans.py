@@ -416,7 +416,7 @@ def test_a_profile_round_trips_and_another_machine_is_noted(tmp_path, capsys, mo
     ("text", "message"),
     [
         ("x = [", "is not a plan"),
-        ("[actors]\nnum_actors = 1\n", r"is not a plan \(it has no section \[plan\]\): pass a file written by"),
+        ("[actors]\nnum_actors = 1\n", r"is not a plan \(the file has no section \[plan\]\): pass a file written by"),
         ("plan = 3\n", "is not a plan"),
         ("[plan]\nx = 1\n", "is not a plan"),
         ('{"a": 1}', "is not a plan"),

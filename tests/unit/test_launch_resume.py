@@ -201,7 +201,7 @@ def test_another_model_or_tokenizer_under_the_same_name_is_refused(user_run, cha
     with pytest.raises(ConfigError) as error:
         resume(user_run, [], print)
     assert str(error.value).startswith(named)
-    assert "the stored reference log-probabilities belong to that model. Restore it, or start a new run" in str(
+    assert "reference log-probabilities belong to that model. Restore the earlier content, or start a new run" in str(
         error.value
     )
 

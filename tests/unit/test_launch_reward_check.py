@@ -119,7 +119,7 @@ def test_a_function_that_hangs_is_stopped_after_one_timeout(check):
     assert status == ExitStatus.FAILED
     assert "hangs failed on 1 of 1 completions (correct)" in output
     assert "took longer than 0.4 s" in output
-    assert "hangs was tested on only 1 completions: stopped because 1 of them ended its process" in output
+    assert "hangs was tested on only 1 completions: stopped because 1 completions ended the reward's process" in output
 
 
 def test_a_function_that_always_returns_none_is_a_problem(check):

@@ -123,7 +123,7 @@ def test_a_service_that_dies_repeatedly_ends_the_run_and_names_its_log(weights):
         run.made[-1].has_ended = True
         run.service.watch()
     run.made[-1].has_ended = True
-    with pytest.raises(RunFailed, match=r"exited 4 times in a row, last: .*; see .*weights.0.log"):
+    with pytest.raises(RunFailed, match=r"exited 4 times in a row, most recently: .*; see .*weights.0.log"):
         run.service.watch()
 
 

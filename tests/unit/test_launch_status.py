@@ -74,9 +74,9 @@ def test_a_run_that_is_being_resumed_has_a_launcher(run, capsys, exit_status):
         result, out, _ = leeway_status(capsys, "mine")
         view = main(["top", "mine", "--once"])
     assert (result, view) == (0, 0)
-    assert f"a launcher (pid {os.getpid()}) is resuming it; the lines below are from the earlier launch" in out
+    assert f"a launcher (pid {os.getpid()}) is resuming the run; the lines below are from the earlier launch" in out
     assert "without a final status" not in out
-    assert f"a launcher (pid {os.getpid()}) is resuming it" in capsys.readouterr().out
+    assert f"a launcher (pid {os.getpid()}) is resuming the run" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("age_s", "expected"), [(1.0, 0), (STALE_S + 5, 1)])
@@ -146,7 +146,7 @@ def test_a_resuming_launcher_with_the_pid_of_the_earlier_one_is_recognized(run, 
         assert leeway_status(capsys, "mine")[0] == 1
         os.utime(folder.claim, (written_s + 1, written_s + 1))
         result, out, _ = leeway_status(capsys, "mine")
-    assert (result, f"a launcher (pid {os.getpid()}) is resuming it" in out) == (0, True), out
+    assert (result, f"a launcher (pid {os.getpid()}) is resuming the run" in out) == (0, True), out
 
 
 @pytest.mark.parametrize("set_by_s", [-3600.0, 3600.0])
@@ -160,7 +160,7 @@ def test_times_of_a_live_run_are_right_after_the_time_of_day_was_set(run, capsys
             os.utime(folder.status, (written_s + set_by_s, written_s + set_by_s))
         result, out, _ = leeway_status(capsys, "mine")
         seen_s = view_run(folder).now_s - read_status(folder.status).written_s
-    assert (result, "is resuming it" in out) == (0, False), out
+    assert (result, "is resuming the run" in out) == (0, False), out
     assert 0.0 <= seen_s < 60.0
 
 

@@ -248,7 +248,7 @@ def test_an_actor_receives_the_engine_timeout_and_the_variables_of_the_config(tw
 def test_an_actor_colocated_with_the_learner_stays_alone(two_actors, started, ended):
     pools = two_actors.pools
     pools._config = load_config(DEMO, ["--launch.colocate", "true"])
-    with pytest.raises(ValueError, match=r"^launch\.colocate = true supports one actor"):
+    with pytest.raises(ValueError, match=r"^launch\.colocate = true supports only one actor"):
         pools.scale("actors", 3)
     assert (pools.desired, len(pools.actors), pools.room("actors")) == ({"actors": 2}, 2, 0)
 
@@ -306,7 +306,7 @@ def test_an_actor_that_does_not_leave_is_killed_after_the_grace_period(two_actor
 
 
 def test_the_last_actor_stays_and_unknown_pools_are_refused(two_actors):
-    with pytest.raises(ValueError, match="would leave the run with 0"):
+    with pytest.raises(ValueError, match="leave 0 actors in the run"):
         two_actors.pools.scale("actors", 0)
     with pytest.raises(ValueError, match="unknown pool 'big': use one of actors"):
         two_actors.pools.scale("big", 2)
@@ -373,7 +373,7 @@ def test_the_last_live_actor_stays_although_another_pool_has_a_lost_one(two_acto
     pools = two_actors.pools
     pools.pools["other"] = pools.pools["actors"]
     pools.actors[1].pool, pools.actors[1].lost = "other", "given up"
-    with pytest.raises(ValueError, match="would leave the run with 0"):
+    with pytest.raises(ValueError, match="leave 0 actors in the run"):
         pools.scale("actors", 0)
 
 

@@ -43,7 +43,7 @@ def test_a_reward_not_finite_in_float32_raises_an_error_that_names_the_sample(ne
 def test_a_missing_behaviour_logprob_raises_an_error_only_if_the_loss_reads_it(logprob):
     logprobs = make_rows(0)[7].logprobs
     logprobs[-1] = logprob
-    with pytest.raises(BadSample, match=r"sample 1 of group 2 .* this loss reads it"):
+    with pytest.raises(BadSample, match=r"sample 1 of group 2 .* this loss needs a finite value"):
         check_samples(batch(logprobs=logprobs), PPO, RECORDS)
     check_samples(batch(logprobs=logprobs), BALANCE, RECORDS)
 

@@ -479,7 +479,7 @@ def test_a_full_disk_error_reports_the_free_and_the_required_space(tmp_path, mod
     checkpoints, networks = checkpoints_in(tmp_path), networks_of(model)
     monkeypatch.setattr(FileSystem, "create_stream", on_a_small_disk)
     checkpoints.save(networks, TrainingProgress(1, 1, 0))
-    error = r"step-00000001: OSError: \[Errno 28\] No space left on device; MiB on disk: \d+ free, \d+ needed per rank"
+    error = r"step-00000001: OSError: \[Errno 28\] No space left on device. The disk has \d+ MiB free; a rank needs \d+"
     with pytest.raises(CheckpointFailed, match=error):
         checkpoints.wait()
 

@@ -298,7 +298,7 @@ MIXED = ["sliding_attention", "full_attention", "full_attention"]
 )
 def test_a_key_that_vllm_and_the_learner_interpret_differently_is_rejected_by_name(family, changes, key):
     """The keys were found by a comparison of the models of vLLM 0.32 and of Transformers 5.19."""
-    with pytest.raises(ValueError, match=rf"^config.json has {key} = .*: set it to "):
+    with pytest.raises(ValueError, match=rf"^config.json has {key} = .*: set "):
         check_served(config_of(family, **changes))
 
 

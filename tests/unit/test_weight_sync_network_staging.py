@@ -309,7 +309,7 @@ def test_an_older_version_reported_as_the_newest_is_refused_by_name(machine: Mac
     assert puller.newest() == v(1, 1)
     puller.fetch(v(1, 1)).close()
     (machine.folder / "NEWEST").write_text("0.7\n")
-    with pytest.raises(WeightsCorrupt, match=r"reports version 7 as the newest, but it was 1 \(start 1\) before"):
+    with pytest.raises(WeightsCorrupt, match=r"reports 7 as the newest version after 1 \(start 1\)"):
         puller.newest()
     with pytest.raises(WeightsCorrupt, match=r"version 7 is older than 1 \(start 1\)"):
         puller.fetch(v(7))

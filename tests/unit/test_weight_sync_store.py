@@ -280,7 +280,7 @@ def test_a_manifest_that_lacks_a_tensor_is_refused_by_its_chain():
     two = Part(0, "0.1", None, tuple(part_of(x).tensors[0] for x in ("aa",)), part_of("aa").files)
     manifest = build_manifest(v(1), [two, _renamed(part_of("bb", rank=1), "u")], None, 0.0)
     lacking = msgspec.structs.replace(manifest, tensors=manifest.tensors[:1])
-    with pytest.raises(WeightsCorrupt, match="chain does not match its parent and content"):
+    with pytest.raises(WeightsCorrupt, match="chain does not match the parent and the content"):
         decode(encode(lacking), Manifest, "there")
 
 
