@@ -1,53 +1,37 @@
 """One vLLM engine: takes and returns token ids, and loads newer weights while it generates.
 
-In `actors`, only this module, `engine_setup` and `engine_output` use vLLM's API. The engine runs in separate processes,
-which exit when the process that started them exits or is killed.
+In `actors`, only the modules named engine use vLLM's API. `engine_core` runs vLLM: on a thread of this process, or in
+separate processes.
 """
 
 from __future__ import annotations
 
 import asyncio
 import copy
-import gc
 import itertools
 import os
 import time
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 from leeway.actors.config import ActorsConfig
-from leeway.actors.engine_output import (
-    EngineError,
-    EngineStats,
-    Generation,
-    RequestRefused,
-    completion_of,
-    stat_logger,
-)
-from leeway.actors.engine_setup import EngineSockets, engine_args, gc_disabled_children, load_engine
+from leeway.actors.engine_core import EngineCore, EngineDead, EngineError, EngineRequest, Generation, RequestRefused
+from leeway.actors.engine_setup import EngineSockets, cache_of, engine_args, gc_disabled_children, load_engine
+from leeway.actors.report import EngineStats
 from leeway.buffer.schema import Prefix
 from leeway.common.hf_folder import check_model_folder
 from leeway.common.staleness import PolicyVersion
 from leeway.weight_sync.store import StagedVersion
 
 if TYPE_CHECKING:
-    from vllm.outputs import RequestOutput
     from vllm.sampling_params import SamplingParams
-    from vllm.v1.engine.async_llm import AsyncLLM
 
-R = TypeVar("R")
-
-_ALIVE_POLL_S = 0.2
 _MIN_POLL_S, _MAX_POLL_S, _POLL_GROWTH = 0.005, 0.2, 1.5
 """First and longest pause in seconds between polls of a verification, and growth factor of the pause. The verification
 of a tiny model takes milliseconds. Each poll calls all workers of an engine and delays the engine's next step."""
 _STOP_TIMEOUT_S = 10.0
-
-
-class EngineDead(EngineError):
-    """The engine's process has exited, or the engine's model is in an unknown state: start another engine."""
 
 
 class UpdateRefused(EngineError):
@@ -60,7 +44,7 @@ RequestKey = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class _Running:
-    request_id: str
+    request: EngineRequest
     prefix: Prefix | None
     version: PolicyVersion
 
@@ -70,14 +54,14 @@ class Engine:
 
     def __init__(
         self,
-        llm: AsyncLLM,
+        core: EngineCore,
         config: ActorsConfig,
         version: PolicyVersion,
         stop_token_ids: list[int],
-        sockets: EngineSockets,
         stats: EngineStats,
+        sockets: EngineSockets | None = None,
     ) -> None:
-        self._llm: AsyncLLM | None = llm
+        self._core: EngineCore | None = core
         self.stats = stats
         self._sockets = sockets
         self._config = config
@@ -93,35 +77,40 @@ class Engine:
         self._updating = asyncio.Lock()
 
     @classmethod
-    async def start(cls, model_path: Path, config: ActorsConfig, *, version: PolicyVersion, seed: int) -> Engine:
+    async def start(
+        cls,
+        model_path: Path,
+        config: ActorsConfig,
+        *,
+        version: PolicyVersion,
+        seed: int,
+        in_process: bool | None = None,
+    ) -> Engine:
         """Start an engine, which takes 20 to 30 s on CPU and blocks the event loop. Each actor needs its own seed.
 
         `model_path` is a checkpoint from `leeway.common.serving_model.prepare_serving_model`, with the weights of
-        `version`. Raises ModelFolderError if the checkpoint is incomplete, EngineDead if the engine does not start, and
-        OSError if the folder of its sockets cannot be created.
+        `version`. `in_process`: run vLLM on a thread of this process; default: without GPUs and tensor parallelism.
+        Raises ModelFolderError if the checkpoint is incomplete, EngineDead if the engine does not start, and OSError if
+        the folder of its sockets cannot be created.
         """
         facts = check_model_folder(model_path)
         load_engine(config)
-        sockets = EngineSockets()
         stats = EngineStats()
-        from vllm.v1.engine.async_llm import AsyncLLM
-
+        if in_process is None:
+            in_process = not config.gpus and config.tensor_parallel_size == 1
+        sockets = None if in_process else EngineSockets()
         try:
-            # store the AsyncLLM only in `engine`: vLLM keeps this frame alive, so other variables outlive `stop`
+            vllm_config = engine_args(model_path, config, seed).create_engine_config()
             with gc_disabled_children():
-                engine = cls(
-                    AsyncLLM.from_engine_args(engine_args(model_path, config, seed), stat_loggers=[stat_logger(stats)]),
-                    config,
-                    version,
-                    list(facts.eos_token_ids),
-                    sockets,
-                    stats,
-                )
-            await engine._alive().update_weight_version(version.key)
+                core = EngineCore.start(vllm_config, stats, in_process=in_process)
+            stats.cache = cache_of(vllm_config)
+            await core.set_version(version.key)
+            engine = cls(core, config, version, list(facts.eos_token_ids), stats, sockets)
             # the first step of an engine takes seconds: run a step now, so that no weight update waits for the first
             await engine.generate([facts.eos_token_ids[0]], max_new_tokens=1)
         except Exception as error:
-            sockets.remove()
+            if sockets is not None:
+                sockets.remove()
             raise EngineDead(f"the vLLM engine for {model_path} did not start: {error}") from error
         return engine
 
@@ -149,8 +138,7 @@ class Engine:
             params.max_tokens -= len(prefix.token_ids)
             prompt_token_ids = [*prompt_token_ids, *prefix.token_ids.tolist()]
         while True:
-            version, final = await self._run(prompt_token_ids, params, key, prefix)
-            completion = completion_of(final, version)
+            completion = await self._run(prompt_token_ids, params, key, prefix)
             if completion is not None:
                 return completion.after(prefix)
 
@@ -166,59 +154,48 @@ class Engine:
 
     async def interrupt(self, keys: Iterable[RequestKey]) -> None:
         """End requests now: `generate` returns the tokens until then. Raises EngineDead if the engine has died."""
-        llm = self._llm
-        if llm is None or llm.errored:  # `_alive` would raise during an update, when requests can be ended
+        core = self._core
+        if core is None or core.failure:  # `_alive` would raise during an update, when requests can be ended
             raise EngineDead(self._death_message())
-        await llm.abort([self._running[key].request_id for key in keys if key in self._running])
+        await core.abort([self._running[key].request for key in keys if key in self._running])
 
     def so_far(self, key: RequestKey) -> Generation | None:
         """Return the tokens that a running request has generated, also after the engine died; None without tokens."""
-        running, llm = self._running.get(key), self._llm
-        if running is None or llm is None:
+        running = self._running.get(key)
+        completion = None if running is None else running.request.generation(running.version)
+        if running is None or completion is None or not completion.spans:
             return None
-        from vllm.v1.engine import FinishReason
-
-        processor = llm.output_processor
-        inside = [processor.request_states.get(each) for each in processor.external_req_ids.get(running.request_id, ())]
-        for state in filter(None, inside):
-            output = state.make_request_output([], None, FinishReason.ABORT, None)
-            completion = None if output is None else completion_of(output, running.version)
-            return None if completion is None or not completion.spans else completion.after(running.prefix)
-        return None
+        return completion.after(running.prefix)
 
     async def _run(
         self, prompt_token_ids: Sequence[int], params: SamplingParams, key: RequestKey | None, prefix: Prefix | None
-    ) -> tuple[PolicyVersion, RequestOutput]:
-        from vllm.inputs.engine import tokens_input
-
+    ) -> Generation | None:
         if self._updating.locked():
             async with self._updating:
                 pass
-        llm = self._alive()
-        version = self.version
-        # the cache salt prevents the reuse of a cached prefix under another policy version
-        prompt = tokens_input(list(prompt_token_ids), cache_salt=version.key)
-        request_id = f"r{next(self._numbers)}"
+        core, version = self._alive(), self.version
         # requests with a long prefix are preempted last: they are the most expensive to recompute
-        num_prefix_tokens = 0 if prefix is None else len(prefix.token_ids)
-        if key is not None:
-            self._running[key] = _Running(request_id, prefix, version)
+        priority = 0 if prefix is None else -len(prefix.token_ids)
         try:
-            final = None
+            # the cache salt prevents the reuse of a cached prefix under another policy version
+            request = core.submit(f"r{next(self._numbers)}", prompt_token_ids, params, version.key, priority)
+        except ValueError as error:
+            raise RequestRefused(f"vLLM refused a prompt of {len(prompt_token_ids)} tokens: {error}") from error
+        if key is not None:
+            self._running[key] = _Running(request, prefix, version)
+        try:
             with self.stats.request(len(prompt_token_ids)):
-                async for output in llm.generate(prompt, params, request_id, priority=-num_prefix_tokens):
-                    final = output
+                await request.future
+        except asyncio.CancelledError:
+            core.abort_soon(request)
+            raise
         except Exception as error:
-            if self._broken is None and not llm.errored:
-                raise RequestRefused(f"vLLM refused a prompt of {len(prompt_token_ids)} tokens: {error}") from error
             key = None  # keep the request in `_running`: `so_far` returns its tokens after the failure
             raise EngineDead(self._death_message()) from error
         finally:
             if key is not None:
                 del self._running[key]
-        if final is None:
-            raise RequestRefused("vLLM ended a request without an output")
-        return version, final
+        return request.generation(version)
 
     async def prepare(self, staged: StagedVersion, *, timeout_s: float = 120.0) -> None:
         """Verify newer weights while the engine generates, so that `apply` pauses generation only for the load.
@@ -227,10 +204,10 @@ class Engine:
             UpdateRefused: the weights differ from the published ones, or are of another model; the engine is unchanged.
             EngineDead: the engine has died, or did not verify the weights within `timeout_s`.
         """
-        llm = self._alive()
+        core = self._alive()
         try:
             async with asyncio.timeout(timeout_s):
-                refusals = await while_alive(llm, verify(llm, staged))
+                refusals = await verify(core, staged)
         except Exception as error:
             reason = f"timed out after {timeout_s:g} s" if isinstance(error, TimeoutError) else str(error)
             self._broken = self._broken or f"version {staged.version} was not verified: {reason}"
@@ -252,7 +229,7 @@ class Engine:
             EngineDead: the update failed midway or exceeded `timeout_s`, or the engine has died.
         """
         async with self._updating:
-            llm = self._alive()
+            core = self._alive()
             verified, self._verified = self._verified, None
             if verified != _update_of(staged):
                 raise UpdateRefused(f"version {staged.version} was not verified; the engine serves {self.version}")
@@ -261,7 +238,7 @@ class Engine:
             self._broken = f"the update to version {staged.version} did not complete"
             try:
                 async with asyncio.timeout(timeout_s):
-                    load_s = await while_alive(llm, swap(llm, staged, kv_cache))
+                    load_s = await core.swap(verified, staged.version.key, recompute=kv_cache == "recompute")
             except Exception as error:
                 reason = f"timed out after {timeout_s:g} s" if isinstance(error, TimeoutError) else str(error)
                 self._broken = f"the update to version {staged.version} failed midway: {reason}"
@@ -272,21 +249,14 @@ class Engine:
             return time.perf_counter() - started_s, load_s
 
     async def stop(self) -> None:
-        """Shut down the engine's processes; running requests fail with `EngineDead`. Idempotent."""
-        llm, self._llm = self._llm, None
-        if llm is None:
+        """Shut down vLLM; running requests fail with `EngineDead`. Idempotent."""
+        core, self._core = self._core, None
+        if core is None:
             return
         self._broken = "it was stopped"
-        llm.output_processor.propagate_error(EngineDead(self._death_message()))
-        # stop reading outputs: without this cancellation, vLLM would log the exit of its processes as a crash
-        if llm.output_handler is not None:
-            llm.output_handler.cancel()
-        context = llm.engine_core.resources.ctx
-        await asyncio.to_thread(llm.shutdown, _STOP_TIMEOUT_S)
-        await self._sockets.end(context)
-        # `llm` is in a reference cycle: collect it now, because its __del__ logs errors when the interpreter exits
-        del llm
-        gc.collect()
+        await core.stop(EngineDead(self._death_message()), _STOP_TIMEOUT_S)
+        if self._sockets is not None:
+            await self._sockets.end(core.context)
 
     def _sampling(self, temperature: float | None, max_new_tokens: int | None, seed: int | None) -> SamplingParams:
         from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -309,57 +279,27 @@ class Engine:
         params.max_tokens = self._config.max_new_tokens if max_new_tokens is None else max_new_tokens
         return params
 
-    def _alive(self) -> AsyncLLM:
-        if self._broken is not None or self._llm is None or self._llm.errored:
+    def _alive(self) -> EngineCore:
+        if self._broken is not None or self._core is None or self._core.failure:
             raise EngineDead(self._death_message())
-        return self._llm
+        return self._core
 
     def _death_message(self) -> str:
+        why = self._broken or (self._core.failure if self._core is not None else "")
         return (
-            f"the vLLM engine that served version {self.version} is unusable: {self._broken or 'its process exited'}"
+            f"the vLLM engine that served version {self.version} is unusable: {why}"
             f"; see its output in the log of this process (pid {os.getpid()}), and start another engine"
         )
 
 
-async def while_alive(llm: AsyncLLM, work: Coroutine[Any, Any, R]) -> R:
-    """Await a call to an engine; raise EngineDead if the engine's process exits during the call.
-
-    After the process has exited, vLLM raises an error for running requests, but calls to its workers never return.
-    """
-    task = asyncio.ensure_future(work)
-    try:
-        while not task.done():
-            if llm.errored:
-                raise EngineDead("its process exited")
-            await asyncio.wait({task}, timeout=_ALIVE_POLL_S)
-        return task.result()
-    finally:
-        task.cancel()
-
-
-async def verify(llm: AsyncLLM, staged: StagedVersion) -> list[str]:
+async def verify(core: EngineCore, staged: StagedVersion) -> list[str]:
     """Verify a version in the engine's workers while they generate; return the error of each worker, or ''."""
-    await llm.collective_rpc("begin_weight_verification", kwargs={"update_info": _update_of(staged)})
+    await core.call_workers("begin_weight_verification", update_info=_update_of(staged))
     pause_s = _MIN_POLL_S
-    while None in (refusals := await llm.collective_rpc("weight_verification")):
+    while None in (refusals := await core.call_workers("weight_verification")):
         await asyncio.sleep(pause_s)
         pause_s = min(_POLL_GROWTH * pause_s, _MAX_POLL_S)
-    return list(refusals)
-
-
-async def swap(llm: AsyncLLM, staged: StagedVersion, kv_cache: Literal["keep", "recompute"]) -> float:
-    """Pause generation, load a verified version and resume generation; return the seconds of the load."""
-    from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
-    # llm.pause_generation would make this call and then sleep for 20 ms
-    await llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=kv_cache == "recompute")
-    started_s = time.perf_counter()
-    await llm.start_weight_update()
-    await llm.update_weights(WeightTransferUpdateRequest(update_info=_update_of(staged)))
-    await llm.finish_weight_update(weight_version=staged.version.key)
-    load_s = time.perf_counter() - started_s
-    await llm.resume_generation()
-    return load_s
+    return refusals
 
 
 def _update_of(staged: StagedVersion) -> dict[str, Any]:

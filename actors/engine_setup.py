@@ -11,12 +11,12 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from importlib.util import find_spec
-from math import prod
+from math import ceil, prod
 from multiprocessing import spawn
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from leeway.actors.config import ON_GPU_BYTES, READY_ENV, ActorsConfig
+from leeway.actors.config import ON_GPU_BYTES, READY_ENV, ActorsConfig, KvCache
 from leeway.common.hf_folder import check_model_folder, tensors_in
 from leeway.common.process import DaemonThreads, gc_disabled, threads_of
 from leeway.common.user_input import did_you_mean
@@ -26,6 +26,7 @@ from leeway.weight_sync.vllm_engine import BACKEND, OWNER_ENV, WORKER_CALLS
 
 if TYPE_CHECKING:
     import zmq
+    from vllm.config import VllmConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
 
 _READY_TIMEOUT_S = 300
@@ -192,6 +193,16 @@ def _memory_on_gpu(model_path: Path, config: ActorsConfig, total_bytes: Callable
         )
     needed = (weights // config.tensor_parallel_size + kv_cache) / total
     return {"kv_cache_memory_bytes": kv_cache, "gpu_memory_utilization": min(1.0, round(needed, 4))}
+
+
+def cache_of(config: VllmConfig) -> KvCache | None:
+    """Return the cache's capacity in blocks that span all layers; one of these may take several of vLLM's blocks."""
+    cache, longest = config.cache_config, config.model_config.max_model_len
+    if not cache.num_gpu_blocks or not cache.block_size or not cache.kv_cache_max_concurrency:
+        return None
+    num_blocks = int(cache.kv_cache_max_concurrency * ceil(longest / cache.block_size))
+    # subtract the block that vLLM reserves
+    return KvCache(max(1, num_blocks - 1), cache.block_size, bool(cache.enable_prefix_caching))
 
 
 def check_engine_args(arguments: Mapping[str, Any], *, on_cpu: bool) -> None:

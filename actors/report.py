@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from leeway.actors.engine_output import EngineReport
+import numpy as np
+import numpy.typing as npt
+
+from leeway.actors.config import KvCache
 from leeway.actors.rewards import FailingReward
 from leeway.common.process import wall_time
 from leeway.common.staleness import PolicyVersion
@@ -33,6 +39,125 @@ class WeightUpdate:
     @property
     def pause_s(self) -> float:
         return self.end_s - self.start_s
+
+
+# --- engine statistics ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class EngineReport:
+    """Counts since the engine's start; `kv_usage` is the peak fraction of the cache in use since the last report."""
+
+    num_preempted: int = 0
+    num_ended: int = 0
+    queued_s: float = 0.0
+    """Sum of the seconds that ended requests were queued in the engine before their first step."""
+    kv_usage: float = 0.0
+    moments: tuple[float, ...] = ()
+    """Sums for a fit of step times by `leeway.planning.costs.LeastSquares`, without steps after a pause."""
+    kv_tokens: int = 0
+    """Capacity of the cache in tokens; 0 if unknown."""
+
+
+class EngineStep(NamedTuple):
+    """Facts of one step of an engine."""
+
+    num_tokens: int
+    """Sampled tokens: one per running sample."""
+    num_prompt_tokens: int
+    """Computed prompt tokens."""
+    num_preempted: int
+    num_running: int | None
+    """Running requests; None if unknown."""
+    kv_usage: float
+    """Fraction of the cache in use."""
+    queued_s: Sequence[float]
+    """For each request that ended: seconds in the queue before the first step of the request."""
+    seconds: float
+    """Duration of the step; 0.0 unless a sample also ran in the previous step."""
+
+
+class EngineStats:
+    """Statistics of one engine. `record` is called once per step; each request runs within `request`."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._moments: npt.NDArray[np.float64] = np.zeros(3 + 4 + 4 * 4)
+        """Sums for a fit of step times by `leeway.planning.costs.LeastSquares`; `record` defines the fit's terms."""
+        self.num_steps = 0
+        """Number of steps, including unmeasured ones; each step adds a token to every running sample."""
+        self._running = 0
+        self._prompt_tokens = 0
+        self._first_steps = 0
+        """Sum over the running requests of the step at which each began."""
+        self._interrupted_s = -float("inf")
+        self._kv_usage = 0.0
+        self._num_preempted = self._num_ended = 0
+        self._num_in_step = 0
+        self._num_interrupted = 0
+        """Number of coming preemptions that a weight update causes; these preemptions are not counted."""
+        self._queued_s = 0.0
+        self.cache: KvCache | None = None
+
+    @contextlib.contextmanager
+    def request(self, num_prompt_tokens: int) -> Iterator[None]:
+        """Count a request as running for the duration of the block."""
+        began = self.num_steps
+        self._running += 1
+        self._prompt_tokens += num_prompt_tokens
+        self._first_steps += began
+        try:
+            yield
+        finally:
+            self._running -= 1
+            self._prompt_tokens -= num_prompt_tokens
+            self._first_steps -= began
+
+    def interrupt(self, *, recomputes: bool = False) -> None:
+        """Record that generation was paused until now, so that the current step is not measured. With `recomputes`,
+        the preemptions that the pause causes are not counted.
+        """
+        self._interrupted_s = self._clock()
+        self._num_interrupted = self._num_in_step if recomputes else 0
+
+    def record(self, step: EngineStep) -> None:
+        """Count one step of the engine."""
+        self._kv_usage = max(self._kv_usage, step.kv_usage)
+        self._num_in_step = self._num_in_step if step.num_running is None else step.num_running
+        if not step.num_tokens:
+            return
+        self.num_steps += 1
+        expected = min(self._num_interrupted, step.num_preempted)
+        self._num_interrupted -= expected
+        self._num_preempted += step.num_preempted - expected
+        self._num_ended += len(step.queued_s)
+        self._queued_s += sum(max(0.0, each) for each in step.queued_s)
+        if step.seconds <= 0.0 or self._clock() - step.seconds < self._interrupted_s:
+            return
+        contexts = self._prompt_tokens + self._running * self.num_steps - self._first_steps
+        terms = np.array([1.0, step.num_tokens, contexts, step.num_prompt_tokens])
+        moments = [step.seconds**2, 1.0, step.seconds, *(step.seconds * terms), *np.outer(terms, terms).ravel()]
+        self._moments += moments
+
+    @property
+    def step_s(self) -> float:
+        """Return the mean duration of an engine step in seconds; 0 before the first measured step."""
+        return float(self._moments[2] / self._moments[1]) if self._moments[1] else 0.0
+
+    def report(self) -> EngineReport:
+        """Return the counts, and reset the peak cache usage."""
+        kv_usage, self._kv_usage = self._kv_usage, 0.0
+        return EngineReport(
+            num_preempted=self._num_preempted,
+            num_ended=self._num_ended,
+            queued_s=self._queued_s,
+            kv_usage=kv_usage,
+            moments=tuple(self._moments.tolist()) if self._moments[1] else (),
+            kv_tokens=0 if self.cache is None else self.cache.num_blocks * self.cache.block_tokens,
+        )
+
+
+# --- reports --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

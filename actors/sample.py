@@ -21,8 +21,8 @@ import msgspec
 import numpy as np
 
 from leeway.actors.config import ActorsConfig, KvSample, admission_of
-from leeway.actors.engine import Engine, EngineDead, RequestKey
-from leeway.actors.engine_output import Generation
+from leeway.actors.engine import Engine, RequestKey
+from leeway.actors.engine_core import EngineDead, Generation
 from leeway.actors.report import BusyClock, Counts, EvalCounts, EvalRequest, EvalResult
 from leeway.actors.rewards import RewardFailed, Scorer
 from leeway.actors.tasks import Problem

@@ -1,7 +1,8 @@
 """SleepingEngine: the interface of `leeway.actors.engine.Engine` with a token-time model instead of a network.
 
-The generated tokens are random. Generation time, sharing among samples, the version of each token and the cost of an
-update match those of a real engine with this token time. It computes nothing, so sixteen engines fit on two cores.
+The generated tokens are random. The generation time of concurrent samples, the version of each token and the pause of
+an update match those of a real engine with this token time. The engine computes nothing, so sixteen engines fit on two
+cores.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ import numpy as np
 from benchmarks.fleet_parts.setting import EngineSetting, score_of
 
 from leeway.actors.config import ActorsConfig
-from leeway.actors.engine import EngineDead, RequestKey
-from leeway.actors.engine_output import EngineReport, Generation
+from leeway.actors.engine import RequestKey
+from leeway.actors.engine_core import EngineDead, Generation
+from leeway.actors.report import EngineReport
 from leeway.buffer.schema import REQUEUED, Prefix, VersionSpan
 from leeway.common.hf_folder import check_model_folder
 from leeway.common.staleness import PolicyVersion
@@ -29,11 +31,11 @@ from leeway.weight_sync.store import StagedVersion
 _LOGPROB = -1.0
 _MOST_DRAWN = 1000
 _LEAST_MADE = 0.01
-"""Minimum number of tokens per sample in an interval for it to be used as a step-time measurement."""
+"""Minimum number of tokens per sample in an interval that counts as a measurement of the step time."""
 
 
 class SleepingEngine:
-    """An engine that sleeps; the role that hosts it assigns `setting` before it starts."""
+    """An engine that sleeps instead of computing; its role assigns `setting` before the engine starts."""
 
     setting: EngineSetting
 
@@ -46,44 +48,44 @@ class SleepingEngine:
         self._changed = asyncio.Event()
         self._updating = asyncio.Lock()
         self._versions: list[tuple[float, PolicyVersion]] = [(-float("inf"), version)]
-        """Versions in use since the oldest running sample started, each with the value of `made` at its start."""
+        """Versions served since the oldest running sample started, each with the clock's `made` at its start."""
         self._numbers_of: dict[RequestKey, int] = {}
         self._interrupted: dict[int, int] = {}
-        """Number of tokens of each interrupted sample."""
+        """Request number -> tokens generated before the request was interrupted."""
         self._began: dict[int, float] = {}
-        """Value of `made` at which each running sample started."""
+        """Request number -> the clock's `made` when the sample started."""
         self._waker = asyncio.create_task(self._wake())
         self._num_steps = self._steps_s = 0.0
         self._moments = LeastSquares(4)
         """Least-squares sums of the engine's step times, by the terms of `TokenTime`."""
         self._stalled_until_s = -float("inf")
-        """Time until which step times are not recorded, because the engine stalls."""
+        """Clock time until which step times are not recorded, because a stall of the engine would bias step times."""
 
     @classmethod
     async def start(
         cls, model_path: Path, config: ActorsConfig, *, version: PolicyVersion, seed: int
     ) -> SleepingEngine:
-        """See `Engine.start`."""
+        """Create an engine with the vocabulary of a checkpoint, as `Engine.start` does."""
         return cls(config, version, check_model_folder(model_path).vocab_size)
 
     @property
     def version(self) -> PolicyVersion:
-        """The version that new requests start under."""
+        """Policy version that samples the tokens of new requests."""
         return self._version
 
     @property
     def stats(self) -> SleepingEngine:
-        """Step statistics, which the engine counts itself."""
+        """Statistics of the steps: this engine, which counts its own steps."""
         return self
 
     @property
     def step_s(self) -> float:
-        """Mean seconds of a step."""
+        """Mean duration of an engine step in seconds."""
         return self._steps_s / self._num_steps if self._num_steps else 0.0
 
     @property
     def num_steps(self) -> int:
-        """Number of steps."""
+        """Number of engine steps since the start."""
         return int(self._num_steps)
 
     @property
@@ -92,7 +94,7 @@ class SleepingEngine:
         return None
 
     def report(self) -> EngineReport:
-        """Return the report on the elapsed steps."""
+        """Return the report on the steps since the start of the engine."""
         return EngineReport(moments=tuple(self._moments.as_list()) if self._moments.num_measured else ())
 
     async def generate(
@@ -105,9 +107,10 @@ class SleepingEngine:
         prefix: Prefix | None = None,
         key: RequestKey | None = None,
     ) -> Generation:
-        """See `Engine.generate`; the length depends on the prompt, the seed and, if lengths change, on the version.
+        """Generate a completion as `Engine.generate` does.
 
-        The length of a sample resumed from a prefix is drawn from the lengths above that of the prefix.
+        The length depends on the prompt and the seed, and on the policy version if `stretch` is set. If a sample
+        resumes from a prefix, its length is redrawn until it exceeds the length of the prefix.
         """
         there = 0 if prefix is None else len(prefix.token_ids)
         longest = max_new_tokens or self._config.max_new_tokens
@@ -142,15 +145,15 @@ class SleepingEngine:
         ).after(prefix)
 
     def ended(self, prefix: Prefix) -> Literal["length"] | None:
-        """See `Engine.ended`; there is no end-of-sequence token that marks a requeued sample as complete."""
+        """Return "length" if the prefix is full, as in `Engine.ended`; no end-of-sequence token completes a prefix."""
         return "length" if len(prefix.token_ids) >= self._config.max_new_tokens else None
 
     def runs(self, key: RequestKey) -> bool:
-        """See `Engine.runs`."""
+        """Return whether a request is running, as `Engine.runs` does."""
         return key in self._numbers_of
 
     async def interrupt(self, keys: Iterable[RequestKey]) -> None:
-        """See `Engine.interrupt`."""
+        """End running requests early and return their tokens as requeued samples, as `Engine.interrupt` does."""
         self._pass_time()
         for number in [self._numbers_of[key] for key in keys if key in self._numbers_of]:
             if number in self._began:
@@ -160,17 +163,17 @@ class SleepingEngine:
         self._changed.set()
 
     def so_far(self, key: RequestKey) -> None:
-        """Return None: this engine keeps no partial output; see `Engine.so_far`."""
+        """Return None, because this engine keeps no partial output for `Engine.so_far`."""
         return None
 
     async def prepare(self, staged: StagedVersion, *, timeout_s: float = 120.0) -> float:
-        """See `Engine.prepare`."""
+        """Return 0 seconds: this engine has nothing to prepare before an update."""
         return 0.0
 
     async def apply(
         self, staged: StagedVersion, kv_cache: Literal["keep", "recompute"], *, timeout_s: float = 120.0
     ) -> tuple[float, float]:
-        """See `Engine.apply`; generation stops for the duration of the pause."""
+        """Apply a version as `Engine.apply` does: stop generation for `pause_s`, then serve the version."""
         async with self._updating:
             self._pass_time()
             self._clock.stall(self.setting.pause_s)
@@ -185,14 +188,14 @@ class SleepingEngine:
         return self.setting.pause_s, self.setting.pause_s
 
     async def stop(self) -> None:
-        """See `Engine.stop`."""
+        """Stop the engine and fail its running requests, as `Engine.stop` does."""
         self._waker.cancel()
         for end in self._ends.values():
             if not end.done():
                 end.set_exception(EngineDead("the engine was stopped"))
 
     def _length(self, prompt_score: float, seed: int | None, there: int) -> int:
-        """Draw the length of a sample until it exceeds `there`, the number of tokens generated already."""
+        """Draw lengths until one exceeds `there`, the number of tokens that the sample has; return that length."""
         law, stretch = self.setting.lengths, self.setting.stretch
         for turn in range(_MOST_DRAWN):
             score = score_of("sample", seed, turn) if turn else score_of("sample", seed)
@@ -218,7 +221,7 @@ class SleepingEngine:
         return number, self._clock.made
 
     def _pass_time(self) -> None:
-        """Advance the clock to now and end every sample at its own time."""
+        """Advance the clock to the current time, and end each sample at the time of its last token."""
         now_s, clock = time.perf_counter(), self._clock
         while (next_s := clock.next_end_s()) <= now_s:
             self._advance(next_s)
@@ -255,7 +258,7 @@ class SleepingEngine:
                 continue
 
     def _spans(self, began: float, length: int) -> tuple[VersionSpan, ...]:
-        """Return the tokens that each version sampled."""
+        """Return the range of tokens that each version sampled."""
         starts = [(round(at - began) if at > began else 0, version) for at, version in self._versions]
         spans: list[VersionSpan] = []
         for (start, version), (end, _) in zip(starts, [*starts[1:], (length, self._version)], strict=True):

@@ -25,7 +25,7 @@ from leeway.weight_sync.store import WeightStore
 
 if TYPE_CHECKING:
     from leeway.actors.engine import Engine
-    from leeway.actors.engine_output import Generation
+    from leeway.actors.engine_core import Generation
 
 DTYPE: Literal["bfloat16"] = "bfloat16"
 FIRST = PolicyVersion(0, 0)
@@ -119,7 +119,7 @@ async def _measure(place: Place, shape: str) -> None:
 
 def vllm(place: Place, shape: str = "0.6B") -> None:
     """Measure the requests of `leeway` with the defaults of vLLM's `LLM`, which computes the head in bfloat16."""
-    from leeway.actors.engine_output import Generation
+    from leeway.actors.engine_core import Generation
     from leeway.actors.engine_setup import set_environment
 
     load = Load.of(place, shape)

@@ -1,18 +1,16 @@
-"""An actor's engine under load that follows the learner's weights like an actor and measures the cost.
+"""Engine under load that updates to the learner's versions like an actor, and measures the cost of updates.
 
-The load is a constant number of running requests. One of them streams, and the times of its tokens are those of the
-engine's steps.
+The load is a constant number of running requests. Each step of the engine adds a token to every request, so the tokens
+have the times of the steps.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import os
 import statistics
 import time
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +20,7 @@ from benchmarks.weights_parts.handover import RUN_ID
 
 from leeway.actors.config import ActorsConfig
 from leeway.actors.engine import Engine
+from leeway.actors.report import EngineStep
 from leeway.actors.weights import WeightFollower
 from leeway.common.staleness import PolicyVersion, StalenessContract
 from leeway.weight_sync.client import StoreAccess
@@ -30,21 +29,21 @@ from leeway.weight_sync.puller import open_puller
 
 PROMPT_TOKENS, NEW_TOKENS = 16, 224
 LOWEST_TOKEN = 1000
-"""Lowest token id of prompts; smaller ids are bytes and special tokens."""
+"""Lowest token id of prompts; lower ids are bytes and special tokens."""
 SETTLE_S = 1.0
-"""Seconds of generation between an update and the bare reload that it is compared with."""
+"""Seconds of generation between an update and the bare reload with which the update is compared."""
 POLL_S = 0.02
 _ready: dict[str, torch.Tensor] = {}
-"""Tensors of the served checkpoint in the engine's dtype, read once."""
+"""Tensors of the served checkpoint in the engine's dtype, which are read only once."""
 
 
 class FollowingEngine:
-    """One actor's engine, its puller and its load."""
+    """Engine of one actor, with its puller and its load."""
 
     def __init__(
         self, *, name: str, model: str, folder: str, dtype: str, num_running: int, vocab_size: int, seed: int
     ) -> None:
-        """Initialize an engine with `num_running` constantly running requests; `start` starts it."""
+        """Prepare an engine with a constant number of `num_running` requests; `start` starts the engine."""
         # permits vLLM to run a function in its process
         os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -62,11 +61,17 @@ class FollowingEngine:
         self._puller = open_puller(StoreAccess(self._knobs, Path(folder), "", RUN_ID), name, dtype)
         self._tasks: list[asyncio.Task[None]] = []
         self._token_s: list[float] = []
-        self._numbers = itertools.count()
 
     async def start(self) -> None:
-        """Start the engine, put it under load, and prepare the bare reload."""
+        """Start the engine and its load, and prepare the bare reload."""
         self._engine = await Engine.start(self._model, self._config, version=PolicyVersion(0, 0), seed=self._seed)
+        record = self._engine.stats.record
+
+        def timed(step: EngineStep) -> None:
+            self._token_s.append(time.perf_counter())
+            record(step)
+
+        self._engine.stats.record = timed  # type: ignore[method-assign]
         self._follower = WeightFollower(
             self._name,
             self._engine,
@@ -74,7 +79,7 @@ class FollowingEngine:
             self._knobs,
             StalenessContract(self._knobs.staleness(), groups_per_step=1),
         )
-        loads = [self._stream(), *(self._keep_one_running() for _ in range(self._config.max_running_samples - 1))]
+        loads = [self._keep_one_running() for _ in range(self._config.max_running_samples)]
         self._tasks = [asyncio.create_task(load) for load in loads]
         await self._bare_reload()
 
@@ -83,13 +88,14 @@ class FollowingEngine:
 
         Args:
             num_updates: number of updates to wait for.
-            limit_s: timeout for all of them, in seconds.
+            limit_s: timeout for all updates, in seconds.
 
         Returns:
-            For each round, in seconds: `pause`, `load`, `update` (from the version seen until served), `bare`,
-            `bare_pause` (the pause around the bare reload), `step` (median time between tokens afterwards), `gap`
-            (longest time between two tokens during the update), `bare_gap`, and `staging_steps` (times between tokens
-            while the version is staged and verified). Also the `version` and `num_running`.
+            For each round, times in seconds, with `version` and `num_running`. Times of the update are `update` (from
+            detection of the version until it is served), `pause` of generation, `load` of the weights, `gap` (longest
+            time between two tokens), and `staging_steps` (times between tokens during staging and verification).
+            `bare` is the time of the bare reload, with `bare_pause` and `bare_gap`. `step` is the median time between
+            tokens after the bare reload.
         """
         async with asyncio.timeout(limit_s):
             return [await self._round() for _ in range(num_updates)]
@@ -136,13 +142,18 @@ class FollowingEngine:
             await asyncio.sleep(POLL_S)
 
     async def _bare_reload(self) -> tuple[float, float]:
-        """Return the seconds of the reload alone, and of the pause around it."""
-        llm = self._engine._alive()
+        """Run a bare reload; return the seconds of the reload, and of the pause of generation around the reload."""
+        core = self._engine._alive()
+
+        def reload() -> float:
+            core._utility("pause_scheduler", "keep", False)
+            (seconds,) = core._utility("collective_rpc", bare_reload, None, (), {})
+            core._utility("resume_scheduler")
+            return float(seconds)
+
         start = time.perf_counter()
         async with self._engine._updating:
-            await llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
-            (seconds,) = await llm.collective_rpc(bare_reload)  # a name or a function
-            await llm.resume_generation()
+            seconds = await core._call(reload)
         return seconds, time.perf_counter() - start
 
     # --- the load -----------------------------------------------------------------------------------
@@ -153,30 +164,6 @@ class FollowingEngine:
     async def _keep_one_running(self) -> None:
         while True:
             await self._engine.generate(self._prompt())
-
-    async def _stream(self) -> None:
-        while True:
-            async for _ in self._tokens():
-                self._token_s.append(time.perf_counter())
-
-    async def _tokens(self) -> AsyncIterator[None]:
-        """Stream one request token by token; `Engine.generate` only returns whole completions."""
-        from vllm.inputs.engine import tokens_input
-        from vllm.sampling_params import RequestOutputKind, SamplingParams
-
-        params = SamplingParams(
-            temperature=1.0,
-            max_tokens=NEW_TOKENS,
-            ignore_eos=True,
-            logprobs=0,
-            detokenize=False,
-            output_kind=RequestOutputKind.DELTA,
-        )
-        prompt = tokens_input(self._prompt(), cache_salt=f"stream-{next(self._numbers)}")
-        stream = self._engine._alive().generate(prompt, params, f"stream{next(self._numbers)}")
-        async with contextlib.aclosing(stream):
-            async for _ in stream:
-                yield
 
     def _gaps(self, from_s: float, to_s: float) -> list[float]:
         """Return the times between tokens within an interval."""
@@ -195,9 +182,10 @@ class FollowingEngine:
 
 
 def bare_reload(worker: Any) -> float:  # noqa: ANN401 -- vLLM's types are unknown here
-    """Return the seconds of vLLM's reload of tensors in memory: the cost of an update without weight transfer.
+    """Reload tensors in memory with vLLM; return the seconds, which are the cost of an update without weight transfer.
 
-    Runs in the engine's process (`collective_rpc`), without reading files, verification or communication.
+    The function runs in the engine's process (`collective_rpc`). The function reads no files, verifies nothing and
+    sends nothing.
     """
     from safetensors.torch import load_file
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload

@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from leeway.actors.config import ActorsConfig
 from leeway.actors.engine import Engine
-from leeway.actors.engine_output import Generation
+from leeway.actors.engine_core import Generation
 from leeway.common.staleness import PolicyVersion
 from leeway.learner.model import load_stage
 from leeway.learner.packing import PackingRule, pack

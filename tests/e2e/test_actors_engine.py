@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,8 +16,8 @@ import pytest
 import pytest_asyncio
 import torch
 
-from leeway.actors.engine import Engine, EngineDead, UpdateRefused
-from leeway.actors.engine_output import Generation, RequestRefused
+from leeway.actors.engine import Engine, UpdateRefused
+from leeway.actors.engine_core import EngineDead, Generation, RequestRefused
 from leeway.buffer.schema import COMPLETE, REQUEUED, Prefix
 from leeway.common.hf_folder import HEAD
 from leeway.common.serving_model import prepare_serving_model
@@ -49,12 +50,13 @@ BOUND = 1e-4
 """Limit for the mean absolute difference of float32 log-probabilities between engine and learner."""
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def world(tmp_path_factory: pytest.TempPathFactory):
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["thread", "process"])
+async def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
     folder = tmp_path_factory.mktemp("engine")
     first = Policy(folder / "model", tiny_llama(0, tied=True))
     served = prepare_serving_model(folder / "model", folder / "serving_models")
-    engine = await Engine.start(served, CONFIG, version=PolicyVersion(0, 0), seed=1)
+    version, in_process = PolicyVersion(0, 0), request.param == "thread"
+    engine = await Engine.start(served, CONFIG, version=version, seed=1, in_process=in_process)
     world = World(engine, folder, first)
     yield world
     world.close()
@@ -174,10 +176,9 @@ async def test_a_prefix_cached_under_one_version_is_not_reused_under_the_next(wo
 
 
 async def test_a_shared_salt_would_reuse_stale_prefixes_unless_the_cache_is_cleared(world: World, monkeypatch):
-    from vllm.inputs import engine as inputs
-
-    real = inputs.tokens_input
-    monkeypatch.setattr(inputs, "tokens_input", lambda ids, cache_salt: real(ids, cache_salt="shared"))
+    core = world.engine._alive()
+    real = core.submit
+    monkeypatch.setattr(core, "submit", lambda *arguments: real(*arguments[:3], "shared", arguments[4]))
     assert await gap_with_stale_prefix(world, "keep", seed=2) > 10 * BOUND
     assert await gap_with_stale_prefix(world, "recompute", seed=3) < BOUND
 
@@ -188,8 +189,9 @@ async def test_a_request_queued_during_an_update_does_not_use_a_stale_prefix(wor
     version = world.publish()
     with world.puller.fetch(version) as staged:
         await world.engine.prepare(staged)
-        # pause the scheduler, so the request waits in the engine with the cache salt of the old version
-        await world.engine._alive().engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
+        # pause the scheduler, so that the request waits in the core with the cache salt of the old version
+        core = world.engine._alive()
+        await core._call(partial(core._utility, "pause_scheduler", "keep", False))
         waiting = asyncio.create_task(world.engine.generate(prompt))
         await asyncio.sleep(0.1)
         await world.engine.apply(staged, "keep")
@@ -355,28 +357,40 @@ async def test_a_sample_requeued_twice_has_three_versions_with_matching_logprobs
     assert max(first, later) < 1e-5
 
 
-async def test_a_killed_engine_stays_dead_and_keeps_the_tokens_received_so_far(world: World):
+async def kill(world: World) -> list[asyncio.Future]:
+    """Start 32 requests with the keys (2, index), end the engine while they run, and return their tasks."""
+    core = world.engine._alive()
+    if core._core is not None:
+        requests = [asyncio.ensure_future(world.engine.generate(p, key=(2, i))) for i, p in enumerate(make_prompts(32))]
+        async with asyncio.timeout(60):
+            while not any(world.engine.so_far((2, i)) for i in range(32)):
+                await asyncio.sleep(0.001)
+        core._commands.put(partial(setattr, core._core, "step_fn", lambda: 1 / 0))
+        return requests
     engines = [child for child in psutil.Process().children(recursive=True) if "Engine" in child.name()]
     assert engines
-    for _ in range(10):  # on a busy machine, the engine may complete all requests before its suspension
-        requests = [world.engine.generate(prompt, key=(2, i)) for i, prompt in enumerate(make_prompts(32))]
-        before = asyncio.gather(*requests, return_exceptions=True)
+    for _ in range(10):  # on a busy machine, the engine may complete all requests before it is suspended
+        requests = [asyncio.ensure_future(world.engine.generate(p, key=(2, i))) for i, p in enumerate(make_prompts(32))]
         async with asyncio.timeout(60):
-            while not (before.done() or any(world.engine.so_far((2, i)) for i in range(32))):
+            while not (all(each.done() for each in requests) or any(world.engine.so_far((2, i)) for i in range(32))):
                 await asyncio.sleep(0.001)
         for engine in engines:
             engine.suspend()
-        await asyncio.sleep(0.1)  # lets earlier replies of the engine arrive
+        await asyncio.sleep(0.1)  # let the engine's replies arrive
         if any(world.engine.runs((2, i)) for i in range(32)):
             break
         for engine in engines:
             engine.resume()
     else:
         pytest.fail("the engine completed all requests in ten attempts")
-    running = asyncio.gather(*[world.engine.generate(prompt) for prompt in make_prompts(32)])
-    await asyncio.sleep(0.02)
     for engine in engines:
         engine.kill()
+    return requests
+
+
+async def test_a_dead_engine_stays_dead_and_keeps_the_tokens_received_so_far(world: World):
+    before = asyncio.gather(*await kill(world), return_exceptions=True)
+    running = asyncio.gather(*[world.engine.generate(prompt) for prompt in make_prompts(32)])
     with pytest.raises(EngineDead, match="log of this process"):
         await asyncio.wait_for(running, 120)
     with pytest.raises(EngineDead):
@@ -399,7 +413,8 @@ from leeway.common.staleness import PolicyVersion
 
 async def main():
     config = ActorsConfig(max_new_tokens=8, max_prompt_tokens=8, max_running_samples=2, kv_cache_gib=0.05)
-    engine = await Engine.start(Path(sys.argv[1]), config, version=PolicyVersion(0, 0), seed=1)
+    version = PolicyVersion(0, 0)
+    engine = await Engine.start(Path(sys.argv[1]), config, version=version, seed=1, in_process=False)
     print("pids", *[child.pid for child in psutil.Process().children(recursive=True)], flush=True)
     await asyncio.sleep(600)
 

@@ -12,7 +12,6 @@ import signal
 import stat
 import subprocess
 import sys
-import tempfile
 import time
 import tomllib
 import urllib.request
@@ -37,7 +36,7 @@ from tests.constants import environment
 from tests.full import FULL
 from tests.world.command import leeway_here
 from tests.world.files import json_rows
-from tests.world.live_run import LIMIT_S, ROOT, LiveRun, assert_ended_in_order, command_of, descendants, wait_for_end
+from tests.world.live_run import LIMIT_S, ROOT, LiveRun, assert_ended_in_order, descendants, wait_for_end
 from tests.world.ports import free_port
 from tests.world.terminal import Terminal
 
@@ -123,7 +122,6 @@ class Life(LiveRun):
         self.failed = ""
         """Name of the test that failed; '' if no test failed."""
         self.family: list[psutil.Process] = []
-        self.engine_sockets: list[Path] = []
         self.acknowledged: dict[tuple, dict] = {}
         self.step_when_killed = 0
         self.output = ""
@@ -221,8 +219,6 @@ def test_files_and_ports_of_a_run_are_private(run: Life):
     assert ports_without_keys(ports) == []
     assert len(everything) > 50
     assert not [path for path in (run.folder, *everything) if is_open_to_others(path)]
-    run.engine_sockets = socket_folders(family)
-    assert run.engine_sockets
 
 
 def test_status_metrics_top_and_export_work_during_a_run(run: Life, tmp_path, request, capsys):
@@ -258,24 +254,6 @@ def test_status_metrics_top_and_export_work_during_a_run(run: Life, tmp_path, re
     assert run.process.poll() is None, "the export ended the run"
 
 
-def suspended_at_work(run: Life, engine: psutil.Process) -> bool:
-    """Suspend the engine of actor 1; if the engine has no running samples, resume the engine and return False.
-
-    An engine that is suspended for longer than `UPDATE_TIMEOUT_S` counts as dead, and its actor counts as dead too.
-    """
-
-    def polled_at() -> int:
-        return (run.folder / "status.json").stat().st_mtime_ns
-
-    engine.suspend()
-    stopped_at = polled_at()
-    run.wait_for("a poll of the actors", lambda: polled_at() > stopped_at)
-    if at_work := run.actors()["actor-1"]["running"] > 0:
-        return at_work
-    engine.resume()
-    return False
-
-
 def is_back(actor: dict, old: psutil.Process) -> bool:
     """Return whether the actor works in a new process; the status may still describe the old process."""
     return actor["state"] == "working" and actor["pid"] != old.pid
@@ -286,12 +264,10 @@ def test_actors_can_be_added_terminated_and_removed(run: Life, capsys):
         more = leeway_here(capsys, "scale", run.folder, "--pool", "first", "--count", 2)
         assert more[:2] == (0, "pool 'first' scales from 1 to 2 actors\n"), more
         run.wait_for("samples of the new actor", lambda: run.actors().get("actor-1", {}).get("acknowledged"))
-    old, *below = run.processes("actor", 1)
-    (engine,) = [each for each in below if "EngineCore" in command_of(each)]
-    run.wait_for("samples in its engine", lambda: suspended_at_work(run, engine))
+    old, *_ = run.processes("actor", 1)
+    run.wait_for("samples in its engine", lambda: run.actors()["actor-1"]["running"] > 0)
     before = run.steps()[-1]
     old.terminate()  # the actor restarts after its exit
-    engine.resume()
     (left,) = run.wait_for("an actor to leave", lambda: run.events("left"))
     # on a busy machine, the grace period can end before the buffer responds
     lost = r"()" if FULL else r"(, [\d,]+ tokens lost)?"
@@ -362,7 +338,6 @@ def test_an_interrupt_ends_a_run_with_a_checkpoint_and_without_a_process(run: Li
     assert run.process.returncode == 130, output
     assert wait_for_end(family) == []
     assert_ended_in_order(run.folder)
-    assert [path for path in run.engine_sockets if path.exists()] == []
 
 
 def test_status_of_a_killed_run_names_the_command_to_resume_it(run: Life, request, capsys):
@@ -372,7 +347,7 @@ def test_status_of_a_killed_run_names_the_command_to_resume_it(run: Life, reques
     request.addfinalizer(terminal.close)
     terminal.wait_for(lambda grid: any("groups ready" in line for line in grid.lines))
     family = descendants(run.process)
-    assert any("EngineCore" in command_of(each) for each in family)
+    assert family
     run.process.kill()
     run.process.communicate(timeout=LIMIT_S)
     terminal.wait_for(lambda grid: "exited at" in grid.lines[0])
@@ -579,14 +554,6 @@ def is_open_to_others(path: Path) -> bool:
         mode = path.lstat().st_mode
         return not stat.S_ISLNK(mode) and bool(mode & 0o077)
     return False
-
-
-def socket_folders(processes: list[psutil.Process]) -> list[Path]:
-    """Return the folders in which the processes have sockets of vLLM."""
-    numbers = {str(process.pid) for process in processes}
-    places = {Path(tempfile.gettempdir()), Path("/tmp")}
-    found = (path for place in places for path in place.glob("leeway-*-vllm-*"))
-    return [path for path in found if path.name.split("-")[3] in numbers]
 
 
 def listening_on(process: psutil.Process) -> list[tuple[str, int]]:

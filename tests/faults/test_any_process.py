@@ -11,7 +11,6 @@ import signal
 import time
 from collections.abc import Callable
 
-import psutil
 import pytest
 from tests.world.live_run import LiveRun, command_of, descendants, wait_for_end
 
@@ -66,7 +65,7 @@ def test_a_run_recovers_from_a_kill_of_any_role(start_run, show):
     run = start_run("--weight_sync.transport", "network", "--buffer.dispatch", "longest_first")
     run.wait_for("all processes to work", lambda: len(at_work(run)) == NUM_PROCESSES)
     started_s = time.monotonic() - began_s
-    engine_bound_s = max(BOUND_S, 2 * started_s)
+    actor_bound_s = max(BOUND_S, 2 * started_s)
     deaths = {
         "buffer": lambda: run.kill("buffer"),
         "weights": lambda: run.kill("weights"),
@@ -74,9 +73,8 @@ def test_a_run_recovers_from_a_kill_of_any_role(start_run, show):
         "first stage": lambda: run.kill("stage", 0),
         "last stage": lambda: run.kill("stage", 1),
         "actor": lambda: run.kill("actor", 1),
-        "engine of an actor": lambda: engine_of(run, 0).kill(),
     }
-    bounds_s = {role: engine_bound_s if "actor" in role else BOUND_S for role in deaths}
+    bounds_s = {role: actor_bound_s if "actor" in role else BOUND_S for role in deaths}
     recovered_s = {role: seconds_to_recover(run, kill, bounds_s[role]) for role, kill in deaths.items()}
     texts = [event["text"] for event in run.events("restart")]
     assert len(texts) == len(deaths), texts
@@ -84,10 +82,6 @@ def test_a_run_recovers_from_a_kill_of_any_role(start_run, show):
     assert (summary["ledger_gap"], summary["lag_max"] <= 4) == (0, True)
     each = ", ".join(f"{role} {seconds:.0f} s" for role, seconds in recovered_s.items())
     show(f"recovered after {each} (the run had started in {started_s:.0f} s); ledger gap 0")
-
-
-def engine_of(run: LiveRun, actor: int) -> psutil.Process:
-    return next(each for each in run.processes("actor", actor) if "EngineCore" in command_of(each))
 
 
 RAY_PROCESSES = {

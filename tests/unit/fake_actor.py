@@ -15,9 +15,10 @@ from pathlib import Path
 import numpy as np
 
 from leeway.actors.config import ActorsConfig
-from leeway.actors.engine import EngineDead, UpdateRefused
-from leeway.actors.engine_output import EngineStats, Generation
+from leeway.actors.engine import UpdateRefused
+from leeway.actors.engine_core import EngineDead, Generation
 from leeway.actors.loop import ActorComponents, ActorLoop
+from leeway.actors.report import EngineStats
 from leeway.actors.rewards import Scorer, ScorerLimits
 from leeway.actors.tasks import Problem, RewardFunction, Task
 from leeway.buffer.client import Granted

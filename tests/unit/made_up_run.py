@@ -6,8 +6,7 @@ from types import SimpleNamespace
 
 import msgspec
 
-from leeway.actors.engine_output import EngineReport
-from leeway.actors.report import ActorReport
+from leeway.actors.report import ActorReport, EngineReport
 from leeway.buffer.lengths import LengthFidelity
 from leeway.common.run import RunContext
 from leeway.launch.checks import Plan, check

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from leeway.actors import loop
-from leeway.actors.engine import Engine, EngineDead
-from leeway.actors.engine_output import EngineReport
+from leeway.actors.engine import Engine
+from leeway.actors.engine_core import EngineDead
 from leeway.actors.loop import ActorFenced
-from leeway.actors.report import EvalRequest
+from leeway.actors.report import EngineReport, EvalRequest
 from leeway.actors.sample import MAX_COLUMN_BYTES, kept_columns
 from leeway.actors.weights import ActorError
 from leeway.buffer.schema import REQUEUED, Trajectory, VersionSpan

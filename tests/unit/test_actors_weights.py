@@ -187,7 +187,7 @@ async def test_a_fetch_that_times_out_is_refused_and_no_second_fetch_starts(monk
     await until(lambda: store.fetched)
     monkeypatch.setattr(loop, "time", lambda: now_s() + UPDATE_TIMEOUT_S)
     await update
-    assert "version 1: not read and verified within 600 s" in actor.report().refused
+    assert "version 1: the weights were not read and verified within 600 s" in actor.report().refused
     clock.now_s += 3
     await actor._follower.update()
     assert "an earlier request for weights is still running" in actor.report().refused

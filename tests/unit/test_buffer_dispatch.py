@@ -332,5 +332,5 @@ def test_verify_reports_a_waiting_prompt_that_was_never_taken(make):
     *_, last = fleet.buffer.core.groups.prompts._window
     beyond = last._replace(order=last.order + 1)
     fleet.buffer.store.write(lambda tx: tx.window.put(beyond, beyond.order))
-    assert any(f"prompt {last.prompt_id} waits" in fault for fault in fleet.buffer.faults())
+    assert any(f"prompt {last.prompt_id} has" in fault for fault in fleet.buffer.faults())
     fleet.buffer.store.write(lambda tx: tx.window.delete(beyond.order))

@@ -328,7 +328,7 @@ CASES = [
     Case("nested", task(after(b'{"question": ' + b"[" * 1000 + b"]" * 1000 + b"}")), ("line 8 is nested too deeply",)),
     Case("nested deeper", task(after(b"[" * 100_000)), ("line 8 is nested too deeply",)),
     Case("long numbers", task(after(b'{"question": ' + b"7" * 5000 + b"}")), ("line 8 holds a number with thousands",)),
-    Case("no question", task(after(b'{"qestion": "1"}')), ("row 8; known: qestion",)),
+    Case("no question", task(after(b'{"qestion": "1"}')), ("row 8 has no such column; known: qestion",)),
     Case("a question of numbers", task(after(b'{"question": [1]}')), ("row 8: 'question' must be non-empty text",)),
     Case("too few rows", task(num_train="5000"), ("but task.num_train = 5000",)),
     Case("nothing held out", task(json_lines(ROWS[:1])), ("1 distinct questions, ", "at least 1 is needed")),

@@ -7,8 +7,7 @@ from types import SimpleNamespace
 import pytest
 from benchmarks.lib.runs import joined
 
-from leeway.actors.engine_output import EngineReport
-from leeway.actors.report import ActorReport, WeightUpdate
+from leeway.actors.report import ActorReport, EngineReport, WeightUpdate
 from leeway.buffer.lengths import LengthFidelity
 from leeway.common.staleness import PolicyVersion
 from leeway.launch.config import Config

@@ -9,7 +9,7 @@ import pytest
 import ray
 from ray.exceptions import RayTaskError
 
-from leeway.actors.engine import EngineDead
+from leeway.actors.engine_core import EngineDead
 from leeway.launch.checks import check
 from leeway.launch.config import load_config
 from leeway.launch.processes import actor_pools as pools_module
@@ -242,7 +242,7 @@ def test_an_actor_that_repeatedly_receives_sigterm_is_given_up(pools):
     end_repeatedly(pools, 1)
     why = f"received SIGTERM {MAX_SIGTERMS + 1} times in a row"
     assert first.state == f"lost: given up: {why}"
-    assert pools.events[-1] == ("given_up", f"actor.0 is given up: {why}: find out what sends it; see {first.log}")
+    assert pools.events[-1] == ("given_up", f"actor.0 is given up: {why}: find the sender of SIGTERM; see {first.log}")
 
 
 def test_a_period_of_work_resets_the_count_of_sigterms(pools):
