@@ -485,7 +485,7 @@ def test_an_export_equals_that_of_the_run_and_skips_a_damaged_checkpoint(run: Li
     file.write_bytes(content)
     status, _, error = leeway_here(capsys, "export", run.folder, tmp_path / "out", "--step", int(newest.name[5:]))
     assert status == 2
-    assert "is damaged: checksum mismatch; give a step that has one" in error
+    assert "is damaged: checksum mismatch; give a step that has a checkpoint" in error
     status, _, error = leeway_here(capsys, "export", run.folder, tmp_path / "out")
     assert status == 0
     assert "using the previous checkpoint" in error
