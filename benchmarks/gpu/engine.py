@@ -100,7 +100,8 @@ async def _measure(place: Place, shape: str) -> None:
     load = Load.of(place, shape)
     served = prepare_serving_model(place.model(shape), place.folder / "serving")
     start_s = time.perf_counter()
-    engine = await Engine.start(served, load.config(place), version=FIRST, seed=1)
+    # in separate processes, as on a GPU; an engine in this process would use the process group of the learner
+    engine = await Engine.start(served, load.config(place), version=FIRST, seed=1, in_process=False)
     cache = engine.stats.cache._asdict() if engine.stats.cache else None
     place.report("start", start_s=time.perf_counter() - start_s, shape=place.shape(shape)[0], cache=cache)
     try:
