@@ -246,15 +246,17 @@ class _Resume:
     """Timer of vLLM's resume call in an update. The engine reports only the times of the whole pause and the load."""
 
     def __init__(self, engine: Engine) -> None:
-        llm: Any = engine._alive()
-        self._resume = llm.resume_generation
+        core: Any = engine._alive()
+        self._utility = core._utility
         self.seconds = 0.0
-        llm.resume_generation = self._timed
+        core._utility = self._timed
 
-    async def _timed(self) -> None:
+    def _timed(self, method: str, *arguments: Any) -> Any:  # noqa: ANN401 -- a method of vLLM's EngineCore
         start_s = time.perf_counter()
-        await self._resume()
-        self.seconds = time.perf_counter() - start_s
+        result = self._utility(method, *arguments)
+        if method == "resume_scheduler":
+            self.seconds = time.perf_counter() - start_s
+        return result
 
 
 async def _update_in_flight(place: Place, engine: Engine, learner: Learner, load: Load) -> None:
