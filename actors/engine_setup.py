@@ -90,7 +90,7 @@ def load_engine(config: ActorsConfig) -> None:
     """Import vLLM, which takes most of an engine's start-up time."""
     set_environment(config)
     with gc_disabled():
-        import vllm.v1.engine.async_llm  # noqa: F401
+        import vllm.v1.engine.core_client  # noqa: F401
 
 
 @contextlib.contextmanager

@@ -94,7 +94,7 @@ def trajectories(path: Path) -> list[Trajectory]:
 
 
 def closeness(text: str, right: int) -> float:
-    """Return 1 if the first number of a text is correct, up to 0.5 if it is close, and 0 if there is no number."""
+    """Return 1 if the first number of a text is correct, up to 0.5 if it is close, and 0 for a text without numbers."""
     found = _NUMBER.search(text)
     if found is None:
         return 0.0
