@@ -244,7 +244,6 @@ class Engine:
                 self._broken = f"the update to version {staged.version} failed midway: {reason}"
                 raise EngineDead(self._death_message()) from error
             self._broken = None
-            self.stats.interrupt(recomputes=kv_cache == "recompute")
             self.version = staged.version
             return time.perf_counter() - started_s, load_s
 

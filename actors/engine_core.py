@@ -161,7 +161,8 @@ class EngineCore:
         self._requests: dict[str, EngineRequest] = {}
         self._calls: set[Future[Any]] = set()
         self._error: BaseException | None = None
-        self._stepped_s = 0.0
+        self._last_step = "", 0.0
+        """Weight version and time of the newest step."""
         jobs = [self._execute_forever, self._receive_forever] if self._core is None else [self._step_forever]
         self._threads = [threading.Thread(target=job, name="vllm", daemon=True) for job in jobs]
         for each in self._threads:
@@ -236,6 +237,7 @@ class EngineCore:
                 self._utility("collective_rpc", method, None, (), arguments)
             self._utility("set_weight_version", key)
             load_s = time.perf_counter() - started_s
+            self._post(self._stats.interrupt, recompute)  # posted before the next step, and therefore counted first
             self._utility("resume_scheduler")
             return load_s
 
@@ -326,19 +328,21 @@ class EngineCore:
         """Add the tokens of a step to the requests."""
         ended: list[EngineRequest] = []
         num_tokens = num_prompt_tokens = num_preempted = 0
-        has_continued = False
+        version, has_continued = outputs.weight_version or "", False
         for output in outputs.outputs:
             if (request := self._requests.get(output.request_id)) is None:
                 continue  # aborted
             has_continued |= bool(request.token_ids)
             num_tokens += len(output.new_token_ids)
-            num_preempted += request.add(output, outputs.weight_version or "")
+            num_preempted += request.add(output, version)
             if output.prefill_stats is not None:
                 num_prompt_tokens += output.prefill_stats.num_computed_tokens
             if output.finish_reason is not None:
                 request.finish_reason = str(output.finish_reason)
                 ended.append(self._requests.pop(output.request_id))
-        before_s, self._stepped_s = self._stepped_s, outputs.timestamp
+        (last_version, last_s), self._last_step = self._last_step, (version, outputs.timestamp)
+        # the time before the first step of a version includes the load of the weights
+        is_measured = has_continued and version == last_version
         scheduler = outputs.scheduler_stats
         step = EngineStep(
             num_tokens,
@@ -347,7 +351,7 @@ class EngineCore:
             num_running=None if scheduler is None else scheduler.num_running_reqs,
             kv_usage=0.0 if scheduler is None else scheduler.kv_cache_usage,
             queued_s=[request.queued_s for request in ended],
-            seconds=self._stepped_s - before_s if has_continued else 0.0,
+            seconds=outputs.timestamp - last_s if is_measured else 0.0,
         )
         self._post(self._record, step, ended)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -74,14 +73,13 @@ class EngineStep(NamedTuple):
     queued_s: Sequence[float]
     """For each request that ended: seconds in the queue before the first step of the request."""
     seconds: float
-    """Duration of the step; 0.0 unless a sample also ran in the previous step."""
+    """Duration of the step; 0.0 unless a sample also ran in the previous step, with equal weights."""
 
 
 class EngineStats:
     """Statistics of one engine. `record` is called once per step; each request runs within `request`."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self._moments: npt.NDArray[np.float64] = np.zeros(3 + 4 + 4 * 4)
         """Sums for a fit of step times by `leeway.planning.costs.LeastSquares`; `record` defines the fit's terms."""
         self.num_steps = 0
@@ -90,7 +88,6 @@ class EngineStats:
         self._prompt_tokens = 0
         self._first_steps = 0
         """Sum over the running requests of the step at which each began."""
-        self._interrupted_s = -float("inf")
         self._kv_usage = 0.0
         self._num_preempted = self._num_ended = 0
         self._num_in_step = 0
@@ -113,11 +110,8 @@ class EngineStats:
             self._prompt_tokens -= num_prompt_tokens
             self._first_steps -= began
 
-    def interrupt(self, *, recomputes: bool = False) -> None:
-        """Record that generation was paused until now, so that the current step is not measured. With `recomputes`,
-        the preemptions that the pause causes are not counted.
-        """
-        self._interrupted_s = self._clock()
+    def interrupt(self, recomputes: bool) -> None:
+        """Record a weight update. With `recomputes`, the preemptions that the update causes are not counted."""
         self._num_interrupted = self._num_in_step if recomputes else 0
 
     def record(self, step: EngineStep) -> None:
@@ -132,7 +126,7 @@ class EngineStats:
         self._num_preempted += step.num_preempted - expected
         self._num_ended += len(step.queued_s)
         self._queued_s += sum(max(0.0, each) for each in step.queued_s)
-        if step.seconds <= 0.0 or self._clock() - step.seconds < self._interrupted_s:
+        if step.seconds <= 0.0:
             return
         contexts = self._prompt_tokens + self._running * self.num_steps - self._first_steps
         terms = np.array([1.0, step.num_tokens, contexts, step.num_prompt_tokens])

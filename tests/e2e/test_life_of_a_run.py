@@ -50,8 +50,8 @@ ENDLESS = (
     *("--pools.first.role", "actors", "--pools.first.count", "1", "--pools.first.cpus", "0.25"),
     *("--actors.eval_every", "10"),
 )
-LAST_STEPS = 20
-"""Number of steps of the run after its last resume."""
+LAST_STEPS = 32
+"""Number of steps of the run after its last resume; the profile of the run needs 50 measured steps of the engine."""
 REWARD = """
 import time
 from pathlib import Path

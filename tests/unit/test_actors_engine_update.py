@@ -22,6 +22,7 @@ from leeway.actors.engine_core import EngineCore, EngineDead, RequestRefused
 from leeway.actors.report import EngineStats
 from leeway.buffer.schema import REQUEUED
 from leeway.common.staleness import PolicyVersion
+from leeway.planning.costs import LeastSquares
 
 OLD, NEW, NEWER = (PolicyVersion(0, number) for number in range(3))
 
@@ -79,14 +80,16 @@ class FakeClient:
         self.called.append("shutdown")
 
 
-def output(request_id: str, *token_ids: int, finish_reason: str | None = None) -> SimpleNamespace:
+def output(
+    request_id: str, *token_ids: int, finish_reason: str | None = None, version: PolicyVersion = OLD, at_s: float = 1.0
+) -> SimpleNamespace:
     """Return the output of a step for one request, as vLLM returns it."""
     logprobs = SimpleNamespace(logprobs=np.full((len(token_ids), 1), -1.0, np.float32))
     one = SimpleNamespace(
         request_id=request_id, new_token_ids=list(token_ids), new_logprobs=logprobs, events=None, prefill_stats=None,
         finish_reason=finish_reason,
     )  # fmt: skip
-    return SimpleNamespace(outputs=[one], weight_version=OLD.key, timestamp=1.0, scheduler_stats=None)
+    return SimpleNamespace(outputs=[one], weight_version=version.key, timestamp=at_s, scheduler_stats=None)
 
 
 def staged(version: PolicyVersion) -> SimpleNamespace:
@@ -267,3 +270,32 @@ async def test_requests_with_longer_prefixes_are_preempted_later(make):
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_a_step_interrupted_by_an_update_is_not_measured(make):
+    client = FakeClient()
+    engine = make(client)
+    generating = asyncio.create_task(engine.generate([1]))
+    await within_a_minute(lambda: client.added)
+    client.outputs += [output("r0", 7, at_s=each) for each in (1.0, 1.05)]
+    client.outputs += [output("r0", 7, at_s=each, version=NEW) for each in (1.25, 1.3)]
+    client.outputs.append(output("r0", 2, at_s=2.0, version=NEWER, finish_reason="stop"))
+    engine._core._commands.put(lambda: None)
+    assert len((await generating).token_ids) == 5
+    measured = LeastSquares.from_list(engine.stats.report().moments)
+    assert (measured.num_measured, measured.total) == (2, pytest.approx(0.1))
+
+
+async def test_an_update_that_recomputes_keys_announces_its_preemptions_before_the_next_step(make, monkeypatch):
+    client, order = FakeClient(), []
+    engine = make(client)
+    monkeypatch.setattr(engine.stats, "interrupt", lambda recomputes: order.append(recomputes))
+    monkeypatch.setattr(engine.stats, "record", lambda step: order.append("step"))
+    generating = asyncio.create_task(engine.generate([1]))
+    await within_a_minute(lambda: client.added)
+    resume = client.resume_scheduler
+    client.resume_scheduler = lambda: (resume(), client.outputs.append(output("r0", 2, finish_reason="stop")))
+    await engine.prepare(staged(NEW))
+    await engine.apply(staged(NEW), "recompute")
+    await generating
+    assert order == [True, "step"]
