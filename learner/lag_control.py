@@ -1,14 +1,16 @@
 """Lag control: keep the training data close to the policy, by limits on lag, learning rate and gradients.
 
-    drift       mean |log(pi / mu)| over the tokens of an update: how far the policy has moved since sampling
+    drift       mean |log(pi / mu)| over the tokens of an update, times the root of the mean length of their answers:
+                how far the policy has moved since sampling
     pace        drift per version of lag and per unit of learning rate, averaged over recent updates
     allowance   lag at which pace and scheduled learning rate lead to `ALLOWED_DRIFT`; bounds the lag of new leases
     brake       learning rate that leads to `BRAKE_DRIFT` at the lag of the current data; limits the rate of an update
     mask        zeroes gradients that would move a log-probability further, once it moved by `MASK_AT` since sampling
 
-Drift is a mean over tokens, so it does not depend on the length of answers. Drift is roughly proportional to lag and to
-learning rate, so both bounds use one pace: the allowance makes future data fresher, and the brake acts until these data
-arrive. `max_lag` remains the upper bound; an allowance can only lower the bound (`StalenessContract.admitted_lag`).
+If the tokens of an answer move independently, the answer moves by the root of its length. Drift is roughly proportional
+to lag and to learning rate, so both bounds use one pace: the allowance makes future data fresher, and the brake acts
+until these data arrive. `max_lag` remains the upper bound; an allowance can only lower the bound
+(`StalenessContract.admitted_lag`).
 """
 
 from __future__ import annotations
@@ -26,10 +28,12 @@ from leeway.common.staleness import StalenessContract
 
 logger = logging.getLogger(__name__)
 
-ALLOWED_DRIFT = 0.07
-"""Target drift of the allowance in nats per token; so far below `BRAKE_DRIFT` that a healthy run never brakes."""
-BRAKE_DRIFT = 0.1
-"""Target drift of the brake in nats per token. Runs that learn have 0.04 to 0.12; runs that collapse, 0.3 or more."""
+ALLOWED_DRIFT = 0.17
+"""Target drift of the allowance in nats; so far below `BRAKE_DRIFT` that a healthy run never brakes."""
+BRAKE_DRIFT = 0.25
+"""Target drift of the brake in nats. Runs that learn have 0.05 to 0.3; runs that collapse, 0.5 or more."""
+MEASURED_LENGTHS = 3, 36
+"""Mean answer lengths, in tokens, for which the targets were measured; other lengths count as the nearest of them."""
 LEAST_LR_SCALE = 0.1
 MASK_AT = 0.2
 """Threshold of the mask in nats; masks 3 to 7 % of the tokens."""
@@ -66,29 +70,32 @@ class LagControl:
         """Maximum lag of newly leased groups, between `_least` and `max_lag`."""
         return min(self._bound, max(self._least, self.state.allowed))
 
-    def observe(self, drift: float | None, lag: float, rate: float) -> float:
+    def observe(self, per_token: float | None, lag: float, rate: float, length: float) -> float:
         """Update the allowance, and return the factor of the learning rate for this update, from 0 to 1.
 
         Args:
-            drift: `drift_of` the update, in nats. A drift that is None, not finite, or 0 for stale data counts as
-                unknown: the allowance falls to its minimum, and the factor is 1.
+            per_token: `drift_per_token` of the update, in nats. A drift that is None, not finite, or 0 for stale data
+                counts as unknown: the allowance falls to its minimum, and the factor is 1.
             lag: `older_lag` of the update's tokens, in versions.
             rate: scheduled learning rate.
+            length: mean length of the answers of the update, in tokens.
         """
         state = self.state
-        is_known = drift is not None and math.isfinite(drift) and (drift > 0 or lag < 1)
+        is_known = per_token is not None and math.isfinite(per_token) and (per_token > 0 or lag < 1)
         if is_known != self._is_known:
             self._is_known = is_known
             logger.warning(
                 "the drift of the data is %s (%s at a lag of %g): lag control allows a lag of up to %d",
                 "measured again" if is_known else "unknown",
-                drift,
+                per_token,
                 lag,
                 self.allowed if is_known else self._least,
             )
-        if drift is None or not is_known:
+        if per_token is None or not is_known:
             self.state = LagState(self._least, state.pace, state.rate)
             return 1.0
+        shortest, longest = MEASURED_LENGTHS
+        drift = per_token * math.sqrt(min(max(length, shortest), longest))
         pace, scale, allowed = state.pace, 1.0, state.allowed
         if state.rate and lag >= 1:
             now = drift / (lag * state.rate)
@@ -108,7 +115,12 @@ def older_lag(lag_T: npt.NDArray[np.integer]) -> float:
     return float(np.quantile(lag_T, OLDER_TOKENS)) if len(lag_T) else 0.0
 
 
-def drift_of(inputs: LossInputs) -> float | None:
+def mean_length(inputs: LossInputs) -> float:
+    """Return the mean length of the answers, in tokens."""
+    return len(inputs.sequence_T) / max(1, len(inputs.rewards_B))
+
+
+def drift_per_token(inputs: LossInputs) -> float | None:
     """Return mean |log(pi / mu)| in nats; None without tokens, or if a value is not finite."""
     drift = float(_moved(inputs).abs().mean())
     return drift if math.isfinite(drift) else None

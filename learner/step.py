@@ -30,7 +30,7 @@ from leeway.algorithms.corrections import Metrics, off_policy_metrics
 from leeway.algorithms.registry import AlgorithmConfig, loss_for
 from leeway.learner.batch import Lag0ByActor, Leaves, StepBatch, lag0_by_actor
 from leeway.learner.config import LearnerConfig
-from leeway.learner.lag_control import LagControl, drift_of, masked, older_lag
+from leeway.learner.lag_control import LagControl, drift_per_token, masked, mean_length, older_lag
 from leeway.learner.model import DeviceBatch
 from leeway.learner.networks import Gradient, Networks, Reference, Scores
 from leeway.learner.optimizer import UpdateResult
@@ -202,7 +202,7 @@ class TrainStep:
             part.state.applied_T[part.where_T] = output.weights_T
         variables = [inputs.logprobs_T] if inputs.values_T is None else [inputs.logprobs_T, inputs.values_T]
         gradient_T, *value_gradients = torch.autograd.grad(output.loss, variables)
-        drift = drift_of(inputs)
+        drift = drift_per_token(inputs)
         metrics: Metrics = {**dict.fromkeys(CONTROL_METRICS), **output.metrics, "loss": output.loss.item()}
         metrics["lag/drift"] = drift
         if not all(bool(torch.isfinite(tensor).all()) for tensor in (output.loss, gradient_T, *value_gradients)):
@@ -211,7 +211,7 @@ class TrainStep:
             return LossEvaluation(Leaves(gradient_T, *value_gradients), 1.0, metrics)
         masked_T = masked(gradient_T, inputs)
         rate = self._networks.next_rate(part.update)
-        lr_scale = self._control.observe(drift, older_lag(part.batch.lag_T), rate)
+        lr_scale = self._control.observe(drift, older_lag(part.batch.lag_T), rate, mean_length(inputs))
         num_masked, num_tokens = int((masked_T != gradient_T).sum()), max(1, gradient_T.numel())
         metrics |= zip(CONTROL_METRICS, (self._control.allowed, lr_scale, num_masked / num_tokens), strict=True)
         return LossEvaluation(Leaves(masked_T, *value_gradients), lr_scale, metrics)

@@ -26,7 +26,7 @@ from leeway.algorithms.corrections import off_policy_metrics
 from leeway.algorithms.registry import loss_for
 from leeway.common.staleness import StalenessContract
 from leeway.launch.config import Config, load_config
-from leeway.learner.lag_control import LagControl, drift_of, masked, older_lag
+from leeway.learner.lag_control import LagControl, drift_per_token, masked, mean_length, older_lag
 from leeway.learner.optimizer import ADAM_BETAS, ADAM_EPS, learning_rate
 
 CONFIG = ROOT / "examples" / "sums.toml"
@@ -296,10 +296,11 @@ class DelayedRun:
         output = self._loss(inputs)
         metrics = off_policy_metrics(inputs, lag_T == 0, output.weights_T)
         (gradient_T,) = torch.autograd.grad(output.loss, logprobs_T, retain_graph=True)
-        rate, scale, pushed_T, drift = learning_rate(learner, version, self._rate), 1.0, gradient_T, drift_of(inputs)
+        rate, scale, pushed_T = learning_rate(learner, version, self._rate), 1.0, gradient_T
+        drift = drift_per_token(inputs)
         if self._control is not None:
             pushed_T = masked(gradient_T, inputs)
-            scale = self._control.observe(drift, older_lag(lag_T.numpy()), rate)
+            scale = self._control.observe(drift, older_lag(lag_T.numpy()), rate, mean_length(inputs))
         self._rate = rate
         self._adam.zero_grad()
         logprobs_T.backward(pushed_T)

@@ -18,7 +18,10 @@ from tests.world.learner import build, make_models, make_networks, make_rows, si
 
 RATE = 1e-2
 PACE = 5.0
-"""Drift of a version at a learning rate of 1."""
+"""Drift per token of a version at a learning rate of 1."""
+LENGTH = 9
+ALLOWED, BRAKE = ALLOWED_DRIFT / 3, BRAKE_DRIFT / 3
+"""Targets for `LENGTH`, in drift per token."""
 
 
 def control(max_lag=16, updates_per_step=1, **knobs):
@@ -39,7 +42,7 @@ def train(control, num_updates, rate=1e-3, pace=PACE, history=None):
         while len(queue) < control.allowed:
             queue.append(version)
         drift, lag = pace * sum(rates[sampled:]), float(version - sampled)
-        scale = control.observe(drift, lag, rate)
+        scale = control.observe(drift, lag, rate, LENGTH)
         rates.append(rate * scale)
         seen.append((drift, lag, scale))
     return seen
@@ -47,10 +50,20 @@ def train(control, num_updates, rate=1e-3, pace=PACE, history=None):
 
 def test_the_allowance_converges_to_the_target_drift():
     drift, lag, scale = train(control(), 200, rate=2.4e-3)[-1]
-    assert lag == ALLOWED_DRIFT // (PACE * 2.4e-3)
-    assert drift <= ALLOWED_DRIFT
+    assert lag == ALLOWED // (PACE * 2.4e-3)
+    assert drift <= ALLOWED
     assert scale == 1
-    assert train(control(), 200, rate=8e-4)[-1][1:] == (16, 1)
+    assert train(control(), 200, rate=ALLOWED / PACE / 17)[-1][1:] == (16, 1)
+
+
+def test_the_target_per_token_falls_with_the_root_of_the_length():
+    lags = {}
+    for length in (1, 3, 12, 36, 1e4):
+        found = control(max_lag=64)
+        for _ in range(5):
+            found.observe(0.01, 1.0, RATE, length)
+        lags[length] = found.allowed
+    assert lags == {1: 9, 3: 9, 12: 4, 36: 2, 1e4: 2}
 
 
 def test_the_allowance_stays_between_the_least_bound_plus_one_step_and_max_lag():
@@ -60,8 +73,8 @@ def test_the_allowance_stays_between_the_least_bound_plus_one_step_and_max_lag()
     assert train(control(max_lag=1), 100, rate=1.0)[-1][1] <= 1
     assert train(control(), 100, rate=1e-6)[-1][1] == 16
     several = control(updates_per_step=4, max_actor_lag=0)
-    several.observe(10.0, 4.0, RATE)
-    several.observe(10.0, 4.0, RATE)
+    several.observe(10.0, 4.0, RATE, LENGTH)
+    several.observe(10.0, 4.0, RATE, LENGTH)
     assert several.allowed == 7
 
 
@@ -71,8 +84,8 @@ def test_the_drift_stays_bounded_after_a_tenfold_learning_rate():
     after = train(controlled, 60, rate=2e-2, history=history)
     drifts = [drift for drift, _, _ in after]
     assert before[-1][2] == 1
-    assert max(drifts) < 1.2 * BRAKE_DRIFT
-    assert max(drifts[16 + 4 :]) <= BRAKE_DRIFT * (1 + 1e-9)
+    assert max(drifts) < 1.2 * BRAKE
+    assert max(drifts[16 + 4 :]) <= BRAKE * (1 + 1e-9)
 
 
 @given(
@@ -81,14 +94,15 @@ def test_the_drift_stays_bounded_after_a_tenfold_learning_rate():
             st.one_of(st.none(), st.floats(allow_nan=True, allow_infinity=True)),
             st.floats(0, 64),
             st.floats(0, 1, allow_subnormal=False),
+            st.floats(0, 1e5),
         ),
         max_size=40,
     )
 )
 def test_the_allowance_and_the_rate_stay_within_bounds_for_any_measurement(measured):
     controlled = control()
-    for drift, lag, rate in measured:
-        scale = controlled.observe(drift if drift is None else abs(drift), lag, rate)
+    for drift, lag, rate, length in measured:
+        scale = controlled.observe(drift if drift is None else abs(drift), lag, rate, length)
         assert LEAST_LR_SCALE <= scale <= 1
         assert 2 <= controlled.allowed <= 16
 
@@ -98,7 +112,7 @@ def test_an_unknown_drift_gives_the_least_allowance_and_the_scheduled_rate(unkno
     controlled = control()
     train(controlled, 50)
     for _ in range(2):
-        assert controlled.observe(unknown, 16.0, 1.0) == 1
+        assert controlled.observe(unknown, 16.0, 1.0, LENGTH) == 1
         assert controlled.allowed == 2
     (message,) = caplog.messages
     assert "the drift of the data is unknown" in message
@@ -108,7 +122,7 @@ def test_an_unknown_drift_gives_the_least_allowance_and_the_scheduled_rate(unkno
 def test_a_policy_that_does_not_move_has_an_allowance_of_max_lag():
     still = control()
     for _ in range(5):
-        assert still.observe(1e-9, 3.0, RATE) == 1
+        assert still.observe(1e-9, 3.0, RATE, LENGTH) == 1
     assert still.allowed == 16
 
 
