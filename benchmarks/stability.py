@@ -30,9 +30,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.lib.machine import RESULTS, describe_machine, make_model
 from benchmarks.lib.page import origin, table, write_page
 from benchmarks.lib.processes import end_with_parent
+from benchmarks.stability_parts import response
 from benchmarks.stability_parts.loop import CONFIG, DelayedRun
 
 from leeway.launch.config import load_config
+from leeway.learner.lag_control import BRAKE_DRIFT
 
 PAGE = RESULTS / "stability.md"
 LAGS = (0, 1, 4, 16, 64)
@@ -157,11 +159,24 @@ class Task:
         return f"{ROWS[self.row].name} | lag {self.lag} | {'shipped' if self.as_shipped else 'greatest rate'}"
 
 
-def tasks() -> list[Task]:
+@dataclass(frozen=True)
+class Response:
+    """The response of lag control to a tenfold learning rate, on one model."""
+
+    model: str
+
+    @property
+    def key(self) -> str:
+        """Return the key under which the result is stored."""
+        return f"{self.model} | step response"
+
+
+def tasks() -> list[Task | Response]:
     """Return all tasks of the page; the longest tasks come first."""
+    responses = [Response(model) for model in response.MODELS]
     rates = [Task(i, lag, False) for i, row in enumerate(ROWS) for lag in row.lags]
     shipped = [Task(i, lag, True) for i, row in enumerate(ROWS) for lag in row.trained_at]
-    return sorted([*rates, *shipped], key=lambda task: (task.as_shipped, -task.lag))
+    return [*responses, *sorted([*rates, *shipped], key=lambda task: (task.as_shipped, -task.lag))]
 
 
 def run_all(kept: Path, num_workers: int, commit: str) -> None:
@@ -196,8 +211,10 @@ def kept_in(path: Path) -> Iterator[tuple[str, Result]]:
         yield found.pop("key"), found
 
 
-def run(task: Task) -> Result:
+def run(task: Task | Response) -> Result:
     """Run a task in a worker process; return its result."""
+    if isinstance(task, Response):
+        return response.respond(task.model, SEED)
     row = ROWS[task.row]
     return as_shipped(row, task.lag) if task.as_shipped else greatest_rate(row, task.lag)
 
@@ -263,6 +280,13 @@ learning rate after the warm-up of the config. Sampled accuracy on the held-out 
 are {RATES[0]:g} to {RATES[-1]:g}, in factors of 2; the search raises a stable rate, or lowers an unstable one."""
 
 
+RESPONSE = f"""\
+Trajectory balance at `max_lag = {response.MAX_LAG}`, 128 samples and a constant 1e-4; after {response.NUM_BEFORE} \
+updates, the rate is ten times higher for the other {response.NUM_AFTER}. The drift is the drift per token times the \
+root of the answer length, as a mean over {response.MEAN_OVER} updates. The brake has a target of {BRAKE_DRIFT}; the \
+drift has to be there after {response.SETTLED_BY} updates, with at most one later excess."""
+
+
 def page(results: Mapping[str, Result], origin: str) -> list[str]:
     """Return the paragraphs of the page; `results` maps task keys to results."""
     head = ["", *[f"lag {lag}" for lag in LAGS]]
@@ -284,6 +308,11 @@ def page(results: Mapping[str, Result], origin: str) -> list[str]:
         "effective sample share of a step. Cells that [accuracy_over_lag.md](accuracy_over_lag.md) measures on the "
         "real system are not simulated again.",
         table(head, shipped),
+        "## Step response of lag control",
+        RESPONSE,
+        response.describe(
+            {model: results[key] for model in response.MODELS if (key := Response(model).key) in results}
+        ),
         "## Findings",
         "\n".join(shown(results)),
         "The results are for one seed and one small model, with a resolution of a factor of 2. stability.jsonl "

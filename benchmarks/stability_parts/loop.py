@@ -139,6 +139,9 @@ class Curve:
     allowed: list[int] = field(default_factory=list)
     """Maximum lag at which new samples were admitted after an update."""
     drift: list[float] = field(default_factory=list)
+    """Mean drift per token of the samples of an update, in nats."""
+    length: list[float] = field(default_factory=list)
+    """Mean length of the answers of an update, in tokens."""
     lr_scale: list[float] = field(default_factory=list)
     masked: list[float] = field(default_factory=list)
     """Fraction of tokens whose gradient was masked."""
@@ -196,7 +199,7 @@ class DelayedRun:
             weight_decay=0.0,
         )
         self._loss = loss_for(self.config.algorithm)
-        self._rate = 0.0
+        self._rate, self._rate_factor = 0.0, 1.0
 
     @property
     def _pad(self) -> int:
@@ -206,10 +209,14 @@ class DelayedRun:
     def _eos(self) -> int:
         return int(self._tokenizer.eos_token_id)
 
-    def train(self, num_updates: int, eval_every: int = 0) -> Curve:
-        """Run `num_updates` updates; evaluate after the last one, and every `eval_every` updates if that is not 0."""
+    def train(self, num_updates: int, eval_every: int = 0, tenfold_from: int | None = None) -> Curve:
+        """Run `num_updates` updates; evaluate after the last one, and every `eval_every` updates if that is not 0.
+
+        From update `tenfold_from` on, the learning rate is ten times that of the config.
+        """
         curve = Curve()
         for version in range(num_updates):
+            self._rate_factor = 10.0 if tenfold_from is not None and version >= tenfold_from else 1.0
             self._past.append([parameter.detach().clone() for parameter in self._policy.parameters()])
             if version == 0:
                 self._fill(version, math.inf, 0)
@@ -296,12 +303,12 @@ class DelayedRun:
         output = self._loss(inputs)
         metrics = off_policy_metrics(inputs, lag_T == 0, output.weights_T)
         (gradient_T,) = torch.autograd.grad(output.loss, logprobs_T, retain_graph=True)
-        rate, scale, pushed_T = learning_rate(learner, version, self._rate), 1.0, gradient_T
-        drift = drift_per_token(inputs)
+        self._rate = learning_rate(learner, version, self._rate)
+        rate, scale, pushed_T = self._rate * self._rate_factor, 1.0, gradient_T
+        drift, length = drift_per_token(inputs), mean_length(inputs)
         if self._control is not None:
             pushed_T = masked(gradient_T, inputs)
-            scale = self._control.observe(drift, older_lag(lag_T.numpy()), rate, mean_length(inputs))
-        self._rate = rate
+            scale = self._control.observe(drift, older_lag(lag_T.numpy()), rate, length)
         self._adam.zero_grad()
         logprobs_T.backward(pushed_T)
         norm = torch.nn.utils.clip_grad_norm_(self._policy.parameters(), learner.max_grad_norm)
@@ -312,6 +319,7 @@ class DelayedRun:
         curve.lag.append(float(lag_T.double().mean()))
         curve.allowed.append(self._contract.bound() or 0 if self._control is None else self._control.allowed)
         curve.drift.append(math.nan if drift is None else drift)
+        curve.length.append(length)
         curve.lr_scale.append(scale)
         curve.masked.append(float((pushed_T != gradient_T).double().mean()))
         curve.ess.append(metrics["off_policy/ess_sequence"] or 0.0)

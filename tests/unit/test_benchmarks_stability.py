@@ -3,6 +3,7 @@
 import pytest
 import torch
 from benchmarks import stability
+from benchmarks.stability_parts import response
 from benchmarks.stability_parts.loop import PARTS, DelayedRun, Sampler, completion_logprobs
 from examples.demo_model.make_checkpoint import EOS, PAD, make_model, make_tokenizer
 
@@ -94,15 +95,21 @@ def test_the_search_finds_the_greatest_stable_learning_rate(monkeypatch, limit):
     assert found["rate"] == max((rate for rate in stability.RATES if rate <= limit), default=None)
 
 
+def result_of(task):
+    if isinstance(task, stability.Response):
+        # the tenfold rate moves the drift to 0.5 for three updates, and once more after ten
+        drift = [0.1] * response.NUM_BEFORE + [0.5] * 3 + [0.1] * 7 + [1.5] + [0.1] * (response.NUM_AFTER - 11)
+        return {key: drift for key in ("drift", "allowed", "lr_scale", "reward")}
+    if task.as_shipped:
+        return {"greedy": 0.81, "sampled": 0.62, "ess_lowest": 0.4}
+    return {"rate": 1e-4, "tried": {"0.0001": [0.3, 0.4], "0.0002": [0.3, 0.11]}}
+
+
 def test_the_page_and_the_line_have_the_results():
-    results = {
-        task.key: {"greedy": 0.81, "sampled": 0.62, "ess_lowest": 0.4}
-        if task.as_shipped
-        else {"rate": 1e-4, "tried": {"0.0001": [0.3, 0.4], "0.0002": [0.3, 0.11]}}
-        for task in stability.tasks()
-    }
+    results = {task.key: result_of(task) for task in stability.tasks()}
     text = "\n".join(stability.page(results, "Written by hand."))
     assert "0.0001 (0.40 -> 0.11)" in text
     assert "0.810 / 0.620, ESS 0.40" in text
+    assert "| sums | 0.10 | 0.38 | 5 | 1 | 0.1, 0.1 | 0.10 | 0.10, 0.10 |" in text
     rates = {f"rate_lag{lag}": 1e-4 for lag in stability.LAGS}
     assert stability.line(results)["oapl"] == {**rates, "accuracy_lag64": 0.81}
