@@ -203,6 +203,7 @@ def train(
     look: Callable[[Path], None] = lambda folder: None,
     module: str = "leeway.launch.cli",
     variables: Mapping[str, str] | None = None,
+    checkout: Path = ROOT,
 ) -> FinishedRun:
     """Train a config in a subprocess.
 
@@ -216,17 +217,19 @@ def train(
         look: callback that receives the folder about every LOOK_EVERY_S during the run.
         module: module whose command line is run.
         variables: further environment variables.
+        checkout: checkout of Leeway to run; another one than this has its own .venv.
 
     Raises:
         RunFailed: the run failed or timed out.
     """
-    command = [*prefix, sys.executable, "-m", module, "train", str(config)]
+    python = sys.executable if checkout == ROOT else str(checkout / ".venv" / "bin" / "python")
+    command = [*prefix, python, "-m", module, "train", str(config)]
     command += ["--run.dir", str(folder.parent), "--run.name", folder.name, *overrides]
     make_model(ROOT / config)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") if log else contextlib.nullcontext() as output:
         process = subprocess.Popen(
-            command, cwd=ROOT, env=environment(**(variables or {})), stdout=output, stderr=subprocess.STDOUT
+            command, cwd=checkout, env=environment(**(variables or {})), stdout=output, stderr=subprocess.STDOUT
         )
         try:
             is_over = _follow(process, folder, look, time.monotonic() + limit_s)

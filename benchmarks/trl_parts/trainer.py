@@ -27,7 +27,7 @@ Figures = dict[str, Any]
 
 
 def train(config: str, overrides: Sequence[str], num_threads: int) -> Figures:
-    """Train with TRL; return the time at the end of each step, and pairs of seconds and accuracy.
+    """Train with TRL; return time and CPU seconds at the end of each step, and pairs of seconds and accuracy.
 
     Args:
         config: TOML file of Leeway, whose checkpoint exists.
@@ -53,8 +53,9 @@ def train(config: str, overrides: Sequence[str], num_threads: int) -> Figures:
         """Clock that pauses during evaluations between steps."""
 
         def __init__(self) -> None:
-            self.paused_s = 0.0
+            self.paused_s = self.paused_cpu_s = 0.0
             self.steps_s: list[float] = []
+            self.steps_cpu_s: list[float] = []
             self.accuracies: list[tuple[float, float]] = []
             """Pairs of the seconds of training and the accuracy on held-out problems at that time."""
 
@@ -62,12 +63,14 @@ def train(config: str, overrides: Sequence[str], num_threads: int) -> Figures:
             self.began_s = time.perf_counter()
 
         def on_step_end(self, *args: object, **kwargs: object) -> None:
-            now_s = time.perf_counter()
+            now_s, cpu_s = time.perf_counter(), time.process_time()
             self.steps_s.append(now_s - self.began_s - self.paused_s)
+            self.steps_cpu_s.append(cpu_s - self.paused_cpu_s)
             if made.actors.eval_every and len(self.steps_s) % made.actors.eval_every == 0:
                 problems = task.heldout[:EVAL_PROBLEMS]
                 self.accuracies.append((self.steps_s[-1], _accuracy(model, codec, functions, problems, made)))
                 self.paused_s += time.perf_counter() - now_s
+                self.paused_cpu_s += time.process_time() - cpu_s
 
     clock = Clock()
     with tempfile.TemporaryDirectory(prefix="benchmark-trl-") as output:
@@ -80,7 +83,7 @@ def train(config: str, overrides: Sequence[str], num_threads: int) -> Figures:
             callbacks=[clock],
         )
         trainer.train()
-    return {"steps_s": clock.steps_s, "accuracies": clock.accuracies}
+    return {"steps_s": clock.steps_s, "steps_cpu_s": clock.steps_cpu_s, "accuracies": clock.accuracies}
 
 
 def _arguments(config: Config) -> dict[str, Any]:
