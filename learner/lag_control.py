@@ -4,7 +4,8 @@
                 how far the policy has moved since sampling
     pace        drift per version of lag and per unit of learning rate, averaged over recent updates
     allowance   lag at which pace and scheduled learning rate lead to `ALLOWED_DRIFT`; bounds the lag of new leases
-    brake       learning rate that leads to `BRAKE_DRIFT` at the lag of the current data; limits the rate of an update
+    brake       learning rate that leads to `BRAKE_DRIFT` at the lag of the current data, or to `ALLOWED_DRIFT` once the
+                allowance cannot fall further; limits the rate of an update
     mask        zeroes gradients that would move a log-probability further, once it moved by `MASK_AT` since sampling
 
 If the tokens of an answer move independently, the answer moves by the root of its length. Drift is roughly proportional
@@ -103,7 +104,8 @@ class LagControl:
         if pace is not None:
             per_version = max(pace * rate, 1e-30)
             allowed = math.floor(min(float(self._bound), ALLOWED_DRIFT / per_version))
-            scale = min(1.0, max(LEAST_LR_SCALE, BRAKE_DRIFT / (per_version * max(lag, 1.0))))
+            target = BRAKE_DRIFT if allowed > self._least else ALLOWED_DRIFT
+            scale = min(1.0, max(LEAST_LR_SCALE, target / (per_version * max(lag, 1.0))))
         mean = state.rate
         mean = rate * scale if mean is None else mean + (rate * scale - mean) / (1 + lag)
         self.state = LagState(allowed, pace, mean)

@@ -20,9 +20,7 @@ NUM_BEFORE, NUM_AFTER = 60, 60
 MEAN_OVER = 5
 """Number of updates in a mean of the drift; one update has 128 samples."""
 SETTLED_BY = MAX_LAG + 4
-"""Number of updates after which the drift has to be at the target again."""
-NEAR = 1.1
-"""Drift relative to the target that still counts as at the target."""
+"""Number of updates after which the drift has to be at its target again."""
 
 
 def respond(model: str, seed: int) -> dict[str, Any]:
@@ -51,8 +49,8 @@ def describe(found: Mapping[str, dict[str, Any]]) -> str:
         "",
         "drift before",
         "highest drift after",
-        f"updates until the drift is at most {NEAR} times the target",
-        "times above that again",
+        f"updates above {BRAKE_DRIFT}",
+        f"mean drift of the last {NUM_AFTER - SETTLED_BY}",
         "allowed lag before, after",
         "lowest factor of the rate",
         "reward before, at the end",
@@ -62,17 +60,14 @@ def describe(found: Mapping[str, dict[str, Any]]) -> str:
 
 def _row(model: str, result: Mapping[str, Any]) -> list[str]:
     drift = _means(result["drift"])
-    after = [each > NEAR * BRAKE_DRIFT for each in drift[NUM_BEFORE:]]
-    began = after.index(True) if True in after else 0
-    ended = next((i for i in range(began, len(after)) if not after[i]), len(after))
-    again = sum(here and not before for before, here in zip(after[ended:], after[ended + 1 :], strict=False))
+    settled = result["drift"][NUM_BEFORE + SETTLED_BY :]
     rewards = _means(result["reward"])
     return [
         model,
         f"{drift[NUM_BEFORE - 1]:.2f}",
         f"{max(drift[NUM_BEFORE:]):.2f}",
-        str(ended) if any(after) else "never above",
-        str(again),
+        str(sum(each > BRAKE_DRIFT for each in drift[NUM_BEFORE:])),
+        f"{sum(settled) / len(settled):.2f}",
         f"{result['allowed'][NUM_BEFORE - 1]}, {result['allowed'][-1]}",
         f"{min(result['lr_scale'][NUM_BEFORE:]):.2f}",
         f"{rewards[NUM_BEFORE - 1]:.2f}, {rewards[-1]:.2f}",

@@ -57,8 +57,8 @@ METRICS: dict[str, str] = {
     "lag/token_p95": "95th percentile of token lags.",
     "lag/token_max": "Maximum token lag; never above weight_sync.max_lag.",
     "lag/allowed": "Maximum lag at which lag control leases new groups; at most weight_sync.max_lag.",
-    "lag/drift": "mean |log pi - log mu| over the tokens of an update, which lag control keeps below 0.1. Null if a "
-    "token has no log mu.",
+    "lag/drift": "mean |log pi - log mu| over the tokens of an update; lag control keeps it below 0.25 over the root "
+    "of the answer length. Null if a token has no log mu.",
     "lag/in_flight": "Mean version difference between the first and last token of a trajectory.",
     "lag/in_queue": "Mean version difference between the last token of a trajectory and its update.",
     "lag/publish": "Versions by which the newest published weights trail the learner at the step's start; null "

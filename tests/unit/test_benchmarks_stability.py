@@ -110,6 +110,6 @@ def test_the_page_and_the_line_have_the_results():
     text = "\n".join(stability.page(results, "Written by hand."))
     assert "0.0001 (0.40 -> 0.11)" in text
     assert "0.810 / 0.620, ESS 0.40" in text
-    assert "| sums | 0.10 | 0.38 | 5 | 1 | 0.1, 0.1 | 0.10 | 0.10, 0.10 |" in text
+    assert "| sums | 0.10 | 0.38 | 10 | 0.10 | 0.1, 0.1 | 0.10 | 0.10, 0.10 |" in text
     rates = {f"rate_lag{lag}": 1e-4 for lag in stability.LAGS}
     assert stability.line(results)["oapl"] == {**rates, "accuracy_lag64": 0.81}
