@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, lru_cache
 from hashlib import blake2b
 from typing import Any, TypeVar
 
@@ -80,10 +80,11 @@ class SampleFailed(Exception):
     """Raised if one sample fails. The buffer's ledger counts failures by the message of the exception."""
 
 
-def sample_seed(run_seed: int, group_id: int, sample_index: int, attempt: int) -> int:
-    """Return the 63-bit seed of one request, a hash of the run's seed, the sample and the attempt."""
-    key = f"{run_seed}/{group_id}/{sample_index}/{attempt}".encode()
-    return int.from_bytes(blake2b(key, digest_size=8).digest(), "big") >> 1
+@lru_cache(maxsize=4096)
+def group_seed(run_seed: int, group_id: int, attempt: int) -> int:
+    """Return the 62-bit seed of a group's sample 0, a hash; sample i has this seed plus i."""
+    key = f"{run_seed}/{group_id}/{attempt}".encode()
+    return int.from_bytes(blake2b(key, digest_size=8).digest(), "big") >> 2
 
 
 class SampleMaker:
@@ -220,7 +221,7 @@ class SampleMaker:
         limit: int,
         requeue_at: Callable[[], int],
     ) -> Generation:
-        seed = sample_seed(self._run_seed, lease.group_id, sample_index, lease.attempt)
+        seed = group_seed(self._run_seed, lease.group_id, lease.attempt) + sample_index
         deadline = asyncio.timeout(GENERATE_TIMEOUT_S)
         try:
             async with deadline:
@@ -234,7 +235,7 @@ class SampleMaker:
                     return replace(found, finish_reason=REQUEUED)
                 # no pool can take the sample over now: resume it with a new seed (the old seed repeats its numbers)
                 prefix = Prefix(found.token_ids, found.logprobs, found.spans, self._started_s[key])
-                seed = sample_seed(self._run_seed, lease.group_id, sample_index, -lease.attempt)
+                seed = group_seed(self._run_seed, lease.group_id, -lease.attempt) + sample_index
                 return await self.engine.generate(problem.token_ids, seed=seed, prefix=prefix, key=key)
         except (ActorError, EngineDead):
             raise
@@ -274,7 +275,7 @@ class SampleMaker:
         try:
             # twice the timeout: training samples may occupy the engine for one timeout first
             async with self._evaluation_slots, asyncio.timeout(2 * GENERATE_TIMEOUT_S):
-                seed = sample_seed(self._run_seed, -1, index, 0) if temperature else None
+                seed = group_seed(self._run_seed, -1, 0) + index if temperature else None
                 completion = await self.engine.generate(problem.token_ids, temperature=temperature, seed=seed)
             scored = await self._scorer.score(problem, self._decoder.decode(completion.token_ids.tolist()))
         except (ActorError, EngineDead):

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from benchmarks.fleet_parts.setting import score_of
 
-from leeway.actors.sample import sample_seed
+from leeway.actors.sample import group_seed
 from leeway.actors.tasks import load_encoded
 from leeway.buffer.groups import order_of
 from leeway.launch.config import Config
@@ -44,6 +44,6 @@ class FleetPrompts(PromptStream):
     def lengths(self, prompt: int) -> list[float]:
         """Return the length in tokens of each sample of the next group, whose prompt is `prompt`."""
         self._group += 1
-        seeds = [sample_seed(self._seed, self._group, index, 1) for index in range(self._group_size)]
+        seeds = [group_seed(self._seed, self._group, 1) + index for index in range(self._group_size)]
         scores = [score_of("sample", seed) for seed in seeds]
         return self._distribution.lengths(float(self._scores[prompt]), scores).tolist()
