@@ -29,6 +29,10 @@ OFFLINE_ENV = "LEEWAY_TOOK_OFFLINE"
 ON_GPU_BYTES = 2 * 2**30
 """Estimated GPU memory of an engine besides weights, attention keys and values, and logits: the CUDA context, kernel
 workspaces, activations of a step of 2,048 tokens, and CUDA graphs."""
+_LOGIT_BYTES = 16
+"""Bytes per sample and vocabulary entry: 32-bit logits, and their copies for sampling and log-probabilities."""
+_TOKEN_BYTES = 8
+"""Bytes per sample and token of the longest sample: token ids of the running samples, twice."""
 
 
 class ActorsConfig(BaseModel):
@@ -107,6 +111,10 @@ class ActorsConfig(BaseModel):
     def kv_cache_bytes_on_cpu(self) -> int:
         """Return the bytes for attention keys and values of an engine on CPU."""
         return int((self.kv_cache_gib or 0.25) * 2**30)
+
+    def batch_bytes(self, vocab_size: int) -> int:
+        """Return the bytes of an engine's buffers for the samples that run at once."""
+        return self.max_running_samples * (_LOGIT_BYTES * vocab_size + _TOKEN_BYTES * self.max_model_tokens)
 
 
 class ActorSections(Protocol):

@@ -33,8 +33,8 @@ _READY_TIMEOUT_S = 300
 _CPU_BLOCK_TOKENS = 128
 _EXECUTOR_IN_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 
-_LOGITS_BYTES = 16
-"""Bytes per sample and vocabulary entry: 32-bit logits, and their copies for sampling and log-probabilities."""
+_BATCH_TOKENS = 2048
+"""Tokens of one step by vLLM's default; a step must hold one token of each running sample."""
 
 _SET_ALREADY = {
     **{"dtype": "use actors.dtype", "seed": "use run.seed", "max_num_seqs": "use actors.max_running_samples"},
@@ -125,8 +125,8 @@ def engine_args(model_path: Path, config: ActorsConfig, seed: int) -> AsyncEngin
         )
     if on_cpu and config.gpus:
         raise ValueError(
-            f"this actor reserved {config.gpus:g} GPUs, but the vLLM installed on this host runs on the CPU: "
-            "run LEEWAY_EXTRA=gpu make install there, or set actors.gpus = 0"
+            f"this actor reserved {config.gpus:g} GPUs, but the vLLM installed on this host runs on the CPU: run "
+            "LEEWAY_EXTRA=gpu make install there, or set actors.gpus = 0"
         )
     if on_cpu:
         # Prompts are not split over steps. After each part of a prompt, vLLM would rewind the random generator of a
@@ -147,9 +147,10 @@ def engine_args(model_path: Path, config: ActorsConfig, seed: int) -> AsyncEngin
     if config.tensor_parallel_size > 1:
         # without "mp", vLLM starts each worker in its own Ray bundle, but an actor has one bundle with all its GPUs
         placement["distributed_executor_backend"] = "mp"
+    if (num_tokens := config.max_running_samples) > _BATCH_TOKENS:
+        placement["max_num_batched_tokens"] = max(num_tokens, config.max_model_tokens)
     overrides = dict(config.engine_args)
-    if config.dtype != "float32":
-        # keep logits in float32, as the learner does: 16-bit rounding shifts logits by hundredths
+    if config.dtype != "float32":  # keep logits in float32, as the learner does: 16 bits shift them by hundredths
         overrides["hf_overrides"] = {"head_dtype": "float32", **overrides.get("hf_overrides", {})}
     fixed = {
         "model": str(model_path),
@@ -180,15 +181,15 @@ def _memory_on_gpu(model_path: Path, config: ActorsConfig, total_bytes: Callable
         return {"gpu_memory_utilization": config.gpu_memory_share}
     total = total_bytes()
     weights = sum(prod(tensor.shape) for tensor in tensors_in(model_path).values()) * ITEM_BYTES[config.dtype]
-    logits = _LOGITS_BYTES * config.max_running_samples * check_model_folder(model_path).vocab_size
-    room = int(config.gpu_memory_share * total) - weights - logits - ON_GPU_BYTES
+    batch = config.batch_bytes(check_model_folder(model_path).vocab_size)
+    room = int(config.gpu_memory_share * total) - weights - batch - ON_GPU_BYTES
     kv_cache = room if config.kv_cache_gib is None else int(config.kv_cache_gib * 2**30)
     if config.gpus < 1 and (room <= 0 or kv_cache > room):
         amount = "memory" if config.kv_cache_gib is None else f"actors.kv_cache_gib = {config.kv_cache_gib:g}"
         raise ValueError(
             f"actors.gpu_memory_share = {config.gpu_memory_share:g} of a GPU of {total / 2**30:.0f} GiB does not leave "
             f"{amount} for attention keys and values besides {weights / 2**30:.1f} GiB of weights and about "
-            f"{(ON_GPU_BYTES + logits) / 2**30:.1f} GiB of engine overhead: raise actors.gpu_memory_share, or lower "
+            f"{(ON_GPU_BYTES + batch) / 2**30:.1f} GiB of engine overhead: raise actors.gpu_memory_share, or lower "
             f"{'actors.max_running_samples' if config.kv_cache_gib is None else 'actors.kv_cache_gib'}"
         )
     needed = (weights // config.tensor_parallel_size + kv_cache) / total

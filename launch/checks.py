@@ -7,6 +7,8 @@ import uuid
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import psutil
+
 from leeway.actors.tasks import TaskError, TaskFacts, check_task
 from leeway.buffer import samplers
 from leeway.buffer.core import check_config
@@ -184,15 +186,16 @@ def check(config: Config, root: Path, *, resumed: RunIdentity | None = None) -> 
 
 def with_limits(plan: Plan) -> Plan:
     """Return the plan; if the run would exceed a limit of this process, `lacking` describes the first such limit."""
-    config, left = plan.config, memory_left()
+    config, left = plan.config, min(memory_left(), psutil.virtual_memory().total)
     if plan.lacking or config.launch.ray_address is not None:
         return plan
     workers = [pool.count for pool in (*stage_pools(config), *actor_pools(config))]
     lacking, needs = low_limits(sum(workers)), MachineNeeds.of(config)
     if not lacking and needs is not None and left < _SURE_SHARE * needs.memory.size_bytes:
         lacking = (
-            f"the control group leaves {gib(left)} of memory, but the run takes about {gib(needs.memory.size_bytes)} "
-            f"({needs.memory.parts}): raise the group's limit, or lower actors.num_actors or actors.kv_cache_gib"
+            f"{gib(left)} of memory are left here, but the run takes about {gib(needs.memory.size_bytes)} "
+            f"({needs.memory.parts}): raise the control group's limit, or lower actors.num_actors, "
+            "actors.max_running_samples or actors.kv_cache_gib"
         )
     return replace(plan, lacking=lacking)
 

@@ -351,18 +351,20 @@ class MachineNeeds:
     @classmethod
     def of(cls, config: Config) -> MachineNeeds | None:
         """Estimate the needs of a run; None if the model is not downloaded yet."""
-        sizes = _sizes(config.model.folder)
-        if not sizes:
+        if (folder := config.model.folder) is None:
             return None
+        sizes = _sizes(folder)
         num_parameters, num_served = sum(sizes.values()), _num_served(sizes)
         learner = config.learner
         num_trained = 2 if config.algorithm.needs.critic == "model" else 1
         served = [_BYTES[dtype] * num_served for dtype in serving_dtypes(config)]
         engines = [(pool, pool.count * pool.config.tensor_parallel_size) for pool in actor_pools(config)]
+        shapes = {name: tensor.shape for name, tensor in tensors_in(folder).items()}
+        vocab_size = max((shape[0] for name, shape in shapes.items() if name.endswith(EMBEDDING_SUFFIX)), default=0)
         on_cpu = sum(
-            num * (pool.config.kv_cache_bytes_on_cpu + _BYTES[pool.config.dtype] * num_served)
-            for pool, num in engines
-            if not pool.config.gpus
+            num * (actors.kv_cache_bytes_on_cpu + actors.batch_bytes(vocab_size) + _BYTES[actors.dtype] * num_served)
+            for (pool, num), actors in ((each, each[0].config) for each in engines)
+            if not actors.gpus
         )
         num_stages = learner.num_stages * learner.num_replicas
         per_parameter = num_trained * (CHECKPOINT_BYTES + TRAINED_BYTES * _trains_on_cpu(config))

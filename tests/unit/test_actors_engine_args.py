@@ -36,6 +36,13 @@ def test_tensor_parallel_workers_are_engine_processes_and_not_ray_workers(args_o
     assert args_on(is_cpu, gpus=0 if is_cpu else 1).distributed_executor_backend != "mp"
 
 
+@pytest.mark.parametrize("is_cpu", [True, False])
+def test_a_step_holds_a_token_of_each_running_sample(args_on, is_cpu):
+    few, many = (args_on(is_cpu, gpus=0 if is_cpu else 1, max_running_samples=each) for each in (2048, 5000))
+    assert few.max_num_batched_tokens is None
+    assert many.max_num_batched_tokens == many.max_num_seqs == 5000
+
+
 def test_gpu_memory_share_sets_the_memory_of_an_engine_on_its_own_gpu(args_on):
     made = args_on(False, gpus=1, gpu_memory_share=0.4)
     assert (made.gpu_memory_utilization, made.kv_cache_memory_bytes) == (0.4, None)

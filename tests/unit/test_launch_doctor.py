@@ -243,10 +243,12 @@ def test_a_control_group_with_too_little_memory_prevents_the_start(monkeypatch):
     monkeypatch.setattr(checks, "replace", lambda plan, lacking: lacking)
     monkeypatch.setattr(checks, "low_limits", lambda _: "")
     here = SimpleNamespace(lacking="", config=load_config(DEMO))
-    for left, expected in ((2**31, "leaves 2.0 GiB of memory, but the run takes about"), (2**62, "")):
+    for left, expected in ((2**31, "2.0 GiB of memory are left here, but the run takes about"), (2**62, "")):
         monkeypatch.setattr(checks, "memory_left", lambda left=left: left)
         assert expected in checks.with_limits(here)
         assert bool(checks.with_limits(here)) == bool(expected)
+    many = SimpleNamespace(lacking="", config=load_config(DEMO, ["--actors.max_running_samples", str(10**10)]))
+    assert "lower actors.num_actors, actors.max_running_samples" in checks.with_limits(many)
     cluster = SimpleNamespace(lacking="", config=load_config(DEMO, ["--launch.ray_address", "10.0.0.1:6379"]))
     assert checks.with_limits(cluster) is cluster
     monkeypatch.setattr(doctor, "memory_left", lambda: 3 * 2**30)
@@ -261,7 +263,7 @@ def test_the_needs_of_the_demo_have_the_right_order_of_magnitude():
     more = MachineNeeds.of(load_config(DEMO, ["--actors.num_actors", "8"]))
     assert more.memory.size_bytes > needs.memory.size_bytes + 6 * 2**30
     split = MachineNeeds.of(load_config(DEMO, ["--actors.gpus", "2", "--actors.tensor_parallel_size", "2"]))
-    assert split.memory.size_bytes > needs.memory.size_bytes + 2 * 2**30, "a process on a GPU also uses host memory"
+    assert split.memory.size_bytes > needs.memory.size_bytes + 2**30, "a process on a GPU also uses host memory"
 
 
 def test_a_large_prompt_file_is_counted_in_every_process_that_loads_it(tmp_path):
@@ -379,10 +381,11 @@ def test_a_gpu_too_small_for_the_config_is_a_warning(gpus, monkeypatch):
 
 def test_shared_memory_too_small_for_the_queues_of_gpus_is_a_problem(monkeypatch):
     assert MachineNeeds.of(load_config(DEMO)).queues_bytes == 0
-    assert MachineNeeds.of(load_config(DEMO, ["--learner.gpus", "1"])).queues_bytes == 2 * NCCL_BYTES
+    stages = ["--learner.gpus", "1", "--learner.num_stages", "2"]
+    assert MachineNeeds.of(load_config(DEMO, stages)).queues_bytes == 2 * NCCL_BYTES
     split = ["--actors.gpus", "2", "--actors.tensor_parallel_size", "2"]
     needs = MachineNeeds.of(load_config(DEMO, split))
-    assert needs.queues_bytes == 2 * (BROADCAST_BYTES + 2 * ANSWERS_BYTES)
+    assert needs.queues_bytes == BROADCAST_BYTES + 2 * ANSWERS_BYTES
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: SimpleNamespace(free=64 * 2**20))
     found = list(doctor.check_memory(Subject(needs=needs)))[-1]
     assert (found.state, "64 MiB free" in found.found, "--ipc=host" in found.remedy) == ("problem", True, True)
