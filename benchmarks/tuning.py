@@ -73,7 +73,7 @@ class Sweep:
 
 SWEEPS = (
     Sweep("weight_sync.max_lag", (0, 1, 2, 4, 8), default=4),
-    Sweep("actors.num_actors", (1, 2, 3), default=2),
+    Sweep("actors.num_actors", (1, 2, 3), default=1),
     Sweep("actors.group_size", (4, 8, 16), default=GROUP_SIZE),
     Sweep("weight_sync.publish_every", (1, 2, 4), default=1),
 )

@@ -15,7 +15,7 @@ from leeway.launch.processes.learner_group import LearnerGroup
 from leeway.learner.checkpoint_files import META_NAME, CheckpointMeta, TrainingProgress
 from leeway.learner.mesh import StageLost
 
-DEMO = Path(__file__).parents[2] / "examples" / "demo.toml"
+DEMO = Path(__file__).parents[1] / "world" / "demo.toml"
 
 
 class Call:

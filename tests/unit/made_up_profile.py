@@ -10,7 +10,7 @@ from leeway.planning.costs import LearnerShape
 from leeway.planning.profile import EngineCosts, LearnerCosts, Profile, SampleFacts, WeightCosts
 from leeway.planning.profiling import local_machine, model_of, settings_of, settings_of_engine
 
-DEMO = Path(__file__).parents[2] / "examples" / "demo.toml"
+DEMO = Path(__file__).parents[1] / "world" / "demo.toml"
 
 
 def profile(*overrides: str, **changes: object) -> Profile:

@@ -15,7 +15,7 @@ from leeway.launch.observe.status import ProcessStatus
 from leeway.launch.observe.trace import Event
 from leeway.launch.run_folder import RunFolder
 
-DEMO = Path(__file__).parents[2] / "examples" / "demo.toml"
+DEMO = Path(__file__).parents[1] / "world" / "demo.toml"
 
 
 def plan(folder: Path, *overrides: str) -> Plan:

@@ -23,7 +23,7 @@ from tests.world.command import leeway_here
 OK, WRONG_INPUT = ExitStatus.OK, ExitStatus.WRONG_INPUT
 
 ROOT = Path(__file__).parents[2]
-DEMO = ROOT / "examples" / "demo.toml"
+DEMO = ROOT / "tests" / "world" / "demo.toml"
 
 FILE_TASK = """
 [model]

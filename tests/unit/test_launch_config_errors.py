@@ -22,7 +22,7 @@ from leeway.launch.run_folder import RunIdentity
 from tests.unit.made_up_run import plan
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-DEMO = EXAMPLES / "demo.toml"
+DEMO = EXAMPLES.parent / "tests" / "world" / "demo.toml"
 SMALL = ("--task.num_train", "64", "--task.num_heldout", "16")
 REWARD = "def exact(completions, answer, **_):\n    return [float(a == b) for a, b in zip(completions, answer)]\n"
 ROWS = [{"question": f"{a}+{b}=", "answer": str(a + b)} for a in range(10, 20) for b in range(10, 20)]

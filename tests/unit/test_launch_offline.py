@@ -66,7 +66,7 @@ def test_a_dry_run_shows_the_recorded_samples(train, tmp_path):
     assert f"samples    12 recorded in 6 groups, 6 of them usable for training: {path}" in out
     assert "actors     0, for evaluation" in out
     assert "3 steps of 2 prompts (4 samples)" in out
-    assert "2, for evaluation" in train(path)[1]
+    assert "1, for evaluation" in train(path)[1]
 
 
 def test_the_buffer_is_filled_before_the_start_and_replaces_its_source(tmp_path):

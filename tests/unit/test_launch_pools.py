@@ -9,7 +9,7 @@ from leeway.launch.config import load_config, to_toml
 from leeway.launch.errors import ConfigError
 from leeway.launch.pools import HOST_UNIT, actor_pools, serving_dtypes, stage_pools
 
-DEMO = Path(__file__).parents[2] / "examples" / "demo.toml"
+DEMO = Path(__file__).parents[1] / "world" / "demo.toml"
 
 TWO_POOLS = """
 [pools.exact]

@@ -21,7 +21,7 @@ from leeway.launch.run_folder import RunFolder, RunIdentity, claimed, owner_of
 from tests.unit.made_up_run import context, plan, status
 
 ROOT = Path(__file__).parents[2]
-DEMO = ROOT / "examples" / "demo.toml"
+DEMO = ROOT / "tests" / "world" / "demo.toml"
 SMALL = ["--task.num_train", "64", "--task.num_heldout", "8"]
 LOCKS = "import fcntl, sys, time; f = open(sys.argv[1], 'a'); fcntl.flock(f, 2); print('locked', flush=True); "
 

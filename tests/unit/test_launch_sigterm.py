@@ -19,7 +19,7 @@ from leeway.launch.processes.actor_role import ActorRole, Terminated
 from tests.unit.fake_actor import FakeBuffer, FakeEngine, K, jump, make_actor, until
 from tests.unit.fake_actor_process import Handle, Room, worker
 
-DEMO = Path(__file__).parents[2] / "examples" / "demo.toml"
+DEMO = Path(__file__).parents[1] / "world" / "demo.toml"
 TERMINATED = Terminated(12, 0)
 
 

@@ -23,7 +23,7 @@ from leeway.launch.processes.role_process import MAX_RESTARTS, RESTART_RESET_S, 
 from leeway.launch.processes.supervisor import Supervisor
 from tests.unit.fake_actor_process import Handle, Room, worker
 
-DEMO = Path(__file__).parents[2] / "examples" / "demo.toml"
+DEMO = Path(__file__).parents[1] / "world" / "demo.toml"
 
 
 class Admission:
