@@ -33,7 +33,7 @@ from leeway.actors.sample import (
     await_future,
 )
 from leeway.actors.tasks import Task, load_encoded
-from leeway.actors.tasks.task import PromptCodec
+from leeway.actors.tasks.chat import PromptCodec
 from leeway.actors.weights import ActorError, WeightFollower
 from leeway.buffer.client import BufferClient
 from leeway.buffer.protocol import Lease, RowResult

@@ -26,7 +26,7 @@ from leeway.actors.engine_core import EngineDead, Generation
 from leeway.actors.report import BusyClock, Counts, EvalCounts, EvalRequest, EvalResult
 from leeway.actors.rewards import RewardFailed, Scorer
 from leeway.actors.tasks import Problem
-from leeway.actors.tasks.task import PromptCodec
+from leeway.actors.tasks.chat import PromptCodec
 from leeway.actors.weights import ActorError, WeightFollower
 from leeway.buffer.client import BufferClient, Granted
 from leeway.buffer.ledger import GENERATION_FAILED

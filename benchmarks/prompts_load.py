@@ -49,8 +49,8 @@ def question(number: int) -> str:
 def load(path: str, num_rows: int) -> Figures:
     """Load the libraries, then load the file like an actor and measure memory and time."""
     from leeway.actors.tasks import load_encoded
+    from leeway.actors.tasks.chat import PromptCodec
     from leeway.actors.tasks.config import FileTask
-    from leeway.actors.tasks.task import PromptCodec
 
     PromptCodec(MODEL, chat=False, system_prompt=None).encode([question(0)])
     Path("/proc/self/clear_refs").write_text("5")  # reset the peak of resident memory

@@ -1,9 +1,11 @@
 """Tasks: training prompts, which are leased by id, held-out problems, and reward functions.
 
 config     the `[task]` section
-task       Task, Problem, RewardFunction; PromptCodec: prompts to token ids, completions to text
+task       Task, Problem, RewardFunction
+chat       PromptCodec: prompts to token ids, completions to text
 prompts    Template: renders an item's columns as a prompt; held_out: splits questions by their hash;
-           teachers_of: the teacher of a prompt; the rows of a JSONL or Parquet file
+           teachers_of: the teacher of a prompt
+sources    the rows of a JSONL or Parquet file
 gym        any reasoning-gym dataset by name
 functions  reward functions from FILE.py:FUNCTION, with TRL's signature
 rules      rewards by name: math, exact, contains, regex, code
@@ -20,11 +22,12 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from leeway.actors.tasks.chat import PromptCodec
 from leeway.actors.tasks.config import Classifier, CodeRule, FileTask, Judge, ReasoningGymTask, RegexRule, TaskConfig
 from leeway.actors.tasks.functions import arguments_of, check_functions, load_function, try_imports
 from leeway.actors.tasks.prompts import Template, file_problems, held_out, split_field, teachers_of
 from leeway.actors.tasks.rules import ANSWERS, check_rule, load_rule
-from leeway.actors.tasks.task import PROMPTS, Call, Problem, PromptCodec, RewardFunction, Task, TaskError, TaskFacts
+from leeway.actors.tasks.task import PROMPTS, Call, Codec, Problem, RewardFunction, Task, TaskError, TaskFacts
 
 _log = logging.getLogger(__name__)
 
@@ -114,7 +117,7 @@ def load_encoded(
     return task, codec
 
 
-def load_task(config: TaskConfig, reads: Collection[str] | None = None, codec: PromptCodec | None = None) -> Task:
+def load_task(config: TaskConfig, reads: Collection[str] | None = None, codec: Codec | None = None) -> Task:
     """Return the task with the columns `reads` (None for all), without loading rewards; raise TaskError if invalid."""
     if isinstance(config, ReasoningGymTask):
         # import on use: processes with prompts from files do not need this library

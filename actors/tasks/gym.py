@@ -18,7 +18,7 @@ from reasoning_gym.utils import extract_answer
 
 from leeway.actors.tasks.config import ReasoningGymTask
 from leeway.actors.tasks.prompts import HELDOUT_SHARE, Split
-from leeway.actors.tasks.task import Problem, PromptCodec, TaskError, among_known
+from leeway.actors.tasks.task import Codec, Problem, TaskError, among_known
 
 COLUMNS = ("question", "answer", "metadata")
 
@@ -31,9 +31,7 @@ _CACHED_ITEMS = 1024
 """Number of items that a scorer caches, because the samples of a group, which share an item, arrive successively."""
 
 
-def gym_problems(
-    config: ReasoningGymTask, reads: Collection[str] | None = None, codec: PromptCodec | None = None
-) -> Split:
+def gym_problems(config: ReasoningGymTask, reads: Collection[str] | None = None, codec: Codec | None = None) -> Split:
     """Stream the dataset until there are enough training and held-out problems.
 
     Raises TaskError if the dataset or a parameter does not exist, the template does not fit the items, or there are

@@ -15,7 +15,8 @@ from benchmarks.lib.machine import smollm2
 
 from leeway.actors.config import ActorsConfig
 from leeway.actors.engine import Engine
-from leeway.actors.tasks.task import Problem, PromptCodec
+from leeway.actors.tasks.chat import PromptCodec
+from leeway.actors.tasks.task import Problem
 from leeway.common.serving_model import prepare_serving_model
 from leeway.common.staleness import PolicyVersion
 from leeway.planning.lengths import LengthModel

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from leeway.actors.tasks import Problem, load_reward, load_task
-from leeway.actors.tasks.task import Call, PromptCodec
+from leeway.actors.tasks.chat import PromptCodec
+from leeway.actors.tasks.task import Call
 from leeway.common.process import keep_freed_memory
 from leeway.launch.config import Config, load_config
 from leeway.launch.train import EVAL_PROBLEMS

@@ -409,7 +409,7 @@ LAST_ALONE = "{% if loop.last and m.role == 'assistant' %}<think></think>{% endi
 def test_answer_text_that_a_template_adds_to_the_prompt_is_detected(tmp_path, head, starts, found, system_prompt):
     from transformers import AutoTokenizer
 
-    from leeway.actors.tasks.task import PromptCodec
+    from leeway.actors.tasks.chat import PromptCodec
 
     shutil.copytree(EXAMPLES / "demo_model", tmp_path / "model")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
@@ -420,7 +420,7 @@ def test_answer_text_that_a_template_adds_to_the_prompt_is_detected(tmp_path, he
 
 
 def test_answer_text_at_the_end_of_a_plain_prompt_is_detected():
-    from leeway.actors.tasks.task import PromptCodec
+    from leeway.actors.tasks.chat import PromptCodec
 
     codec = PromptCodec(EXAMPLES / "demo_model", chat=False, system_prompt=None)
     assert codec.answer_start("1+1=? <Think>\n") == "<Think>"
@@ -460,7 +460,7 @@ def test_a_prompt_excludes_an_end_of_sequence_token_added_by_the_tokenizer(tmp_p
     from tokenizers import processors
     from transformers import AutoTokenizer
 
-    from leeway.actors.tasks.task import PromptCodec
+    from leeway.actors.tasks.chat import PromptCodec
 
     shutil.copytree(EXAMPLES / "demo_model", tmp_path / "model")
     plain = PromptCodec(tmp_path / "model", chat=False, system_prompt=None).encode(["1+2=", "2="])
@@ -480,7 +480,7 @@ def test_prompts_are_encoded_plain_or_as_chat_and_decoding_drops_special_tokens(
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    from leeway.actors.tasks.task import PromptCodec
+    from leeway.actors.tasks.chat import PromptCodec
 
     words = {token: number for number, token in enumerate(["<eos>", "<unk>", "1", "2", "+", "=", "U", "S", "A"])}
     backend = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
