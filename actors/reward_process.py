@@ -148,7 +148,7 @@ class RewardProcess:
             raise CallFailed(_NOT_STARTED, str(error)) from error
         started = cls(process, *await asyncio.open_connection(sock=local))
         setup = {
-            "function": [function.name, list(function.columns), function.reference],
+            "function": [function.name, list(function.columns), function.reference, function.has_messages],
             "task": function.task.model_dump(mode="json"),
             "level": logging.getLogger().getEffectiveLevel(),
         }
@@ -211,7 +211,7 @@ def _call_message(problems: Sequence[Problem], completions: Sequence[str]) -> di
     distinct = {id(problem): problem for problem in problems}  # samples of a group share a problem
     place = {key: number for number, key in enumerate(distinct)}
     return {
-        "problems": [[each.question, each.text, each.columns, each.index] for each in distinct.values()],
+        "problems": [[each.question, each.prompt, each.columns, each.index] for each in distinct.values()],
         "which": [place[id(problem)] for problem in problems],
         "completions": list(completions),
     }
@@ -256,9 +256,9 @@ def serve(descriptor: str) -> None:
     if setup is None:
         return
     logging.basicConfig(level=setup["level"], format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    name, columns, reference = setup["function"]
+    name, *rest = setup["function"]
     task: Any = TypeAdapter(TaskConfig).validate_python(setup["task"])
-    function = RewardFunction(name, task, columns, reference)
+    function = RewardFunction(name, task, *rest)
     if not isinstance(function.named, Classifier):  # a classifier allocates as much as its weights need
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
         soft = MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(MEMORY_BYTES, hard)

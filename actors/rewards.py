@@ -192,6 +192,8 @@ class _Lane:
         return None if failing is None else replace(failing, for_s=self._clock() - self._failing_since_s)
 
     async def value(self, problem: Problem, completion: str) -> float | None:
+        if not self.function.applies_to(problem):
+            return None
         waiting = _Waiting(problem, completion)
         self._waiting.append(waiting)
         self._num_new += 1

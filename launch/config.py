@@ -28,7 +28,7 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 
 from leeway.actors.config import ActorsConfig
-from leeway.actors.tasks.config import TaskConfig
+from leeway.actors.tasks.config import HUB_DATA, TaskConfig
 from leeway.algorithms.registry import AlgorithmConfig
 from leeway.buffer.config import BufferConfig
 from leeway.common.user_input import Knob, did_you_mean, is_reference
@@ -209,10 +209,13 @@ class Config(_Section):
 
 
 MODEL_KEY = "model.path"
-PATH_KEYS = (MODEL_KEY, "model.reference_path", "task.path", "task.heldout_path", "buffer.source")
+PATH_KEYS = (
+    MODEL_KEY, "model.reference_path", "task.path", "task.heldout_path", "task.chat_template", "buffer.source",
+)  # fmt: skip
 WRITTEN_KEYS = ("weight_sync.folder",)  # folders that the run writes to
 REWARDS_KEY = "task.rewards"  # a list of FILE.py:FUNCTION
-NAMED_KEYS = ("algorithm.type", "algorithm.baseline", "buffer.sampler", "buffer.replay_sampler")  # accept FILE.py:NAME
+# keys that accept FILE.py:NAME
+NAMED_KEYS = ("algorithm.type", "algorithm.baseline", "buffer.sampler", "buffer.replay_sampler", "task.filter")
 REWARD_MODELS_KEY = "task.reward_models"  # tables by name; the table of a classifier has a path
 TEACHERS_KEY = "model.teachers"  # paths by name of the teacher, which may be any text
 HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*(@\S+)?")
@@ -380,7 +383,7 @@ def _resolve_paths(tree: Tree, base: Path, where: str) -> None:
                 found = _absolute(value, current_folder() if dotted in WRITTEN_KEYS else base)
                 # if a folder ORG exists, ORG/NAME is a path, which may be misspelt
                 is_of_hub = dotted == MODEL_KEY and HUB_NAME.fullmatch(value) and not os.path.exists(Path(found).parent)
-                table[key] = value if is_of_hub else found
+                table[key] = value if is_of_hub or (section == "task" and value.startswith(HUB_DATA)) else found
         except (OSError, RuntimeError) as error:  # the name is too long, or ~USER does not exist
             raise ConfigError(f"{where}{dotted} = {shortened(value)}: invalid path: {error}") from None
 

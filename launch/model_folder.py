@@ -129,6 +129,11 @@ def model_notes(config: Config, model: ModelFacts | None, task: TaskFacts) -> It
             f"the chat template ends each prompt with {task.answer_start!r}, the start of the answer: completions "
             "begin after that text, so a reward that searches for the text fails"
         )
+    if task.unread_kwargs:
+        yield (
+            f"task.chat_template_kwargs sets {', '.join(task.unread_kwargs)}, which the chat template does not read: "
+            "it has no effect"
+        )
     if model is None:
         return
     names = {name for pool in actor_pools(config) for name in pool.config.engine_args.get("hf_overrides", ())}

@@ -20,7 +20,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from leeway.actors.config import ON_GPU_BYTES
+from leeway.actors.tasks import TaskError
 from leeway.actors.tasks.config import FileTask, TaskConfig
+from leeway.actors.tasks.sources import files_of
 from leeway.common.hf_folder import EMBEDDING_SUFFIX, HEAD, tensors_in
 from leeway.common.process import usable_cpus
 from leeway.launch.config import Config
@@ -416,8 +418,11 @@ def _frozen_bytes(config: Config, num_served: int) -> int:
 
 def _of_prompts(task: TaskConfig, num_actors: int) -> dict[str, int]:
     """Return the bytes that the launcher and all actors use for a large prompt file; empty for a small one."""
-    files = [task.path, task.heldout_path] if isinstance(task, FileTask) else []
-    size_bytes = PROMPT_BYTES * sum(os.path.getsize(file) for file in files if file and os.path.exists(file))
+    sources = [task.path, task.heldout_path] if isinstance(task, FileTask) else []
+    size_bytes = 0
+    for each in filter(None, sources):
+        with suppress(TaskError):  # the check of the task reports missing files; the size of a Hub data set is unknown
+            size_bytes += PROMPT_BYTES * sum(os.path.getsize(file) for file in files_of(each, "task.path"))
     return {"prompts": (1 + num_actors) * size_bytes} if size_bytes > LARGE_BYTES else {}
 
 

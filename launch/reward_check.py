@@ -16,11 +16,14 @@ from typing import NamedTuple
 from leeway.actors.reward_process import CallFailed
 from leeway.actors.rewards import RewardFailed, Scorer, ScorerLimits
 from leeway.actors.tasks import Problem, RewardFunction, TaskError, load_task
+from leeway.actors.tasks.prompts import value_at
 from leeway.launch.config import Config
 from leeway.launch.errors import ExitStatus, as_config_error
 from leeway.launch.text import progress_line, shortened
 
-ANSWER_COLUMNS = ("answer", "solution", "ground_truth", "target", "reference", "completion")
+ANSWER_COLUMNS = (
+    "answer", "solution", "ground_truth", "reward_model[ground_truth]", "target", "reference", "completion",
+)  # fmt: skip
 """Columns that may contain the correct answer, in order of preference."""
 LONG_CHARACTERS = 100_000
 MALFORMED = {
@@ -221,7 +224,7 @@ class RewardCheck:
 
 def _answer(problem: Problem) -> str | None:
     """Return the correct answer of a row, or None if no column of `ANSWER_COLUMNS` has it."""
-    values = (problem.columns.get(name) for name in ANSWER_COLUMNS)
+    values = (value_at(problem.columns, name) for name in ANSWER_COLUMNS)
     return next((str(value) for value in values if isinstance(value, str | int | float)), None)
 
 

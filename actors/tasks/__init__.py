@@ -2,10 +2,10 @@
 
 config     the `[task]` section
 task       Task, Problem, RewardFunction
-chat       PromptCodec: prompts to token ids, completions to text
-prompts    Template: renders an item's columns as a prompt; held_out: splits questions by their hash;
+chat       the messages of a chat; PromptCodec: prompts to token ids, completions to text
+prompts    Template, PromptColumn: the prompt of an item; held_out: splits questions by their hash;
            teachers_of: the teacher of a prompt
-sources    the rows of a JSONL or Parquet file
+sources    rows of files, folders and data sets on the Hub; the filter of rows
 gym        any reasoning-gym dataset by name
 functions  reward functions from FILE.py:FUNCTION, with TRL's signature
 rules      rewards by name: math, exact, contains, regex, code
@@ -62,15 +62,20 @@ def check_task(
     With `teachers`, a list of names, each prompt must name one of these teachers.
     """
     reads = None if teachers else _read_columns(config)
-    task = load_task(config, None if reads is None else {*reads, PROMPTS})
+    codec = None if model_folder is None else _codec(config, model_folder)
+    skips = isinstance(config, FileTask) and config.on_long_prompt == "skip"
+    reads = None if reads is None else reads | {PROMPTS}
+    task = load_task(config, reads, codec if skips else None, max_prompt_tokens)
     columns, named = task.rewards[0].columns, config.named_rewards
-    for name in config.rewards:
-        _check_named(name, config, columns, task, has_model=model_folder is not None, here=import_limit_s is not None)
-    end_of_turn, answer_start = None, ""
-    if model_folder is not None:
-        codec = PromptCodec(model_folder, config.chat, config.system_prompt)
+    for function in task.rewards if config.rewards else ():
+        _check_named(function, task, has_model=model_folder is not None, here=import_limit_s is not None)
+    task.check_sources()
+    end_of_turn, answer_start, unread_kwargs = None, "", list[str]()
+    if codec is not None:
+        codec.is_chat |= task.has_messages
         task.check_prompts(codec, max_prompt_tokens, vocab_size)
         end_of_turn, answer_start = codec.end_of_turn(), codec.answer_start(task.train[0].text)
+        unread_kwargs = codec.unread_kwargs()
     if import_limit_s is not None:
         files = [reference for reference in config.rewards if reference not in named]
         try_imports(files, columns, import_limit_s, has_network=config.reward_network)
@@ -81,15 +86,27 @@ def check_task(
         task.facts(teacher_of_prompt),
         end_of_turn=end_of_turn,
         answer_start=answer_start,
+        unread_kwargs=unread_kwargs,
         column_digests=task.column_digests(),
     )
 
 
-def _check_named(
-    name: str, config: ReasoningGymTask | FileTask, columns: Sequence[str], task: Task, *, has_model: bool, here: bool
-) -> None:
-    """Check the reward model or rule that `rewards` names; large libraries are imported only if needed."""
-    section = config.named_rewards.get(name)
+def _codec(config: TaskConfig, model_folder: Path) -> PromptCodec:
+    kwargs = config.chat_template_kwargs
+    return PromptCodec(model_folder, config.chat, config.system_prompt, _chat_template(config), kwargs)
+
+
+def _chat_template(config: TaskConfig) -> str:
+    """Return the content of the file `task.chat_template`; "" if unset. Raise TaskError if it cannot be read."""
+    try:
+        return "" if config.chat_template is None else Path(config.chat_template).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise TaskError(f"task.chat_template: {config.chat_template} cannot be read: {error}") from error
+
+
+def _check_named(function: RewardFunction, task: Task, *, has_model: bool, here: bool) -> None:
+    """Check a reward model or rule on the problems that it scores; large libraries are imported only if needed."""
+    name, section, columns = function.name, function.named, function.columns
     if isinstance(section, Judge):
         from leeway.actors.tasks.reward_models import check_judge
 
@@ -100,16 +117,17 @@ def _check_named(
 
             check_classifier(name, section)
     elif section is not None:
-        check_rule(name, section, columns, task.train, here=here)
+        scored = [each for each in task.train if function.applies_to(each)] if function.by_source else ()
+        check_rule(name, section, columns, scored or task.train, here=here)
 
 
 def load_encoded(
     config: TaskConfig, model_path: Path, max_prompt_tokens: int, *, all_columns: bool = False
 ) -> tuple[Task, PromptCodec]:
     """Return a task for actors, with encoded prompts and the columns that rewards read, and the prompt codec."""
-    codec = PromptCodec(model_path, config.chat, config.system_prompt)
+    codec = _codec(config, model_path)
     started_s = time.perf_counter()
-    task = load_task(config, None if all_columns else _read_columns(config), codec)
+    task = load_task(config, None if all_columns else _read_columns(config), codec, max_prompt_tokens)
     task.check_lengths(max_prompt_tokens)
     tokenising_s = 0.0 if task.store is None else task.store.tokenising_s
     read_s = time.perf_counter() - started_s - tokenising_s
@@ -117,25 +135,33 @@ def load_encoded(
     return task, codec
 
 
-def load_task(config: TaskConfig, reads: Collection[str] | None = None, codec: Codec | None = None) -> Task:
-    """Return the task with the columns `reads` (None for all), without loading rewards; raise TaskError if invalid."""
+def load_task(
+    config: TaskConfig, reads: Collection[str] | None = None, codec: Codec | None = None, max_tokens: int = 0
+) -> Task:
+    """Return the task with the columns `reads` (None for all), without loading rewards; raise TaskError if invalid.
+
+    With a codec and `task.on_long_prompt = "skip"`, prompts longer than `max_tokens` are skipped.
+    """
     if isinstance(config, ReasoningGymTask):
         # import on use: processes with prompts from files do not need this library
         from leeway.actors.tasks.gym import COLUMNS, gym_problems
 
         split, columns = gym_problems(config, reads, codec), list(COLUMNS)
     else:
-        split, columns = file_problems(config, reads, codec)
+        split, columns = file_problems(config, reads, codec, max_tokens)
+    has_messages, template = bool(split.store.of_shape), _chat_template(config)
+    if (template or config.chat_template_kwargs) and not (config.chat or has_messages):
+        raise TaskError("task.chat_template and its arguments have no effect on prompts of text; set task.chat = true")
     named = config.named_rewards
     check_functions(config.rewards, columns, named)
     rewards = [
-        RewardFunction(each.rpartition(":")[2], config, columns, "" if each in named else each)
+        RewardFunction(each.rpartition(":")[2], config, columns, "" if each in named else each, has_messages)
         for each in config.rewards
     ]
     if not rewards:
         assert isinstance(config, ReasoningGymTask), "a file task without rewards is rejected earlier"
         rewards = [RewardFunction(config.name, config, columns)]
-    return Task(split.train, split.heldout, tuple(rewards), split.rows, split.store)
+    return Task(split.train, split.heldout, tuple(rewards), split.rows, split.store, template)
 
 
 def _read_columns(config: ReasoningGymTask | FileTask) -> frozenset[str] | None:
@@ -157,7 +183,8 @@ def _read_columns(config: ReasoningGymTask | FileTask) -> frozenset[str] | None:
             return None  # other columns may define how to run the tests
         else:
             defaults = () if isinstance(named, RegexRule) else ANSWERS
-            found.update(defaults if named.column is None else [split_field(named.column)[0]])
+            found.update(split_field(each)[0] for each in (defaults if named.column is None else [named.column]))
+    found.update(config.source_columns if isinstance(config, FileTask) else ())
     return frozenset(found) if config.rewards else None
 
 
@@ -165,7 +192,7 @@ def load_reward(function: RewardFunction) -> Call:
     """Load a reward into this process: run the user's file, or load the model; raise TaskError if the load fails."""
     named = function.named
     if function.reference:
-        return load_function(function.reference, function.columns)
+        return load_function(function.reference, function.columns, has_messages=function.has_messages)
     if isinstance(named, Judge):
         from leeway.actors.tasks.reward_models import load_judge
 

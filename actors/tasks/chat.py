@@ -1,13 +1,14 @@
-"""PromptCodec: prompts to token ids, by the tokenizer and its chat template, and completions to text."""
+"""Messages of a chat, and PromptCodec: prompts to token ids by a tokenizer and its chat template."""
 
 from __future__ import annotations
 
+import inspect
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from leeway.actors.tasks.task import TaskError, first_line
+from leeway.actors.tasks.task import Message, Prompt, TaskError, first_line
 
 _ANSWER = {"role": "assistant", "content": "the-answer"}
 """An example turn for rendering a chat template."""
@@ -17,13 +18,55 @@ _TOKENIZER_FILES = ("tokenizer.json", "*.model", "vocab.*", "merges.txt")
 """File name patterns; a folder with a tokenizer has at least one matching file."""
 
 
+def messages_of(value: Sequence[object], where: str) -> list[Message]:
+    """Return messages with the keys role, content, and others, without nulls, which Parquet adds for missing keys.
+
+    Raises TaskError if an entry is no object, has no role, or has content other than text.
+    """
+    if not value:
+        raise TaskError(f"{where}: the list of messages is empty; give at least one message")
+    found = []
+    for number, each in enumerate(value, start=1):
+        message, name = _without_nulls(each), f"{where}: message {number}"
+        role = message.get("role") if isinstance(message, dict) else None
+        if not isinstance(role, str) or not role:
+            raise TaskError(f"{name} has no role: {str(each)[:80]}; give each message a role")
+        if len(message) == 1 or not isinstance(message.get("content", ""), str):
+            raise TaskError(f"{name} ({role}) has no content of type text; give it text")
+        found.append(dict(sorted(message.items(), key=lambda item: (item[0] != "role", item[0] != "content", item[0]))))
+    return found
+
+
+def _without_nulls(value: Any) -> Any:  # noqa: ANN401 -- any JSON
+    if isinstance(value, dict):
+        return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
+
+
+def with_answer(prompt: Prompt, completion: str) -> list[Message]:
+    """Return a chat of the prompt and the answer, which continues a last message of the assistant."""
+    *head, last = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if last["role"] != "assistant":
+        head, last = [*head, last], {"content": ""}
+    return [*head, {"role": "assistant", "content": last.get("content", "") + completion}]
+
+
 class PromptCodec:
-    """Encodes prompts, unchanged or as a user turn of a chat, and decodes completions."""
+    """Encodes prompts (text, text as a user turn of a chat, or messages), and decodes completions."""
 
-    def __init__(self, folder: Path, chat: bool, system_prompt: str | None) -> None:
-        """Load the tokenizer of a local folder; if `chat` is set, wrap each prompt in the tokenizer's chat template.
+    def __init__(
+        self,
+        folder: Path,
+        chat: bool,
+        system_prompt: str | None,
+        chat_template: str = "",
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Load the tokenizer of a local folder; `chat` wraps each prompt of text in the chat template.
 
-        Raises TaskError if the folder has no tokenizer, or if `chat` is set and the tokenizer has no chat template.
+        A system prompt is the first turn of each chat that has no system turn. `chat_template` replaces the template of
+        the tokenizer unless it is empty. Raises TaskError if the folder has no tokenizer, `chat` is set and there is no
+        chat template, or an argument is none of the template.
         """
         from transformers import AutoTokenizer  # import on use, because this imports torch
 
@@ -40,30 +83,54 @@ class PromptCodec:
             raise TaskError(
                 f"model folder {folder} has no loadable tokenizer: {first_line(error)}; download its files again"
             ) from error
+        self._tokenizer.chat_template = chat_template or self._tokenizer.chat_template
         if chat and not self._tokenizer.chat_template:
             raise TaskError(f"task.chat = true, but the tokenizer in {folder} has no chat template; set chat = false")
-        self._chat = chat
+        self._kwargs = dict(chat_template_kwargs or {})
+        own = {"messages", *inspect.signature(self._tokenizer.apply_chat_template).parameters} - {"tools", "documents"}
+        if reserved := sorted(own & self._kwargs.keys()):
+            raise TaskError(f"task.chat_template_kwargs.{reserved[0]} is not an argument of the template; remove it")
+        self.is_chat = chat
+        """Whether prompts are chats; of messages, the task sets this after it has read the rows."""
         self._system_prompt = system_prompt
         self._num_ends = self._num_trailing_ends()
 
-    def encode(self, texts: list[str]) -> list[list[int]]:
-        """Return the token ids of each prompt, with the special tokens that the tokenizer prepends.
+    def encode(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+        """Return the token ids of each prompt, with the special tokens that the tokenizer prepends to text.
 
-        Raises TaskError if the chat template rejects the turns.
+        All prompts are text, or all are messages. Raises TaskError if the chat template rejects the turns.
         """
-        if not self._chat:
+        texts = [each for each in prompts if isinstance(each, str)]
+        if len(texts) == len(prompts) and not self.is_chat:
             return self._ids(texts, special=True)
-        from jinja2 import TemplateError  # import on use: only a chat template needs jinja2
-
         # The chat template writes special tokens as text, so the encoding must not add special tokens.
+        return self._ids([self._chat_text(self._turns(each)) for each in prompts], special=False)
+
+    def _chat_text(self, turns: list[Message]) -> str:
+        """Render a chat up to the start of the answer, or to the end of a last message of the assistant."""
+        if not self._tokenizer.chat_template:
+            raise TaskError("the prompts are messages, but the tokenizer has no chat template; set task.chat_template")
+        goes_on = turns[-1]["role"] == "assistant"
         try:
-            rendered = self._rendered(map(self._turns, texts), add_generation_prompt=True)
-        except TemplateError as error:
-            raise TaskError(
-                f"task.chat = true, but the tokenizer's chat template rejects the prompts: {error}. If the template "
-                "supports no system turn, put the text of task.system_prompt into task.template instead"
-            ) from error
-        return self._ids(rendered, special=False)
+            return self._rendered([turns], add_generation_prompt=not goes_on, continue_final_message=goes_on)[0]
+        except Exception as error:  # a template may also fail with errors of Python, such as None + "text"
+            roles = ", ".join(each["role"] for each in turns)
+            why = f"the chat template rejects messages of the roles {roles}: {first_line(error)}"
+            raise TaskError(f"{why}. Change the rows, remove task.system_prompt, or set task.chat_template") from error
+
+    def unread_kwargs(self) -> list[str]:
+        """Return the names of `chat_template_kwargs` that the chat template does not read."""
+        from jinja2 import TemplateSyntaxError, meta
+        from transformers.utils.chat_template_utils import _compile_jinja_template  # knows the tags of Transformers
+
+        if not self._kwargs:
+            return []
+        text = self._tokenizer.get_chat_template(tools=self._kwargs.get("tools"))
+        try:
+            read = meta.find_undeclared_variables(_compile_jinja_template(text).environment.parse(text))
+        except TemplateSyntaxError:  # the first prompt reports this error
+            return []
+        return [name for name in self._kwargs if name not in read]
 
     def end_of_turn(self) -> tuple[int, str, str] | None:
         """Return the token after an answer, its text and its source, for `TaskFacts`; None if there is no token."""
@@ -80,25 +147,28 @@ class PromptCodec:
         With a chat template, compare a prompt with conversations that contain an answer: what a prompt adds to the text
         before the answer is the start of the answer. Without an addition, return an open tag at the prompt's end.
         """
-        prompt = self._example(add_generation_prompt=True) if self._chat else text
+        prompt = self._example(add_generation_prompt=True) if self.is_chat else text
         answered = (self._example(_ANSWER), self._example(_ANSWER, *self._turns("")[-1:]))
         heads = [head for head, found, _ in (chat.partition(_ANSWER["content"]) for chat in answered) if found]
         starts = [prompt[len(head) :].strip() for head in heads if prompt.startswith(head)]
         return max(starts, key=len, default="") or "".join(OPEN_TAG.findall(prompt))
 
-    def _example(self, *answered: dict[str, str], **options: bool) -> str:
+    def _example(self, *answered: Message, **options: bool) -> str:
         """Render a question and these turns; return '' without a chat template, or if the template rejects them."""
         try:
-            return self._rendered([[*self._turns("the-question"), *answered]], **options)[0] if self._chat else ""
+            return self._rendered([[*self._turns("the-question"), *answered]], **options)[0] if self.is_chat else ""
         except Exception:  # errors of any type are harmless, because a run never renders an answer
             return ""
 
-    def _turns(self, text: str) -> list[dict[str, str]]:
-        head = [{"role": "system", "content": self._system_prompt}] if self._system_prompt is not None else []
-        return [*head, {"role": "user", "content": text}]
+    def _turns(self, prompt: Prompt) -> list[Message]:
+        turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        if self._system_prompt is None or turns[0]["role"] == "system":
+            return turns
+        return [{"role": "system", "content": self._system_prompt}, *turns]
 
-    def _rendered(self, chats: Iterable[list[dict[str, str]]], **options: bool) -> list[str]:
-        return [self._tokenizer.apply_chat_template(chat, tokenize=False, **options) for chat in chats]
+    def _rendered(self, chats: Iterable[list[Message]], **options: bool) -> list[str]:
+        render = self._tokenizer.apply_chat_template
+        return [render(chat, tokenize=False, **self._kwargs, **options) for chat in chats]
 
     def _ids(self, texts: list[str], special: bool) -> list[list[int]]:
         ids: list[list[int]]

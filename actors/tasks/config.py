@@ -8,11 +8,17 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
-from leeway.common.user_input import Knob
+from leeway.common.user_input import Knob, Reference
 
 MAX_HELDOUT = 1024
 """Maximum number of held-out problems of a file if num_heldout is unset. Without this bound, an evaluation on an eighth
 of a large file would take longer than the training."""
+
+
+HUB_DATA = "hf://"
+"""Prefix of a source of rows on the Hugging Face Hub."""
+DATA_SOURCE = "data_source"
+"""Column that selects the reward of a row by task.reward_by_source, as in rows for verl."""
 
 
 class _NamedReward(BaseModel):
@@ -62,8 +68,8 @@ RewardModel = Annotated[Judge | Classifier, Field(discriminator="type")]
 class _AnswerRule(_NamedReward):
     column: str | None = Knob(
         None,
-        "Column with the correct answer or a list of them; unset: the first of answer, solution and "
-        "ground_truth. A row without a value is not scored.",
+        "Column with the correct answer or a list of them; unset: the first of answer, solution, ground_truth "
+        "and reward_model[ground_truth]. A row without a value is not scored.",
     )
 
 
@@ -142,11 +148,15 @@ class _TaskConfig(BaseModel):
     template: str | None = Knob(
         None,
         "Prompt text with columns as {name}, {metadata[name]} or, without white space, {name:compact}; unset: "
-        "the column question.",
+        "the prompt is a column.",
         basic=True,
     )
     chat: bool = Knob(False, "Wrap the prompt as a user turn of the chat template.", basic=True)
     system_prompt: str | None = Knob(None, "System turn; needs chat = true.", basic=True)
+    chat_template: str | None = Knob(None, "Jinja file that replaces the chat template of the tokenizer.")
+    chat_template_kwargs: dict[str, Any] = Knob(
+        {}, "Arguments of the chat template, for example { enable_thinking = false }."
+    )
     rewards: tuple[str, ...] = Knob(
         (),
         "Rewards to sum: FILE.py:FUNCTION, rules (math, code, exact, contains, names in reward_rules) and names "
@@ -205,12 +215,29 @@ class ReasoningGymTask(_TaskConfig):
 
 
 class FileTask(_TaskConfig):
-    """A JSONL or Parquet file of prompts, and reward functions in Python files."""
+    """Prompts from files or a data set on the Hub, and reward functions in Python files."""
 
     type: Literal["file"]
-    path: str = Knob(..., "JSONL or Parquet file, one row per prompt.", basic=True)
+    path: str = Knob(
+        ...,
+        "JSONL, Parquet or CSV file with one row per prompt; a folder or pattern (DIR/*.parquet) of such files; or "
+        "hf://ORG/NAME?split=train&revision=COMMIT.",
+        basic=True,
+    )
     heldout_path: str | None = Knob(
-        None, "File of held-out rows; unset: split `path` by a hash of the template's columns."
+        None, "Source of held-out rows, as `path`; unset: split `path` by a hash of the prompt's columns."
+    )
+    question_column: str | None = Knob(
+        None,
+        "Column of the prompt: text or a list of messages; unset: the first of prompt, messages and question.",
+        basic=True,
+    )
+    filter: Reference | None = Knob(None, "FILE.py:NAME, a function that returns whether to keep a row.")
+    on_long_prompt: Literal["refuse", "skip"] = Knob(
+        "refuse", "Whether prompts longer than actors.max_prompt_tokens are an error, or are skipped."
+    )
+    reward_by_source: dict[str, str] = Knob(
+        {}, "Reward of each value of the column data_source; rewards that are not named here score all rows."
     )
     num_train: PositiveInt | None = Knob(None, "Number of distinct training prompts; unset: all.", basic=True)
     num_heldout: PositiveInt | None = Knob(
@@ -218,6 +245,19 @@ class FileTask(_TaskConfig):
         f"Number of distinct held-out problems; unset: all, up to {MAX_HELDOUT}.",
         basic=True,
     )
+
+    @model_validator(mode="after")
+    def _prompt_and_sources_are_consistent(self) -> FileTask:
+        if self.template is not None and self.question_column is not None:
+            raise ValueError("template and question_column both define the prompt; remove one of them")
+        names = [name.rpartition(":")[2] for name in self.rewards]
+        if unknown := [name for name in self.reward_by_source.values() if name not in names]:
+            raise ValueError(f"reward_by_source names '{unknown[0]}', but rewards has only {', '.join(names)}")
+        return self
+
+    @property
+    def source_columns(self) -> tuple[str, ...]:
+        return (DATA_SOURCE,) if self.reward_by_source else ()
 
 
 TaskConfig = Annotated[ReasoningGymTask | FileTask, Field(discriminator="type")]

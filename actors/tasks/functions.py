@@ -169,8 +169,8 @@ def try_imports(
     raise TaskError(f"task.rewards: importing {files} ended the process with status {done.returncode}: {last}")
 
 
-def load_function(reference: str, columns: Collection[str]) -> Call:
-    """Run the file of a function, and wrap the function.
+def load_function(reference: str, columns: Collection[str], *, has_messages: bool = False) -> Call:
+    """Run the file of a function, and wrap the function; with `has_messages`, completions are messages too.
 
     Raises TaskError if the file or the function is missing, an argument has no column, or the import fails.
     """
@@ -182,10 +182,10 @@ def load_function(reference: str, columns: Collection[str]) -> Call:
     function = getattr(module, name, None)
     if not callable(function):
         raise TaskError(f"task.rewards: '{reference}': '{name}' is not a function but {function!r}")
-    return _in_trl_shape(function, reference, columns)
+    return _in_trl_shape(function, reference, columns, has_messages)
 
 
-def _in_trl_shape(function: Callable[..., Any], reference: str, columns: Collection[str]) -> Call:
+def _in_trl_shape(function: Callable[..., Any], reference: str, columns: Collection[str], has_messages: bool) -> Call:
     parameters = inspect.signature(function).parameters.values()
     takes_all = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters)
     named = {one.name for one in parameters if one.kind is not inspect.Parameter.VAR_KEYWORD}
@@ -198,9 +198,10 @@ def _in_trl_shape(function: Callable[..., Any], reference: str, columns: Collect
         # copy the values: samples of a group share a problem, and a function may modify its arguments
         values: dict[str, Any] = {name: [copy.deepcopy(one.columns.get(name)) for one in problems] for name in needed}
         if takes_all or "prompts" in named:
-            values["prompts"] = [one.text for one in problems]
+            values["prompts"] = [copy.deepcopy(one.prompt) for one in problems]
         if takes_all or "completions" in named:
-            values["completions"] = list(completions)
+            chats = [[{"role": "assistant", "content": each}] for each in completions]
+            values["completions"] = chats if has_messages else list(completions)
         return function(**values)
 
     return call

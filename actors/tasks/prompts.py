@@ -15,17 +15,18 @@ import re
 from array import array
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import lru_cache
-from pathlib import Path
 from string import Formatter
 from typing import Any
 
 import numpy as np
 
+from leeway.actors.tasks.chat import messages_of
 from leeway.actors.tasks.config import MAX_HELDOUT, FileTask, ReasoningGymTask
-from leeway.actors.tasks.sources import read_rows
+from leeway.actors.tasks.sources import columns_of, read_rows, row_filter
 from leeway.actors.tasks.task import (
     Codec,
     Problem,
+    Prompt,
     PromptStore,
     StoredPrompts,
     TaskError,
@@ -33,10 +34,12 @@ from leeway.actors.tasks.task import (
     digest_of,
     hashed_text,
     json_safe,
+    text_of,
 )
 
 QUESTION = "question"
-"""The column that is the prompt if task.template is unset."""
+PROMPT_COLUMNS = ("prompt", "messages", QUESTION)
+"""Columns that are the prompt, in order of preference, if task.template and task.question_column are unset."""
 _FIELD = re.compile(r"(?P<column>[^.\[\]]+)(?P<keys>(?:\[[^\]]+\])*)")
 _KEY = re.compile(r"\[([^\]]+)\]")
 
@@ -163,6 +166,30 @@ class Template:
             raise TaskError(f"{self._key} {self.text!r} at {where}: {why}") from error
 
 
+class PromptColumn:
+    """Reads the prompt of an item from a column with text or with the messages of a chat."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.columns = name, [name]
+
+    def render(self, item: Mapping[str, Any], where: str = "a row") -> Prompt:
+        """Return the prompt of one item; errors name the item by `where`.
+
+        Raises TaskError if the column is missing, or holds neither text nor messages.
+        """
+        if self.name not in item:
+            raise TaskError(f"{where} has no column '{self.name}', which is the prompt; {among_known(self.name, item)}")
+        value = item[self.name]
+        if isinstance(value, list):
+            return messages_of(value, f"{where}, column '{self.name}'")
+        if not isinstance(value, str) or not value.strip():
+            raise TaskError(
+                f"{where}: '{self.name}' must be non-empty text or a list of messages, got {str(value)[:80]!r}; fix "
+                "the row, or set task.template"
+            )
+        return value
+
+
 HELDOUT_SHARE = 0.125
 """Fraction of all questions that are held out for evaluation."""
 
@@ -180,17 +207,21 @@ class Split:
 
     def __init__(
         self, config: FileTask | ReasoningGymTask, names: Sequence[str], reads: Collection[str] | None,
-        codec: Codec | None,
+        codec: Codec | None, column: str = QUESTION, max_tokens: int | None = None,
     ) -> None:  # fmt: skip
-        """`names` are the columns to hash; if empty, the columns that the template reads are hashed."""
-        self.template = Template(config.template or f"{{{QUESTION}}}")
+        """`names` are the columns to hash; if empty, the columns of the prompt are hashed.
+
+        Without a template, `column` is the prompt. With `max_tokens`, longer prompts are skipped.
+        """
+        self.template = Template(config.template) if config.template else PromptColumn(column)
         self._names = names or self.template.columns
         self._max_sizes = config.num_train or 2**63, config.num_heldout or MAX_HELDOUT
         self.store = PromptStore(self.template.render, self._names, reads, codec)
         self._halves, self._num_moved = (array("q"), array("q")), 0
         self._seen, self._held = set[int](), set[int]()
         """Hashes of all offered prompts, and of the held-out ones."""
-        self.num_read = 0
+        self._max_tokens = max_tokens
+        self.num_read = self.num_filtered = self.num_too_long = 0
 
     @property
     def num_distinct(self) -> int:
@@ -199,27 +230,45 @@ class Split:
     def finish(self) -> Split:
         """Tokenise the remaining prompts, and create both halves in the order of their rows."""
         self.store.flush()
-        train = [at for at in self._halves[0] if self.store.keys[at] not in self._held]
+        halves = [at for at in self._halves[0] if self.store.keys[at] not in self._held], list(self._halves[1])
+        if self._max_tokens is not None:
+            num_all, lengths = sum(map(len, halves)), np.diff(self.store.id_ends)
+            train, heldout = ([at for at in half if lengths[at] <= self._max_tokens] for half in halves)
+            self.num_too_long = num_all - len(train) - len(heldout)
+            halves = train, heldout
         self.train, self.heldout = (
-            StoredPrompts(self.store, np.array(each, np.int64)) for each in (train, self._halves[1])
+            StoredPrompts(self.store, np.array(half[:size], np.int64))
+            for half, size in zip(halves, self._max_sizes, strict=True)
         )
-        used, equal = len(train) + len(self.heldout), self.num_read - len(self._seen)
-        self.rows = f"{self.num_read} read, {used} used, {equal} duplicate, {len(self._seen) - used} skipped"
+        used, equal = len(self.train) + len(self.heldout), self.num_read - len(self._seen)
+        skipped = len(self._seen) - used - self.num_too_long
+        self.rows = f"{self.num_read} read, {used} used, {equal} duplicate, {skipped} skipped"
+        extra = ((self.num_too_long, "too long"), (self.num_filtered, "removed by task.filter"))
+        self.rows += "".join(f", {number} {what}" for number, what in extra if number)
         return self
 
     def has_room(self, *, held: bool) -> bool:
-        """Return whether a half has fewer prompts than requested."""
-        return len(self._halves[held]) - (0 if held else self._num_moved) < self._max_sizes[held]
+        """Return whether a half has fewer prompts than requested, or some of these may be too long."""
+        num_found = len(self._halves[held]) - (0 if held else self._num_moved)
+        return self._max_tokens is not None or num_found < self._max_sizes[held]
 
     def offer(self, row: Mapping[str, Any], number: int, where: str, held: bool | None = None) -> None:
         """Add a row to the held-out half if `held`, else to the training half; None selects the half by a hash.
 
         Only the first of rows with equal prompts (by NFC) is kept. If one of these rows is held out, none is trained
-        on. Raises TaskError if the prompt is empty, or the template does not fit the row.
+        on. Raises TaskError if the prompt is empty or of another form than the first, or the template does not fit.
         """
-        text = self.template.render(row, where)
+        prompt = self.template.render(row, where)
+        text, is_chat = text_of(prompt), not isinstance(prompt, str)
         if not text.strip():
             raise TaskError(f"{where}: the prompt is empty, {text!r}; fix the row or task.template")
+        if self.num_read and is_chat != bool(self.store.of_shape):
+            forms = ("text", "a list of messages")
+            raise TaskError(
+                f"{where}: the prompt is {forms[is_chat]}, but earlier prompts are {forms[not is_chat]}; use one form"
+            )
+        if is_chat:
+            row = {**row, self.template.columns[0]: prompt}
         if held is None:
             held = held_out(hashed_text(row, self._names))
         key = digest_of(text)
@@ -231,52 +280,53 @@ class Split:
             self._num_moved += key in self._seen and key in self.store.keys
         self._seen.add(key)
         if self.has_room(held=held):
-            self._halves[held].append(self.store.add(row, text, number, key))
+            self._halves[held].append(self.store.add(row, prompt, number, key))
 
 
 # --- rows of a file -----------------------------------------------------------------------------------
 
 
 def file_problems(
-    config: FileTask, reads: Collection[str] | None = None, codec: Codec | None = None
+    config: FileTask, reads: Collection[str] | None = None, codec: Codec | None = None, max_tokens: int = 0
 ) -> tuple[Split, list[str]]:
-    """Read and split the file; return the two halves and the names of the columns.
+    """Read and split the rows; return the two halves and the names of the columns.
 
     Raises TaskError if a file, column or row is invalid, or there are too few distinct questions.
     """
     if not config.rewards:
         raise TaskError("task.rewards is empty: a file of prompts needs at least one FILE.py:FUNCTION to score answers")
-    split = Split(config, (), reads, codec)
+    column = config.question_column or ("" if config.template else _prompt_column(config))
+    skips = codec is not None and config.on_long_prompt == "skip"
+    split = Split(config, (), reads, codec, column, max_tokens if skips else None)
+    keeps = None if config.filter is None else row_filter(config.filter)
     columns = dict[str, None]()
     # Read held-out rows first, so that a prompt in both files is held out and not trained on.
     files = [(config.heldout_path, "task.heldout_path", True)] if config.heldout_path else []
     for path, key, held in (*files, (config.path, "task.path", False if files else None)):
-        for number, row in read_rows(Path(path).expanduser(), key, split.template.columns, reads, columns):
-            where = f"{path}, row {number}"
-            if config.template is None:
-                _check_question(row, where)
-            split.offer(row, number, where, held)
+        wanted = None if keeps is not None else reads  # a filter reads any column
+        for where, number, row in read_rows(path, key, split.template.columns, wanted, columns):
+            if keeps is None or keeps(row, where):
+                split.offer(row, number, where, held)
+            else:
+                split.num_filtered += 1
     _check_sizes(config, split.finish())
     return split, list(columns)
 
 
-def _check_question(row: Mapping[str, Any], where: str) -> None:
-    if QUESTION not in row:
+def _prompt_column(config: FileTask) -> str:
+    columns = columns_of(config.path, "task.path")
+    if columns and not set(columns) & set(PROMPT_COLUMNS):
         raise TaskError(
-            f"task.template is unset, so the column '{QUESTION}' is the prompt, but {where} has no such column; "
-            f"{among_known(QUESTION, row)}"
+            f"task.template and task.question_column are unset, and {config.path} has no column "
+            f"{' or '.join(PROMPT_COLUMNS)}; {among_known(QUESTION, columns)}"
         )
-    question = row[QUESTION]
-    if not isinstance(question, str) or not question.strip():
-        raise TaskError(
-            f"{where}: '{QUESTION}' must be non-empty text, got {str(question)[:80]!r}; fix the row, or set "
-            "task.template"
-        )
+    return next((name for name in PROMPT_COLUMNS if name in columns), QUESTION)
 
 
 def _check_sizes(config: FileTask, split: Split) -> None:
     if not split.num_distinct:
-        raise TaskError(f"task.path: {config.path} has no rows; write one JSON object per line, or name another file")
+        kept = " that task.filter keeps" if split.num_filtered else ""
+        raise TaskError(f"task.path: {config.path} has no rows{kept}; write one row per prompt, or name another source")
     halves = (
         ("train", "training", len(split.train), config.num_train, "Add rows"),
         ("heldout", "held-out", len(split.heldout), config.num_heldout, "Add rows, or set task.heldout_path"),
@@ -284,7 +334,9 @@ def _check_sizes(config: FileTask, split: Split) -> None:
     for name, adjective, found, required, remedy in halves:
         if found < (required or 1):
             needs = f"but task.num_{name} = {required}" if required else "and at least 1 is needed"
+            usable = split.num_distinct - split.num_too_long
+            short = " that fit actors.max_prompt_tokens" if split.num_too_long else ""
             raise TaskError(
-                f"{config.path} has only {split.num_distinct} distinct questions, {found} of them {adjective}, "
+                f"{config.path} has only {usable} distinct questions{short}, {found} of them {adjective}, "
                 f"{needs}. {remedy}"
             )

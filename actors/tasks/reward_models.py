@@ -18,6 +18,7 @@ from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import proxy_bypass
 
+from leeway.actors.tasks.chat import with_answer
 from leeway.actors.tasks.config import Classifier, Judge
 from leeway.actors.tasks.prompts import Template
 from leeway.actors.tasks.task import TOOK_TOO_LONG, Call, NoScore, Problem, TaskError, among_known, first_line
@@ -300,9 +301,7 @@ def load_classifier(name: str, config: Classifier) -> Call:
         return values
 
     def call(problems: Sequence[Problem], completions: Sequence[str]) -> list[float | NoScore | None]:
-        texts = [
-            _text(tokenizer, config, each.text, answer) for each, answer in zip(problems, completions, strict=True)
-        ]
+        texts = [_text(tokenizer, config, each, answer) for each, answer in zip(problems, completions, strict=True)]
         encoded = tokenizer(texts, add_special_tokens=not config.chat)["input_ids"]
         fit = [number for number, ids in enumerate(encoded) if ids and (limit is None or len(ids) <= limit)]
         values: list[float | NoScore | None] = [
@@ -329,11 +328,10 @@ def _max_tokens(model: Any) -> int | None:  # noqa: ANN401 -- Transformers
     return int(limit) - sum(index + 1 for index in padding if index is not None)
 
 
-def _text(tokenizer: Any, config: Classifier, prompt: str, completion: str) -> str:  # noqa: ANN401 -- Transformers
+def _text(tokenizer: Any, config: Classifier, problem: Problem, completion: str) -> str:  # noqa: ANN401 -- Transformers
     if not config.chat:
-        return prompt + completion
-    turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
-    text: str = tokenizer.apply_chat_template(turns, tokenize=False)
+        return problem.text + completion
+    text: str = tokenizer.apply_chat_template(with_answer(problem.prompt, completion), tokenize=False)
     return text
 
 

@@ -24,7 +24,7 @@ from leeway.actors.tasks.config import CodeRule, ContainsRule, ExactRule, MathRu
 from leeway.actors.tasks.prompts import Template, split_field, value_at
 from leeway.actors.tasks.task import Call, NoScore, Problem, TaskError, among_known
 
-ANSWERS = ("answer", "solution", "ground_truth")
+ANSWERS = ("answer", "solution", "ground_truth", "reward_model[ground_truth]")
 TESTS = ("tests", "test_list")
 """Columns that a rule tries, in this order, if the config names no column for the rule."""
 _Matches = Callable[[str, str], bool | NoScore]  # (answer, completion) -> whether the completion is correct
@@ -92,7 +92,7 @@ def _path(name: str, rule: RewardRule, columns: Collection[str]) -> str | None:
     if isinstance(rule, RegexRule) and rule.column is None:
         return None
     defaults = TESTS if isinstance(rule, CodeRule) else ANSWERS
-    path = rule.column or next((each for each in defaults if each in columns), None)
+    path = rule.column or next((each for each in defaults if split_field(each)[0] in columns), None)
     if path is None:
         raise TaskError(
             f"task.rewards: '{name}' needs a column {' or '.join(defaults)}, but the rows have {', '.join(columns)}; "

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from leeway.actors.tasks.config import FileTask, ReasoningGymTask, RewardModel, RewardRule
+from leeway.actors.tasks.config import DATA_SOURCE, FileTask, ReasoningGymTask, RewardModel, RewardRule
 from leeway.common.errors import LeewayError
 from leeway.common.user_input import did_you_mean
 
@@ -64,13 +64,18 @@ TOOK_TOO_LONG = "took too long"
 Scores = Sequence[float | NoScore | None]
 
 
+Message = dict[str, Any]
+Prompt = str | list[Message]
+"""Text, or the messages of a chat, each with `role` and mostly `content`."""
+
+
 @dataclass(frozen=True, slots=True)
 class Problem:
     """One prompt and its data."""
 
     question: str
     """Text whose hash decides whether the problem is held out; the prompt if this process does not keep that text."""
-    text: str
+    prompt: Prompt
     """The prompt for reward functions, rendered by the task's template but not by the chat template. If no reward reads
     prompts, an actor decodes the prompt from its tokens."""
     columns: Mapping[str, Any]
@@ -80,8 +85,16 @@ class Problem:
     token_ids: list[int] = field(default_factory=list)
     """Empty if the task was loaded without a tokenizer."""
 
+    @property
+    def text(self) -> str:
+        """Return the prompt as text: one message by its content, several messages with their roles."""
+        if isinstance(self.prompt, str):
+            return self.prompt
+        texts = [(each["role"], each.get("content", "")) for each in self.prompt]
+        return texts[0][1] if len(texts) == 1 else "\n\n".join(f"{role}: {content}" for role, content in texts)
 
-Render = Callable[[Mapping[str, Any]], str]
+
+Render = Callable[[Mapping[str, Any]], Prompt]
 Call = Callable[[Sequence[Problem], Sequence[str]], Scores | Awaitable[Scores]]
 
 
@@ -94,6 +107,17 @@ class RewardFunction:
     columns: Sequence[str]
     reference: str = ""
     """FILE.py:FUNCTION; empty if a model, a rule or the dataset scores answers."""
+    has_messages: bool = False
+    """Whether prompts are messages; then a function of a file also receives each completion as a message."""
+
+    def applies_to(self, problem: Problem) -> bool:
+        """Return whether `task.reward_by_source` lets this function score a problem."""
+        is_bound = self.name in self.by_source.values()
+        return not is_bound or self.by_source.get(str(problem.columns.get(DATA_SOURCE))) == self.name
+
+    @property
+    def by_source(self) -> Mapping[str, str]:
+        return self.task.reward_by_source if isinstance(self.task, FileTask) else {}
 
     @property
     def named(self) -> RewardModel | RewardRule | None:
@@ -110,13 +134,15 @@ class TaskFacts:
     num_heldout: int
     fingerprint: str
     rows: str = ""
-    """Counts of rows: read, used, duplicate, skipped."""
+    """Counts of rows: read, used, duplicate, skipped, and if any, filtered out and too long."""
     teacher_of_prompt: bytes = b""
     """Number of the teacher of each training prompt, one byte per prompt; empty without teachers."""
     end_of_turn: tuple[int, str, str] | None = None
     """The token that ends an answer, its text, and its source: 'chat template' or 'tokenizer'."""
     answer_start: str = ""
     """Text at the end of every prompt that is the start of the answer, such as '<think>'; empty if there is none."""
+    unread_kwargs: Sequence[str] = ()
+    """Names in `task.chat_template_kwargs` that the chat template does not read."""
     column_digests: Mapping[str, str] = field(default_factory=dict)
     """Hash of each column: equal if reward functions read the same values. Empty in the processes of a run."""
 
@@ -124,7 +150,7 @@ class TaskFacts:
 class Codec(Protocol):
     """Encodes prompts; `chat.PromptCodec` is the one with a tokenizer."""
 
-    def encode(self, prompts: list[str]) -> list[list[int]]: ...
+    def encode(self, prompts: list[Prompt]) -> list[list[int]]: ...
 
     def decode(self, token_ids: Sequence[int]) -> str: ...
 
@@ -143,36 +169,41 @@ class PromptStore:
         self.ids, self.id_ends = array("i"), array("q", [0])
         self.sizes, self.keys = array("i"), array("Q")
         """Size of each prompt in UTF-8 bytes, and a hash of its NFC text."""
-        self._pending: list[str] = []
+        self.of_shape: dict[tuple[tuple[str, ...], ...], int] = {}
+        """Maps the roles and further keys of the messages of a prompt to the first such prompt."""
+        self._pending: list[Prompt] = []
         self._num_pending, self._num_cores, self.tokenising_s = 0, len(os.sched_getaffinity(0)), 0.0
 
-    def add(self, row: Mapping[str, Any], text: str, number: int = 0, key: int = 0) -> int:
-        """Store row `number` of the data, with its prompt `text` and the hash `key` of the text; return its place."""
+    def add(self, row: Mapping[str, Any], prompt: Prompt, number: int = 0, key: int = 0) -> int:
+        """Store row `number` of the data, with its prompt and the hash `key` of the prompt; return its place."""
         if self._reads is not None:
             row = {name: value for name, value in row.items() if name in self._reads}
         kept = _to_json(row)
         if self._has_text and not all(isinstance(row.get(name), str) for name in self._names):
             # for example, a decimal renders differently than the number that is stored for it
-            kept = kept if self._render(json.loads(kept)) == text else _to_json({**row, "": text})
+            kept = kept if self._render(json.loads(kept)) == prompt else _to_json({**row, "": prompt})
         self._json += kept.encode()
         self._ends.append(len(self._json))
         self._rows.append(number)
-        self.sizes.append(len(text.encode()))
+        self.sizes.append(len(text_of(prompt).encode()))
         self.keys.append(key)
-        self._pending.append(text)
-        self._num_pending += len(text)
+        if not isinstance(prompt, str):
+            shape = tuple((each["role"], *sorted(each)) for each in prompt)
+            self.of_shape.setdefault(shape, len(self.keys) - 1)
+        self._pending.append(prompt)
+        self._num_pending += self.sizes[-1]
         if self._num_pending > _AT_ONCE_CHARACTERS * self._num_cores:
             self.flush()
         return len(self.keys) - 1
 
     def flush(self) -> None:
         """Tokenise the added prompts on all cores: a tokenizer runs without the GIL."""
-        texts, self._pending, self._num_pending = self._pending, [], 0
-        if self._codec is None or not texts:
+        prompts, self._pending, self._num_pending = self._pending, [], 0
+        if self._codec is None or not prompts:
             return
-        started_s, size = time.perf_counter(), 1 + len(texts) // (8 * self._num_cores)
+        started_s, size = time.perf_counter(), 1 + len(prompts) // (8 * self._num_cores)
         with ThreadPoolExecutor(self._num_cores) as pool:
-            for found in pool.map(self._codec.encode, (texts[at : at + size] for at in range(0, len(texts), size))):
+            for found in pool.map(self._codec.encode, (prompts[at : at + size] for at in range(0, len(prompts), size))):
                 for ids in found:
                     self.ids.extend(ids)
                     self.id_ends.append(len(self.ids))
@@ -180,13 +211,14 @@ class PromptStore:
 
     def problem(self, place: int) -> Problem:
         columns = json.loads(self._json[self._ends[place] : self._ends[place + 1]])
-        ids, text = list[int](), columns.pop("", "") if self._has_text else ""
+        ids, prompt = list[int](), columns.pop("", "") if self._has_text else ""
         if self._codec is not None:
             ids = self.ids[self.id_ends[place] : self.id_ends[place + 1]].tolist()
-            text = text if self._has_text else self._codec.decode(ids)
-        text = text or self._render(columns)
+            prompt = prompt if self._has_text else self._codec.decode(ids)
+        prompt = prompt or self._render(columns)
         is_hashed = self._reads is None or self._reads.issuperset(self._names)
-        return Problem(hashed_text(columns, self._names) if is_hashed else text, text, columns, self._rows[place], ids)
+        question = hashed_text(columns, self._names) if is_hashed else text_of(prompt)
+        return Problem(question, prompt, columns, self._rows[place], ids)
 
 
 class StoredPrompts(Sequence[Problem]):
@@ -213,6 +245,12 @@ class Task:
     rows: str = ""
     store: PromptStore | None = None
     """Storage of the prompts; None if the task was not loaded from a config."""
+    chat_template: str = ""
+    """Content of the file `task.chat_template`."""
+
+    @property
+    def has_messages(self) -> bool:
+        return self.store is not None and bool(self.store.of_shape)
 
     def prompt(self, prompt_id: int) -> Problem:
         """Return the training problem with this id; raise TaskError if buffer and actor have different tasks."""
@@ -228,7 +266,7 @@ class Task:
         digest = blake2b(b"%d " % len(self.train), digest_size=8)
         for values in (self.store.keys, self.store.sizes) if self.store is not None else ():
             digest.update(np.array(values)[self._places()].tobytes())
-        digest.update(teacher_of_prompt)
+        digest.update(teacher_of_prompt + self.chat_template.encode())
         return TaskFacts(len(self.train), len(self.heldout), digest.hexdigest(), self.rows, teacher_of_prompt)
 
     def column_digests(self) -> dict[str, str]:
@@ -242,6 +280,17 @@ class Task:
     def _places(self) -> npt.NDArray[np.int64]:
         halves = [half for half in (self.train, self.heldout) if isinstance(half, StoredPrompts)]
         return np.concatenate([half.places for half in halves])
+
+    def check_sources(self) -> None:
+        """Raise TaskError if `task.reward_by_source` leaves a row without any reward."""
+        by_source = self.rewards[0].by_source
+        for problem in chain(self.train, self.heldout) if by_source else ():
+            if not any(function.applies_to(problem) for function in self.rewards):
+                source = str(problem.columns.get(DATA_SOURCE))
+                raise TaskError(
+                    f"task.reward_by_source has no reward for {DATA_SOURCE} '{source}' of row {problem.index}, and all "
+                    f"rewards are named there; {among_known(source, by_source)}"
+                )
 
     def check_lengths(self, max_prompt_tokens: int) -> None:
         """Raise TaskError if prompts are empty or too long; the error has their number and the longest length."""
@@ -259,10 +308,16 @@ class Task:
         sizes = np.array(self.store.sizes)[places]
         order = np.argsort(-sizes, kind="stable")[:MAX_CHECKED_PROMPTS]
         order = order[: max(1, int(np.searchsorted(np.cumsum(sizes[order]), MAX_CHECKED_BYTES, "right")))]
+        for one in map(self.store.problem, self.store.of_shape.values()):  # templates reject roles, and their orders
+            try:
+                codec.encode([one.prompt])
+            except TaskError as error:
+                raise TaskError(f"row {one.index} ({one.text[:80]!r}): {error}") from error
         checked = PromptStore(str, (), (), codec)
         for place in places[order].tolist():
+            prompt = self.store.problem(place).prompt
             # no token has 1000 characters, so the rest of a longer text need not be checked
-            checked.add({}, self.store.problem(place).text[: 1000 * (max_prompt_tokens + 1)])
+            checked.add({}, prompt[: 1000 * (max_prompt_tokens + 1)] if isinstance(prompt, str) else prompt)
         checked.flush()
         self._check_lengths(order, np.diff(checked.id_ends), max_prompt_tokens)
         if (greatest := max(checked.ids)) >= vocab_size:
@@ -289,7 +344,7 @@ class Task:
         raise TaskError(
             f"{(lengths > max_tokens).sum()} {of_all} are longer than actors.max_prompt_tokens = {max_tokens}; the "
             f"longest, {name}, has {length} tokens: {text!r}. Set actors.max_prompt_tokens = {length}, shorten "
-            "task.template, or remove long questions from the data"
+            'task.template, or set task.on_long_prompt = "skip"'
         )
 
 
@@ -302,6 +357,11 @@ def hashed_text(row: Mapping[str, Any], names: Iterable[str]) -> str:
     """Return the joined text of some columns of a row; the text of a single column is unchanged."""
     values = (row.get(name, "") for name in names)
     return "\0".join(value if isinstance(value, str) else _to_json(value) for value in values)
+
+
+def text_of(prompt: Prompt) -> str:
+    """Return a prompt as one text: messages as JSON, which differs if and only if the messages differ."""
+    return prompt if isinstance(prompt, str) else _to_json(prompt)
 
 
 def json_safe(value: Any) -> Any:  # noqa: ANN401 -- any JSON

@@ -379,6 +379,20 @@ async def test_an_actor_loses_only_faulty_samples_and_accounts_for_all(folder):
     assert sum(report.num_outcomes.values()) + len(buffer.failed) == 8 * K, "no sample is lost"
 
 
+async def test_messages_reach_the_function_in_its_process(tmp_path):
+    path = tmp_path / "reward.py"
+    path.write_text("def reward(prompts, completions): return [len(prompts[0]) + len(completions[0][0]['content'])]\n")
+    task = FileTask(type="file", path="rows.jsonl", rewards=(f"{path}:reward",))
+    function = RewardFunction("reward", task, [], f"{path}:reward", has_messages=True)
+    scores = Scorer([function], ScorerLimits(1, 20.0, start_timeout_s=20.0))
+    await scores.start()
+    try:
+        chat = [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]
+        assert (await scores.score(Problem("q", chat, {}), "four")).reward == 6.0
+    finally:
+        await scores.close()
+
+
 async def test_a_dataset_is_scored_in_a_reward_process():
     config = ReasoningGymTask(type="reasoning_gym", name="spiral_matrix", num_train=8, num_heldout=2)
     task = load_task(config)

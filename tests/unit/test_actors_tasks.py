@@ -362,7 +362,7 @@ def test_the_error_for_a_rejected_system_turn_names_the_config_keys(tmp_path):
     model = {"model_folder": tmp_path / "model", "max_prompt_tokens": 512, "vocab_size": 18}
     config = gym(num_train=8, num_heldout=2, template="{metadata[expression]:compact}=", chat=True)
     check_task(config, **model)
-    with pytest.raises(TaskError, match=r"task\.chat.*System role not supported.*task\.system_prompt"):
+    with pytest.raises(TaskError, match=r"rejects .* system, user: System role not supported.*task\.system_prompt"):
         check_task(config.model_copy(update={"system_prompt": "1"}), **model)
 
 
