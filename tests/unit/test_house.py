@@ -8,11 +8,11 @@ from tests.house import DEEP_LINES, PACKAGES, ROOT, figures, graph, modules, sin
 from tests.walks import BEGIN, END, PAGE
 
 BOUNDS = {
-    "files": 156,
-    "lines": 43_371,
-    "lines without planning": 38_273,
+    "files": 158,
+    "lines": 43_821,
+    "lines without planning": 38_723,
     "lines of buffer": 7_199,
-    "lines of launch": 11_175,
+    "lines of launch": 11_191,
     "lines of shell": 910,
     "lines of the report's page": 395,
     "lines of examples": 1_008,
@@ -21,7 +21,7 @@ BOUNDS = {
     "modules imported by exactly one other": 30,
     "import cycles": 0,
     "class names with two meanings": 0,
-    "config keys": 104,
+    "config keys": 110,
     "config keys inside tables": 48,
 }
 
