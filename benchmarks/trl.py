@@ -134,7 +134,7 @@ def long(folder: Path, quick: bool) -> Case:
 
 def smollm2(folder: Path, quick: bool) -> Case:
     """Return the case of the SmolLM2 example with long completions."""
-    sizes = ("--actors.max_new_tokens", "128", "--learner.groups_per_step", "4", "--actors.max_running_samples", "16")
+    sizes = ("--actors.max_new_tokens", "128", "--learner.groups_per_step", "4", "--actors.max_running_samples", "32")
     return Case(ROOT / "examples" / "smollm2.toml", sizes, 2 if quick else 4, 1)
 
 
