@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from leeway.actors.config import ActorsConfig
 from leeway.actors.engine_core import EngineCore, EngineDead, EngineError, EngineRequest, Generation, RequestRefused
-from leeway.actors.engine_setup import EngineSockets, cache_of, engine_args, gc_disabled_children, load_engine
+from leeway.actors.engine_setup import EngineSockets, cache_of, engine_args, load_engine
 from leeway.actors.report import EngineStats
 from leeway.buffer.schema import Prefix
 from leeway.common.hf_folder import check_model_folder
@@ -101,8 +101,7 @@ class Engine:
         sockets = None if in_process else EngineSockets()
         try:
             vllm_config = engine_args(model_path, config, seed).create_engine_config()
-            with gc_disabled_children():
-                core = EngineCore.start(vllm_config, stats, in_process=in_process)
+            core = EngineCore.start(vllm_config, stats, in_process=in_process)
             stats.cache = cache_of(vllm_config)
             await core.set_version(version.key)
             engine = cls(core, config, version, list(facts.eos_token_ids), stats, sockets)

@@ -8,17 +8,16 @@ import contextlib
 import itertools
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from importlib.util import find_spec
 from math import ceil, prod
-from multiprocessing import spawn
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from leeway.actors.config import ON_GPU_BYTES, READY_ENV, ActorsConfig, KvCache
 from leeway.common.hf_folder import check_model_folder, tensors_in
-from leeway.common.process import DaemonThreads, gc_disabled, threads_of
+from leeway.common.process import UNUSED, DaemonThreads, fast_imports, threads_of
 from leeway.common.user_input import did_you_mean
 from leeway.weight_sync.host_folder import HostFolder
 from leeway.weight_sync.manifest import ITEM_BYTES, TransferFailed
@@ -89,26 +88,8 @@ def set_environment(config: ActorsConfig) -> None:
 def load_engine(config: ActorsConfig) -> None:
     """Import vLLM, which takes most of an engine's start-up time."""
     set_environment(config)
-    with gc_disabled():
+    with fast_imports(*UNUSED):
         import vllm.v1.engine.core_client  # noqa: F401
-
-
-@contextlib.contextmanager
-def gc_disabled_children() -> Iterator[None]:
-    """Start the block's vLLM processes without garbage collection; Leeway's vLLM plugin enables collection again."""
-    command_line = spawn.get_command_line
-
-    def with_collector_off(**arguments: object) -> list[str]:
-        command: list[str] = command_line(**arguments)
-        program = command.index("-c") + 1
-        command[program] = f"import gc; gc.disable(); {command[program]}"
-        return command
-
-    spawn.get_command_line = with_collector_off
-    try:
-        yield
-    finally:
-        spawn.get_command_line = command_line
 
 
 def engine_args(model_path: Path, config: ActorsConfig, seed: int) -> AsyncEngineArgs:

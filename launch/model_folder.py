@@ -12,6 +12,7 @@ from pathlib import Path
 
 from leeway.actors.tasks import TaskFacts
 from leeway.common.hf_folder import CONFIG_NAME, ModelFacts, ModelFolderError, check_model_folder
+from leeway.common.process import UNUSED, fast_imports
 from leeway.launch.config import MODEL_KEY, Config, ModelConfig, load_config
 from leeway.launch.errors import ConfigError, as_config_error
 from leeway.launch.pools import actor_pools
@@ -81,9 +82,10 @@ def check_model(config: Config, path: Path, key: str) -> ModelFacts:
 
 def _check_loads(path: Path, key: str, *, is_served: bool) -> tuple[str, ...]:
     """Check that the learner and the engine can load the model; return the unused keys of its config.json."""
-    from transformers import AutoConfig  # imported late, because the import is slow
+    with fast_imports(*UNUSED):  # imported late, because the import is slow
+        from transformers import AutoConfig
 
-    from leeway.learner.model import check_checkpoint
+        from leeway.learner.model import check_checkpoint
 
     try:
         with quiet_transformers():

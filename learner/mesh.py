@@ -24,7 +24,6 @@ from urllib.parse import urlsplit
 import psutil
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 
 
 @dataclass(frozen=True)
@@ -208,6 +207,8 @@ class Agreement:
 
         Raises RankFailed on all ranks if the action failed on any rank: "rank 1 could not WHAT".
         """
+        from torch.distributed.checkpoint.api import CheckpointException  # slow, and not needed in the launcher
+
         problem, results = "", []
         try:
             results.append(action())

@@ -24,7 +24,7 @@ from leeway.actors.config import ActorSections
 from leeway.actors.tasks import Problem, load_encoded
 from leeway.buffer.client import BufferClient
 from leeway.buffer.schema import POSTERIORS, read_stream
-from leeway.common.process import gc_disabled
+from leeway.common.process import fast_imports
 from leeway.common.run import RunContext
 from leeway.launch.checks import Plan
 from leeway.launch.config import Config
@@ -210,7 +210,7 @@ class RankerRole(Role):
         super().__init__(log)
         with contextlib.suppress(OSError):
             os.nice(_NICE)
-        with gc_disabled():
+        with fast_imports():
             import sklearn.linear_model  # noqa: F401 -- for `run`
 
     def run(self, context: RunContext[ActorSections]) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from leeway.common.process import gc_disabled
+from leeway.common.process import fast_imports
 from leeway.launch.arguments import ConfigPath, ConfigVerb, run_names
 from leeway.launch.errors import ConfigError, ExitStatus, print_error
 
@@ -28,7 +28,7 @@ def profile(
 
     Starts two short runs, which take about three minutes in total.
     """
-    with gc_disabled():
+    with fast_imports():
         from leeway.launch.run_folder import open_run
         from leeway.launch.text import progress_line
         from leeway.planning.profiling import profile_of, take
@@ -76,7 +76,7 @@ def plan(
     their slots, the shape of the learner, publish_every, and max_lag up to that of the config. Keys set on the command
     line, for example --learner.num_stages 2, stay fixed. Apply the plan with: leeway train CONFIG.toml --plan plan.toml
     """
-    with gc_disabled():
+    with fast_imports():
         from leeway.launch.text import progress_line
         from leeway.planning.planner import Planner
         from leeway.planning.plans import local_host, prices_of, read_hosts, show, write_plan

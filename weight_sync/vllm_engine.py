@@ -1,8 +1,8 @@
 """The plugin that every vLLM process loads (entry point group `vllm.general_plugins`), and its side of an update.
 
 `register` registers the weight transfer that `WeightTransferConfig(backend=BACKEND)` selects. An engine exits with its
-owner, the process that `OWNER_ENV` names, even if the owner is killed. `register` also re-enables the garbage collector
-and SIGTERM, which the actor's process disables, and requests AMX from the kernel.
+owner, the process that `OWNER_ENV` names, even if the owner is killed. `register` also unblocks SIGTERM, which the
+actor's process blocks, and requests AMX from the kernel.
 
 An update first verifies a version in the store, then loads all of it:
 
@@ -58,7 +58,7 @@ def register() -> None:
     if owner.isdigit() and int(owner) != os.getpid():
         # vLLM stops its processes with SIGTERM, a signal that every other process of a run blocks
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-        gc.enable()
+        gc.freeze()  # vLLM's modules stay until the process exits, so collections need not examine them
         _die_with(int(owner))
 
 

@@ -23,7 +23,6 @@ from ray.exceptions import RayTaskError
 
 from leeway.actors.config import ActorsConfig, ActorSections
 from leeway.actors.report import ActorReport, EvalRequest, EvalResult, actor_name
-from leeway.common.process import gc_disabled
 from leeway.common.run import RunContext
 from leeway.launch.processes.role_process import Role
 
@@ -68,11 +67,10 @@ class ActorRole(Role):
         """Load the libraries of an engine with `config`; this import is the longest part of the startup."""
         super().__init__(log)
         _start_resource_tracker()
-        with gc_disabled():
-            import leeway.actors.loop  # noqa: F401 -- for `start`
-            from leeway.actors.engine_setup import load_engine
+        import leeway.actors.loop  # noqa: F401 -- for `start`
+        from leeway.actors.engine_setup import load_engine
 
-            load_engine(config)
+        load_engine(config)
 
     async def start(self, context: RunContext[ActorSections], number: int, pool: str) -> None:
         """Start the engine and connect to the buffer; raise Terminated on SIGTERM, after the engine has started."""

@@ -15,7 +15,7 @@ import ray
 from ray.exceptions import RayTaskError
 
 from leeway.common.files import leftovers
-from leeway.common.process import gc_disabled
+from leeway.common.process import UNUSED, fast_imports
 from leeway.common.rpc.auth import LOOPBACK
 from leeway.common.run import STARTUP_S, RunContext
 from leeway.launch.checks import Plan
@@ -64,7 +64,7 @@ class StageRole(Role):
     def __init__(self, log: Path) -> None:
         """Load the compute libraries. The import takes seconds, in which the services start."""
         super().__init__(log)
-        with gc_disabled():
+        with fast_imports(*UNUSED):
             import leeway.learner.stage  # noqa: F401 -- for `setup`
 
     def rendezvous(self, host: str | None) -> str:

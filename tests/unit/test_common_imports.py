@@ -1,17 +1,17 @@
-"""`gc_disabled` disables the garbage collector in its block and then restores its state."""
+"""`fast_imports` disables the garbage collector and hides modules in its block, and then restores the state."""
 
 import contextlib
 import gc
-import multiprocessing
+import importlib.util
+import sys
 
 import pytest
 
-from leeway.actors.engine_setup import gc_disabled_children
-from leeway.common.process import gc_disabled
+from leeway.common.process import fast_imports
 
 
 def test_the_collector_is_disabled_in_the_block_and_enabled_after_an_error():
-    with contextlib.suppress(ImportError), gc_disabled():
+    with contextlib.suppress(ImportError), fast_imports():
         assert not gc.isenabled()
         raise ImportError
     assert gc.isenabled()
@@ -20,18 +20,26 @@ def test_the_collector_is_disabled_in_the_block_and_enabled_after_an_error():
 def test_a_disabled_collector_stays_disabled():
     gc.disable()
     try:
-        with gc_disabled():
+        with fast_imports():
             pass
         assert not gc.isenabled()
     finally:
         gc.enable()
 
 
-@pytest.mark.process
-def test_only_processes_spawned_in_gc_disabled_children_start_without_the_collector():
-    context = multiprocessing.get_context("spawn")
-    found = []
-    for block in (gc_disabled_children(), gc_disabled()):
-        with block, context.Pool(1) as pool:
-            found.append(pool.apply(gc.isenabled))
-    assert found == [False, True]
+def test_objects_of_the_block_are_exempt_from_later_collections():
+    gc.unfreeze()
+    with fast_imports():
+        made = [[] for _ in range(1000)]
+    assert gc.get_freeze_count() >= len(made)
+    gc.unfreeze()
+
+
+def test_a_hidden_module_looks_uninstalled_in_the_block_and_can_be_imported_after_it():
+    sys.modules.pop("colorsys", None)
+    with fast_imports("colorsys", "gc"):
+        assert importlib.util.find_spec("colorsys") is None
+        with pytest.raises(ImportError):
+            importlib.import_module("colorsys")
+        assert importlib.import_module("gc") is gc  # imported before the block
+    assert importlib.import_module("colorsys")
