@@ -80,6 +80,8 @@ def set_environment(config: ActorsConfig) -> None:
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         # FlashInfer's sampler is for top-k and top-p, which Leeway never uses; its compilation can take minutes
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        # an engine on CPU runs eagerly, but vLLM would compile one small function of its sampler, which takes seconds
+        "TORCHDYNAMO_DISABLE": "0" if config.gpus else "1",
     }
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
@@ -88,7 +90,8 @@ def set_environment(config: ActorsConfig) -> None:
 def load_engine(config: ActorsConfig) -> None:
     """Import vLLM, which takes most of an engine's start-up time."""
     set_environment(config)
-    with fast_imports(*UNUSED):
+    hidden = ["torch._inductor.lowering"] * (os.environ["TORCHDYNAMO_DISABLE"] == "1")  # takes 0.5 s to import
+    with fast_imports(*UNUSED, *hidden):
         import vllm.v1.engine.core_client  # noqa: F401
 
 
