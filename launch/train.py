@@ -7,7 +7,6 @@ import json
 import shutil
 import subprocess
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -36,7 +35,7 @@ from leeway.launch.observe.status import Accuracy, PollResult, RunStatus
 from leeway.launch.observe.trace import Trace
 from leeway.launch.offline import fill_buffer
 from leeway.launch.processes.actor_pools import Evaluation, accuracy_of
-from leeway.launch.processes.ray_cluster import exit_if_abandoned, was_abandoned
+from leeway.launch.processes.ray_cluster import exit_if_abandoned
 from leeway.launch.processes.role_process import SILENCE_S, RunFailed, WrongInput
 from leeway.launch.processes.supervisor import SHORT_GRACE_S, Supervisor
 from leeway.launch.resume import History, identity_of
@@ -71,9 +70,7 @@ def train(plan: Plan, earlier: History | None = None) -> ExitStatus:
         hint = "free some space, then resume" if error.errno in FULL else "make it writable, then resume"
         status = print_error(f"the run folder {root} cannot be written: {error.strerror}; {hint}: leeway resume {root}")
     except BaseException:
-        if was_abandoned():
-            traceback.print_exc()
-            exit_if_abandoned(ExitStatus.FAILED)
+        exit_if_abandoned(ExitStatus.FAILED)
         raise
     exit_if_abandoned(status)
     return status

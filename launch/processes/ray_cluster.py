@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -62,9 +63,12 @@ def start_ray(config: Config, namespace: str) -> RayWatch:
 
 
 def _local_options(config: Config) -> dict[str, Any]:
-    """Return the options of a local Ray, where this machine has the resources of every pool."""
+    """Return the options of a local Ray with the resources of every pool, without monitors and dashboard."""
+    node = ray._private.node.Node
+    node.start_monitor = node.start_log_monitor = node.start_api_server = lambda *_, **__: None
+    # Ray's agent then starts without its web server
+    ray._private.utils.get_dashboard_dependency_error = lambda: ImportError("Leeway does not use the dashboard")
     return {
-        "include_dashboard": False,
         "object_store_memory": OBJECT_STORE_BYTES,
         "num_cpus": usable_cpus(),
         "resources": dict.fromkeys(map(resource_of, config.pools), 1.0),
@@ -129,13 +133,11 @@ def abandon_ray(watch: RayWatch) -> None:
     watch.close()
 
 
-def was_abandoned() -> bool:
-    return _abandoned
-
-
 def exit_if_abandoned(status: int) -> None:
-    """Exit without Ray's exit hooks if Ray was abandoned, because these hooks would wait for dead processes."""
+    """If Ray was abandoned, print the current exception and exit without Ray's hooks, which wait for dead processes."""
     if _abandoned:
+        if sys.exception() is not None:
+            traceback.print_exc()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
@@ -277,20 +279,17 @@ def _command(process: psutil.Process) -> list[str]:
 
 def _family() -> list[psutil.Process]:
     """Return Ray's own child processes and all their descendants: the roles and their engines."""
-    own = [child for child in psutil.Process().children() if _is_of_ray(child)]
-    return [*own, *(below for child in own for below in _below(child))]
+    family = [child for child in psutil.Process().children() if _is_of_ray(child)]
+    for child in tuple(family):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            family += child.children(recursive=True)
+    return family
 
 
 def _lives(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.NoSuchProcess):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     return False
-
-
-def _below(process: psutil.Process) -> list[psutil.Process]:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return process.children(recursive=True)
-    return []
 
 
 def _is_of_ray(process: psutil.Process) -> bool:

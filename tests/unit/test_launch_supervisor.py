@@ -15,10 +15,10 @@ from leeway.launch.config import load_config
 from leeway.launch.observe.status import PollResult
 from leeway.launch.pools import actor_pools
 from leeway.launch.processes import actor_pools as pools_module
+from leeway.launch.processes import ray_cluster
 from leeway.launch.processes import ray_cluster as ray_module
 from leeway.launch.processes import supervisor as supervisor_module
 from leeway.launch.processes.actor_pools import ActorProcess
-from leeway.launch.processes.ray_cluster import was_abandoned
 from leeway.launch.processes.role_process import MAX_RESTARTS, RESTART_RESET_S, RunFailed
 from leeway.launch.processes.supervisor import Supervisor
 from tests.unit.fake_actor_process import Handle, Room, worker
@@ -435,4 +435,4 @@ def test_a_dead_ray_is_not_called_at_the_end(two_actors, monkeypatch):
         two_actors.supervisor.poll()
     two_actors.supervisor.stop()
     assert calls == ["ended", "closed"]
-    assert was_abandoned()
+    assert ray_cluster._abandoned
