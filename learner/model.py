@@ -150,18 +150,20 @@ class StageModule(nn.Module):
         """Dtype of hidden states within stages and between them."""
         return torch.float32 if self._is_rounded else self.dtype
 
-    def compute_in_bfloat16(self, *, splits_backward: bool = False) -> None:
+    def add_gradients_in_place(self) -> None:
+        """Add the gradients of matrices without temporaries, if the schedule computes them with input gradients."""
+        add_gradients_in_place(self.model.layers)
+        self.rule = replace(self.rule, adds_in_place=True)
+
+    def compute_in_bfloat16(self) -> None:
         """Round all weights except the value head to bfloat16, keep float32 masters, and run products in bfloat16.
 
-        Hidden states stay float32. `splits_backward`: the schedule computes input and weight gradients separately.
+        Hidden states stay float32.
         """
         self._is_rounded = True
         self.masters = round_parameters(self, exclude=is_value_head)
         self.tie()
         narrow_norms(self.model.layers)
-        if not splits_backward:
-            add_gradients_in_place(self.model.layers)
-            self.rule = replace(self.rule, adds_in_place=True)
         self.rule = replace(self.rule, is_fused=fuse(self.model, self.device))
 
     @property
@@ -205,16 +207,12 @@ class StageModule(nn.Module):
         states = states[:, : self._batch.num_tokens[m]]
         # autocast casts operands that are still float32: their products would be slow, or fail on mixed dtypes
         with torch.autocast(states.device.type, dtype=COMPUTED, enabled=self._is_rounded):
-            hidden = self._run_layers(self._embed(states) if self.share.is_first else states, m)
+            if self.share.is_first:
+                states = embed(self.model.embed_tokens, states, adds_in_place=self.rule.adds_in_place)
+            hidden = self._run_layers(states, m)
             if self.share.is_last:
                 return self._output(hidden, m, width)
         return F.pad(hidden, (0, 0, 0, width - hidden.shape[1]))
-
-    def _embed(self, tokens: Tensor) -> Tensor:
-        embedding = self.model.embed_tokens
-        if not self._is_rounded:
-            return embedding(tokens)
-        return embed(embedding, tokens, adds_in_place=self.rule.adds_in_place)
 
     def _run_layers(self, hidden: Tensor, m: int) -> Tensor:
         """Run the layers: [1, T, hidden] -> [1, T, hidden]."""

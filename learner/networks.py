@@ -284,9 +284,10 @@ def load_chunks(
     for chunk in chunks:
         chunk.requires_grad_(not frozen)
         chunk.rule = replace(chunk.rule, kept_mib=most_kept_mib(config, device.type))
+        if config.schedule != "zero_bubble" or num_stages == 1:
+            chunk.add_gradients_in_place()
         if config.precision == "bfloat16":
-            splits = config.schedule == "zero_bubble" and num_stages > 1
-            chunk.compute_in_bfloat16(splits_backward=splits)
+            chunk.compute_in_bfloat16()
     return chunks
 
 

@@ -1,8 +1,9 @@
 """Custom matrix products of the learner: embeddings, linear maps and the head.
 
-In bfloat16, modules hold rounded copies of the float32 masters, refreshed once per update (docs/learner.md). The
-gradient of a copy is the float32 gradient of its master. On a GPU, the product of each micro-batch is added unrounded.
-On a CPU, or if a schedule computes input and weight gradients separately, a bfloat16 product is widened and added.
+The gradient of a weight is added in place, unless a schedule computes input and weight gradients separately. In
+bfloat16, modules hold rounded copies of the float32 masters, refreshed once per update (docs/learner.md). The gradient
+of a copy is the float32 gradient of its master. On a GPU, the product of each micro-batch is added unrounded. On a CPU,
+or if a schedule separates the gradients, a bfloat16 product is widened and added.
 
 The head computes log-probabilities of given tokens without materializing all logits. With z = logits / temperature,
 log pi(y) = z_y - logsumexp(z). Logits exist for one chunk of tokens at a time, also in the backward pass. The gradient
@@ -39,9 +40,12 @@ COMPUTED = torch.bfloat16
 LOGITS_MIB: Mapping[str, float] = {"cpu": 64.0, "cuda": 1024.0}
 """Device type -> MiB of logits in memory at a time; small compared with the states of a micro-batch, and large enough
 that products take longer than reading the head."""
-KEPT_MIB: Mapping[str, float] = {"cpu": 64.0, "cuda": 2048.0}
-"""Device type -> MiB of probabilities kept for the backward pass, over all micro-batches in flight. On a GPU,
-2048 MiB hold 7,000 tokens with a vocabulary of 152k, and save one product in four and two passes over logits."""
+KEPT_MIB: Mapping[str, float] = {"cpu": 192.0, "cuda": 2048.0}
+"""Device type -> MiB of probabilities kept for the backward pass, over all micro-batches in flight. They save one
+product in four and two passes over logits. On a CPU, 1,024 tokens with a vocabulary of 49k fit; on a GPU, 7,000 with
+152k."""
+CACHED_BYTES = 2**20
+"""Bytes of logits for which all elementwise operations run before those of the next rows, on a CPU; fits its cache."""
 
 
 def round_parameters(module: nn.Module, *, exclude: Callable[[str], bool]) -> dict[str, nn.Parameter]:
@@ -105,7 +109,7 @@ def gradient_of(weight: Tensor) -> Tensor:
 
 
 def embed(embedding: nn.Embedding, tokens: Tensor, *, adds_in_place: bool = False) -> Tensor:
-    """Look up rows of a rounded embedding as float32 states; the gradient is summed in float32.
+    """Look up rows of an embedding as states of float32 or wider, the dtype in which the gradient is summed.
 
     `adds_in_place` adds the gradient directly to `grad`, without a temporary table.
     """
@@ -116,9 +120,9 @@ def embed(embedding: nn.Embedding, tokens: Tensor, *, adds_in_place: bool = Fals
 
 
 def add_gradients_in_place(layers: nn.Module) -> None:
-    """Make every linear map of these rounded layers add directly to the gradient of its weight.
+    """Make every linear map of these layers add directly to the gradient of its weight.
 
-    Autograd would store a bfloat16 product, widen it and add it: three passes over a matrix. Do not use this with a
+    Autograd would store a product, widen it if it is bfloat16, and add it: passes over a matrix. Do not use this with a
     schedule that computes input and weight gradients separately: one graph node computes both gradients.
     """
     for module in layers.modules():
@@ -133,19 +137,19 @@ def _mapped(module: nn.Linear, states: Tensor) -> Tensor:
 
 
 class _Lookup(torch.autograd.Function):
-    """Embedding lookup with float32 gradient sums; torch's own lookup sums in the dtype of the weight."""
+    """Embedding lookup with wide gradient sums; torch's own lookup sums in the dtype of the weight."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, tokens: Tensor, padding: int | None, adds_in_place: bool) -> Tensor:  # noqa: ANN401 -- torch's
         ctx.save_for_backward(tokens)
         ctx.weight, ctx.padding, ctx.adds_in_place = weight, -1 if padding is None else padding, adds_in_place
-        return nn.functional.embedding(tokens, weight).float()
+        return nn.functional.embedding(tokens, weight).to(_wide(weight.dtype))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:  # noqa: ANN401 -- torch's
         (tokens,) = ctx.saved_tensors
-        wide = gradient.float()
+        wide = gradient.to(_wide(gradient.dtype))
         if ctx.adds_in_place:
             wide = wide.masked_fill((tokens == ctx.padding).unsqueeze(-1), 0)
             gradient_of(ctx.weight).index_add_(0, tokens.flatten(), wide.flatten(0, -2))
@@ -170,11 +174,11 @@ class _Map(torch.autograd.Function):
         rows = gradient.flatten(0, -2)
         factors = rows.T, states.flatten(0, -2)
         if weight.grad is None:
-            weight.grad = product(*factors).to(torch.float32)
+            weight.grad = product(*factors).to(_wide(weight.dtype))
         else:
             add_product(weight.grad, *factors)
         states_gradient = gradient @ weight if ctx.needs_input_grad[0] else None
-        return states_gradient, None, rows.sum(0, dtype=torch.float32) if ctx.needs_input_grad[2] else None
+        return states_gradient, None, rows.sum(0, dtype=_wide(rows.dtype)) if ctx.needs_input_grad[2] else None
 
 
 # --- the head -------------------------------------------------------------------------------------
@@ -241,7 +245,6 @@ class _OfHidden(torch.autograd.Function):
         most_kept: int,
     ) -> tuple[Tensor, ...]:
         logprobs = torch.empty(len(tokens), dtype=_wide(dtype), device=hidden.device)
-        partition = torch.empty_like(logprobs)
         slopes = torch.empty_like(hidden) if needs_slopes else hidden.new_empty(0)
         kept: list[Tensor] = []
         cast = weight.to(dtype)
@@ -249,13 +252,13 @@ class _OfHidden(torch.autograd.Function):
             own = weight.index_select(0, tokens[rows]).to(_wide(dtype)) if needs_slopes else None
             keep = rows.stop <= most_kept
             inputs = (hidden[rows].to(dtype), cast, tokens[rows], rule, own, keep)
-            logprobs[rows], partition[rows], slopes_of_rows, shares = _chunk(*inputs)
+            logprobs[rows], slopes_of_rows, shares = _chunk(*inputs)
             if slopes_of_rows is not None:
                 slopes[rows] = slopes_of_rows.to(slopes.dtype)
             kept += shares
         ctx.save_for_backward(slopes)
-        ctx.mark_non_differentiable(partition, *kept)
-        return logprobs, partition, *kept
+        ctx.mark_non_differentiable(*kept)
+        return logprobs, *kept
 
     @staticmethod
     @once_differentiable
@@ -275,41 +278,39 @@ class _OfWeight(torch.autograd.Function):
         tokens: Tensor,
         rule: LogitRule,
         dtype: torch.dtype,
-        partition: Tensor,
         *kept: Tensor,
     ) -> Tensor:
-        ctx.save_for_backward(hidden, tokens, partition, *kept)
+        ctx.save_for_backward(hidden, tokens, *kept)
         ctx.weight, ctx.rule, ctx.dtype = weight, rule, dtype
-        return torch.zeros_like(partition)
+        return hidden.new_zeros(len(tokens), dtype=_wide(dtype))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401 -- torch's
-        hidden, tokens, partition, *kept = ctx.saved_tensors
+        hidden, tokens, *kept = ctx.saved_tensors
         weight, rule, dtype = ctx.weight, ctx.rule, ctx.dtype
         chunks = list(_chunks(len(tokens), rule.chunk_tokens(len(weight), dtype, hidden.device.type)))
         cast = weight if len(kept) == 2 * len(chunks) else weight.to(dtype)
         total = gradient_of(weight) if rule.adds_in_place else torch.zeros_like(weight, dtype=_wide(weight.dtype))
         factors = gradient / rule.temperature
         for number, rows in enumerate(chunks):
-            shares, pull = kept[2 * number : 2 * number + 2] or _shares_again(
-                hidden[rows].to(dtype), cast, tokens[rows], partition[rows], rule
-            )
+            again = (hidden[rows].to(dtype), cast, tokens[rows], rule, None, True)
+            shares, pull = kept[2 * number : 2 * number + 2] or _chunk(*again)[2]
             # scale the states, which are small, instead of the matrix over the vocabulary
             wide = hidden[rows].to(factors.dtype) * factors[rows, None]
             total.index_add_(0, tokens[rows], (wide * pull[:, None]).to(total.dtype))
             add_product(total, shares.T, wide.to(dtype), alpha=-1)
             del shares  # freed before the next chunk is computed
-        return (None if rule.adds_in_place else total, *[None] * (5 + len(kept)))
+        return (None if rule.adds_in_place else total, *[None] * (4 + len(kept)))
 
 
 def _chunk(
     hidden: Tensor, cast: Tensor, tokens: Tensor, rule: LogitRule, own: Tensor | None, keep: bool
-) -> tuple[Tensor, Tensor, Tensor | None, tuple[Tensor, ...]]:
+) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...]]:
     """Compute a chunk of c tokens in 1.5 times the memory of its logits, from [c, hidden], [V, hidden] (`cast`), [c].
 
     `own` holds the head rows of the tokens, [c, hidden], if slopes are needed. Returns log pi [c],
-    logsumexp(z) [c], d log pi / dh [c, hidden], and, if `keep`, the result of `_shares`.
+    d log pi / dh [c, hidden], and, if `keep`, the result of `_shares`.
     """
     scaled = _scaled_logits(hidden, cast, rule)
     picked = scaled.gather(1, tokens[:, None]).squeeze(1)
@@ -321,27 +322,25 @@ def _chunk(
             probabilities = torch.empty_like(scaled, dtype=hidden.dtype)
         partition = picked - kernels.softmax(scaled, tokens, probabilities if needs_shares else None)
     else:
-        # logsumexp in place; `scaled` then holds the probabilities
-        top = scaled.amax(1)
-        sums = scaled.sub_(top[:, None]).exp_().sum(1)
-        partition = top + sums.log()
-        if needs_shares:
-            scaled.div_(sums[:, None])
+        partition = _normalize(scaled)
     if not needs_shares:
-        return picked - partition, partition, None, ()
+        return picked - partition, None, ()
     del scaled
     shares, pull = _shares(probabilities, slant, tokens, picked, partition, rule, hidden.dtype)
     slopes = None if own is None else (own * pull[:, None] - product(shares, cast)) / rule.temperature
-    return picked - partition, partition, slopes, (shares, pull) if keep else ()
+    return picked - partition, slopes, (shares, pull) if keep else ()
 
 
-def _shares_again(
-    hidden: Tensor, cast: Tensor, tokens: Tensor, partition: Tensor, rule: LogitRule
-) -> tuple[Tensor, Tensor]:
-    scaled = _scaled_logits(hidden, cast, rule)
-    picked = scaled.gather(1, tokens[:, None]).squeeze(1)
-    slant = _steepness(scaled, rule) if rule.softcap is not None else None
-    return _shares(scaled.sub_(partition[:, None]).exp_(), slant, tokens, picked, partition, rule, hidden.dtype)
+def _normalize(scaled: Tensor) -> Tensor:
+    """Replace logits [c, V] by probabilities in place; return their logsumexp [c]."""
+    partition = scaled.new_empty(len(scaled))
+    cached = CACHED_BYTES // scaled[0].nbytes if scaled.device.type == "cpu" else len(scaled)
+    for rows in _chunks(len(scaled), max(1, cached)):
+        top = scaled[rows].amax(1)
+        sums = scaled[rows].sub_(top[:, None]).exp_().sum(1)
+        partition[rows] = top + sums.log()
+        scaled[rows].div_(sums[:, None])
+    return partition
 
 
 def _shares(

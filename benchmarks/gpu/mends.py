@@ -104,7 +104,7 @@ def _attend(variant: str, query: Tensor, key: Tensor, value: Tensor, layout: Att
 # --- shadow ---------------------------------------------------------------------------------------
 
 
-def autocast_alone(stage: StageModule, **_: object) -> None:
+def autocast_alone(stage: StageModule) -> None:
     """Keep float32 weights, which autocast casts in every micro-batch; replaces `compute_in_bfloat16`."""
     stage._is_rounded = True
 
@@ -121,7 +121,8 @@ def gradients_by_autograd() -> AbstractContextManager[Any]:
 
 def shadow(place: Place, shape: str = "1.5B") -> None:
     """Compare plain autocast, rounded weights and fused kernels: a micro-batch, its gradients, and a step."""
-    autocast = mock.patch.object(StageModule, "compute_in_bfloat16", autocast_alone)
+    by_autograd = {"compute_in_bfloat16": autocast_alone, "add_gradients_in_place": lambda _stage: None}
+    autocast = mock.patch.multiple(StageModule, **by_autograd)
     variants: list[tuple[str, AbstractContextManager[Any], dict[str, Any]]] = [
         ("autocast alone", autocast, {}),
         ("rounded weights", unfused(), {}),

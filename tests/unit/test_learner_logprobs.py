@@ -13,7 +13,7 @@ from leeway.learner.attention import AttentionLayout, packed_attention
 from leeway.learner.products import KEPT_MIB, LOGITS_MIB, LogitRule, token_logprobs
 from tests.unit.small_models import CPU, TEMPERATURE, assert_close
 
-shares_again = products._shares_again
+chunk = products._chunk
 
 # --- log-probabilities ----------------------------------------------------------------------------
 
@@ -91,17 +91,17 @@ def test_at_most_one_chunk_of_logits_exists_at_a_time():
 
 def test_gradients_of_states_and_of_the_head_are_computed_separately_and_once(monkeypatch):
     """A zero-bubble schedule computes the gradients in two passes; the second reuses values that the first kept."""
-    recomputed = []
-    monkeypatch.setattr(products, "_shares_again", lambda *args: recomputed.append(1) or shares_again(*args))
+    computed = []
+    monkeypatch.setattr(products, "_chunk", lambda *args: computed.append(1) or chunk(*args))
     hidden, weight = torch.randn(6, 4, requires_grad=True), torch.randn(9, 4, requires_grad=True)
     for num_kept in (0, 4, 6):
-        recomputed.clear()
+        computed.clear()
         rule = LogitRule(1.0, None, chunk_mib=1e-9, kept_mib=num_kept * 9 * 4 / 2**20)
         found = token_logprobs(hidden, weight, torch.zeros(6, dtype=torch.int64), rule)
         torch.autograd.grad(found.sum(), hidden, retain_graph=True)
-        assert not recomputed
+        assert len(computed) == 6
         torch.autograd.grad(found.sum(), weight)
-        assert len(recomputed) == 6 - num_kept
+        assert len(computed) == 6 + 6 - num_kept
 
 
 def test_the_number_of_kept_probabilities_respects_its_limit():
@@ -235,7 +235,16 @@ def test_a_gpu_uses_larger_logit_chunks_and_keeps_more_for_the_backward_pass():
     assert rule.chunk_tokens(words, torch.bfloat16, "cuda") == 1766 == int(LOGITS_MIB["cuda"] * 2**20) // (words * 4)
     assert rule.chunk_tokens(words, torch.bfloat16, "cpu") == 110
     assert rule.kept_tokens(words, torch.bfloat16, "cuda") == 7067 == int(KEPT_MIB["cuda"] * 2**20) // (words * 2)
-    assert rule.kept_tokens(words, torch.float32, "cpu") == 110
+    assert rule.kept_tokens(words, torch.float32, "cpu") == 331
+
+
+def test_logits_normalized_in_blocks_equal_those_normalized_at_once(monkeypatch):
+    logits = torch.randn(7, 33) * 30
+    for rows in (1, 3, 100):
+        monkeypatch.setattr(products, "CACHED_BYTES", rows * logits[0].nbytes)
+        found = logits.clone()
+        torch.testing.assert_close(products._normalize(found), logits.logsumexp(1))
+        torch.testing.assert_close(found, logits.softmax(1))
 
 
 # --- attention ------------------------------------------------------------------------------------
