@@ -194,8 +194,7 @@ def with_limits(plan: Plan) -> Plan:
     if not lacking and needs is not None and left < _SURE_SHARE * needs.memory.size_bytes:
         lacking = (
             f"{gib(left)} of memory are left here, but the run takes about {gib(needs.memory.size_bytes)} "
-            f"({needs.memory.parts}): raise the control group's limit, or lower actors.num_actors, "
-            "actors.max_running_samples or actors.kv_cache_gib"
+            f"({needs.memory.parts}): lower actors.num_actors, actors.max_running_samples or actors.kv_cache_gib"
         )
     return replace(plan, lacking=lacking)
 

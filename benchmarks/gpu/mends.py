@@ -121,7 +121,7 @@ def gradients_by_autograd() -> AbstractContextManager[Any]:
 
 def shadow(place: Place, shape: str = "1.5B") -> None:
     """Compare plain autocast, rounded weights and fused kernels: a micro-batch, its gradients, and a step."""
-    by_autograd = {"compute_in_bfloat16": autocast_alone, "add_gradients_in_place": lambda _stage: None}
+    by_autograd: dict[str, Any] = {"compute_in_bfloat16": autocast_alone, "add_gradients_in_place": lambda _stage: None}
     autocast = mock.patch.multiple(StageModule, **by_autograd)
     variants: list[tuple[str, AbstractContextManager[Any], dict[str, Any]]] = [
         ("autocast alone", autocast, {}),

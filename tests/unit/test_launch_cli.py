@@ -52,7 +52,7 @@ def test_the_help_of_train_lists_every_key_with_its_values_and_default(capsys):
     assert "[default: true]" in text
     assert text.index("--task.type ") < text.index("--task.template ")
     assert text.index("--learner.gpus ") < text.index("--learner.num_chunks "), "basic keys come first"
-    assert "--task.path <str>, of type file. JSONL or Parquet file, one row per prompt. [required]" in text
+    assert "--task.path <str>, of type file. JSONL, Parquet or CSV file with one row per prompt; a folder" in text
 
 
 def test_other_subcommands_with_a_config_refer_to_the_help_of_train(capsys):
