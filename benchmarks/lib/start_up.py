@@ -1,7 +1,8 @@
-"""Start-up time of the demo in any checkout: seconds from the command to the first lease, by phase."""
+"""Start-up time of the demo in any checkout: seconds from the command to the first optimizer step, by phase."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -28,12 +29,13 @@ ROWS = {
     "Ray is up": "ray_s",
     "stages and actors are ready": "ready_s",
     "first lease": "lease_s",
+    "first step starts": "step_s",
     "processor seconds until training starts": "cpu_s",
     "processor seconds of actors and their engines": "actors_cpu_s",
 }
 """Row of the table -> name of its figure."""
-WANTED_S = 20.0
-"""Target in seconds from the command to the first lease, with warm caches."""
+WANTED_S = {"now, warm": 25.0, "now, cold": 45.0}
+"""Target in seconds from the command to the first step, by column."""
 
 
 def measure(folder: Path, *, checkout: Path = ROOT, cold: bool = False) -> dict[str, float]:
@@ -77,11 +79,12 @@ def measure(folder: Path, *, checkout: Path = ROOT, cold: bool = False) -> dict[
         raise MeasurementFailed(f"the run in {folder} exited with {process.returncode}:\n{''.join(printed[-10:])}")
     spans = list(read(folder / "timeline.json"))
     phases = [span for span in spans if span.cat == "phase"]
-    starting = [span for span in phases if span.name.startswith("starting")]
+    starting = [span for span in phases if span.name.startswith(("starting", "loading"))]
     if len(starting) > 1:  # older checkouts have one phase for the whole start
         found["ray_s"] = starting[0].end_s - began_s
     found["ready_s"] = starting[-1].end_s - began_s
     found["lease_s"] = min(span.start_s for span in spans if span.cat == "generate") - began_s
+    found["step_s"] = json.loads((folder / "metrics.jsonl").read_text().splitlines()[0])["started_s"] - began_s
     return found
 
 
@@ -115,17 +118,14 @@ def section(columns: Mapping[str, Sequence[dict[str, float]]]) -> list[str]:
         "## Start-up time",
         f"Median seconds since the command. Number of starts: {counts}. *Cold* starts have an empty page cache.",
         table(["", *columns], rows),
-        _judgement(median(start["lease_s"] for start in columns["now, warm"])),
+        *(_judgement(head, median(start["step_s"] for start in columns[head])) for head in WANTED_S if head in columns),
     ]
 
 
-def _judgement(lease_s: float) -> str:
-    return (
-        f"Target: at most {WANTED_S:g} s to the first lease with warm caches. Measured: {lease_s:.1f} s, "
-        f"{'met' if lease_s <= WANTED_S else '**not met**'}. Nearly all of this is processor time on two cores: two "
-        "actors and two engines each import vLLM, and two stages import PyTorch and Transformers. The command loads "
-        "Transformers before it starts the stages, to reject a model that the stages cannot train. A single import of "
-        "vLLM with forked engines would save most of the time, but vLLM does not fork inside a Ray actor."
+def _judgement(head: str, step_s: float) -> str:
+    is_met = step_s <= WANTED_S[head]
+    return f"Target ({head}): at most {WANTED_S[head]:g} s to the first step. Measured: {step_s:.1f} s, " + (
+        "met." if is_met else "**not met**."
     )
 
 
