@@ -24,8 +24,8 @@ AdmissionName = Literal["slots", "cache"]
 
 READY_ENV = "VLLM_ENGINE_READY_TIMEOUT_S"
 """Timeout in seconds for the start of an engine's processes. vLLM reads the variable when it is imported."""
-OFFLINE_ENV = "LEEWAY_TOOK_OFFLINE"
-"""Comma-separated variables that were added to keep this process offline; reward processes start without them."""
+ADDED_ENV = "LEEWAY_ADDED_VARIABLES"
+"""Comma-separated variables that Leeway added to this process's environment; reward processes start without them."""
 ON_GPU_BYTES = 2 * 2**30
 """Estimated GPU memory of an engine besides weights, attention keys and values, and logits: the CUDA context, kernel
 workspaces, activations of a step of 2,048 tokens, and CUDA graphs."""

@@ -15,7 +15,7 @@ from math import ceil, prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from leeway.actors.config import ON_GPU_BYTES, READY_ENV, ActorsConfig, KvCache
+from leeway.actors.config import ADDED_ENV, ON_GPU_BYTES, READY_ENV, ActorsConfig, KvCache
 from leeway.common.hf_folder import check_model_folder, tensors_in
 from leeway.common.process import UNUSED, DaemonThreads, fast_imports, threads_of
 from leeway.common.user_input import did_you_mean
@@ -83,8 +83,9 @@ def set_environment(config: ActorsConfig) -> None:
         # an engine on CPU runs eagerly, but vLLM would compile one small function of its sampler, which takes seconds
         "TORCHDYNAMO_DISABLE": "0" if config.gpus else "1",
     }
-    for name, value in defaults.items():
-        os.environ.setdefault(name, value)
+    added = sorted(defaults.keys() - os.environ.keys())
+    os.environ.update({name: defaults[name] for name in added})
+    os.environ[ADDED_ENV] = ",".join([os.environ.get(ADDED_ENV, ""), *added])
 
 
 def load_engine(config: ActorsConfig) -> None:

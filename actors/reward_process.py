@@ -34,7 +34,7 @@ import msgspec
 import psutil
 from pydantic import TypeAdapter
 
-from leeway.actors.config import OFFLINE_ENV
+from leeway.actors.config import ADDED_ENV
 from leeway.actors.sandbox import HINT, adopt_orphans, cut_network, die_with_parent
 from leeway.actors.tasks import Problem, RewardFunction, TaskError, load_reward
 from leeway.actors.tasks.config import Classifier, Judge, TaskConfig
@@ -108,8 +108,8 @@ class _Outcome(msgspec.Struct, omit_defaults=True):
 
 
 def _environment() -> dict[str, str]:
-    """Return the environment of the run's start, without offline settings: a reward may need the Hugging Face Hub."""
-    added = os.environ.get(OFFLINE_ENV, "").split(",")
+    """Return the environment of the run's start: a reward may need the Hugging Face Hub, or compile a model."""
+    added = os.environ.get(ADDED_ENV, "").split(",")
     return {name: value for name, value in os.environ.items() if name not in added}
 
 

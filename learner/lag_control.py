@@ -10,8 +10,7 @@
 
 If the tokens of an answer move independently, the answer moves by the root of its length. Drift is roughly proportional
 to lag and to learning rate, so both bounds use one pace: the allowance makes future data fresher, and the brake acts
-until these data arrive. `max_lag` remains the upper bound; an allowance can only lower the bound
-(`StalenessContract.admitted_lag`).
+until these data arrive. An allowance can only lower the bound `max_lag` (`StalenessContract.admitted_lag`).
 """
 
 from __future__ import annotations

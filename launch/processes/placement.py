@@ -17,7 +17,7 @@ from ray.util.placement_group import PlacementGroup as RayPlacementGroup
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from leeway.actors.config import OFFLINE_ENV
+from leeway.actors.config import ADDED_ENV
 from leeway.common.process import threads_of
 from leeway.launch.processes.role_process import RoleProcess, RunFailed
 
@@ -172,7 +172,7 @@ def spawn(
         "MKL_NUM_THREADS": threads,
         "TOKENIZERS_PARALLELISM": "false",
         **{name: os.environ.get(name, "1") for name in _OFFLINE},
-        OFFLINE_ENV: ",".join(name for name in _OFFLINE if name not in {**os.environ, **(variables or {})}),
+        ADDED_ENV: ",".join(name for name in _OFFLINE if name not in {**os.environ, **(variables or {})}),
         **(variables or {}),
     }
     if "GPU" not in on.bundle:

@@ -66,9 +66,9 @@ def _local_options(config: Config) -> dict[str, Any]:
     """Return the options of a local Ray with the resources of every pool, without monitors and dashboard."""
     node = ray._private.node.Node
     node.start_monitor = node.start_log_monitor = node.start_api_server = lambda *_, **__: None
-    # Ray's agent then starts without its web server
-    ray._private.utils.get_dashboard_dependency_error = lambda: ImportError("Leeway does not use the dashboard")
+    ray._private.utils.get_dashboard_dependency_error = lambda: ImportError("unused")  # the agent needs no web server
     return {
+        "include_dashboard": False,
         "object_store_memory": OBJECT_STORE_BYTES,
         "num_cpus": usable_cpus(),
         "resources": dict.fromkeys(map(resource_of, config.pools), 1.0),

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from leeway.actors import reward_process, sandbox
-from leeway.actors.config import OFFLINE_ENV
+from leeway.actors.config import ADDED_ENV
 from leeway.actors.rewards import RewardFailed, Scorer, ScorerLimits
 from leeway.actors.tasks import Problem, RewardFunction, TaskError, load_task
 from leeway.actors.tasks.config import FileTask, ReasoningGymTask
@@ -300,7 +300,7 @@ async def test_a_file_that_cannot_be_loaded_fails_at_start(scorer, folder, code,
 @pytest.mark.parametrize("by_us", [True, False])
 async def test_a_reward_may_use_the_hub_unless_the_user_set_offline_mode(scorer, folder, monkeypatch, by_us):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setenv(OFFLINE_ENV, "HF_HUB_OFFLINE,TRANSFORMERS_OFFLINE" if by_us else "")
+    monkeypatch.setenv(ADDED_ENV, "HF_HUB_OFFLINE,TRANSFORMERS_OFFLINE" if by_us else "")
     code = "import os\n\ndef online(completions):\n    return [float('HF_HUB_OFFLINE' not in os.environ)]\n"
     (folder / "hub.py").write_text(code)
     scores = await scorer("online", file="hub.py")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from leeway.actors import engine_setup
-from leeway.actors.config import ActorsConfig
+from leeway.actors.config import ADDED_ENV, ActorsConfig
 from leeway.actors.engine_setup import check_engine_args, engine_args, known_engine_args, set_environment
 
 DEMO_MODEL = Path(__file__).parents[2] / "examples" / "demo_model"
@@ -137,9 +137,10 @@ def test_argument_names_are_not_checked_without_vllm(monkeypatch):
     assert known_engine_args.__wrapped__() == frozenset()
 
 
-def test_set_environment_keeps_variables_that_are_already_set(monkeypatch):
-    for name in ("VLLM_ENGINE_READY_TIMEOUT_S", "VLLM_USE_FLASHINFER_SAMPLER"):
+def test_set_environment_keeps_variables_that_are_already_set_and_names_those_that_it_adds(monkeypatch):
+    for name in ("VLLM_USE_FLASHINFER_SAMPLER", "TORCHDYNAMO_DISABLE"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(ADDED_ENV, "HF_HUB_OFFLINE")
     monkeypatch.setenv("VLLM_ENGINE_READY_TIMEOUT_S", "900")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     with monkeypatch.context() as inner:
@@ -148,3 +149,6 @@ def test_set_environment_keeps_variables_that_are_already_set(monkeypatch):
         set_environment(ActorsConfig())
     assert before["VLLM_ENGINE_READY_TIMEOUT_S"] == "900"
     assert before["VLLM_USE_FLASHINFER_SAMPLER"] == "0"
+    added = before[ADDED_ENV].split(",")
+    assert {"HF_HUB_OFFLINE", "VLLM_USE_FLASHINFER_SAMPLER", "TORCHDYNAMO_DISABLE"} <= set(added)
+    assert "VLLM_ENGINE_READY_TIMEOUT_S" not in added
