@@ -89,8 +89,8 @@ def imported(path: Path) -> ModuleType:
         sys.path.append(folder)
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # before execution, because dataclasses look up their module by name
-    this, exit_now = os.getpid(), os._exit
-    os._exit = sys.exit  # type: ignore[assignment]  # a call in the file would end this process without an error
+    this, exit_now, writes_bytecode = os.getpid(), os._exit, sys.dont_write_bytecode
+    os._exit, sys.dont_write_bytecode = sys.exit, True  # type: ignore[assignment]  # it must not end this process
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # user code may raise anything
@@ -103,7 +103,7 @@ def imported(path: Path) -> ModuleType:
             how = f"exited the process with status {status}{f': {error}' if isinstance(error.code, str) else ''}"
         raise UserFileError(f"importing {path} {how} (on host {socket.gethostname()})") from error
     finally:
-        os._exit = exit_now
+        os._exit, sys.dont_write_bytecode = exit_now, writes_bytecode
     return module
 
 

@@ -314,8 +314,8 @@ def test_the_mismatch_covers_the_first_update_if_no_loss_reads_the_start_of_the_
 
 
 def poison(networks, num_calls_before: int, network="policy") -> None:
-    """Make the gradient of one parameter NaN once, after `num_calls_before` calls."""
-    _, parameter = next(iter(getattr(networks, network).named_weights()))
+    """Make the gradient of a norm, which autograd adds, NaN once, after `num_calls_before` calls."""
+    parameter = next(each for each in dict(getattr(networks, network).named_weights()).values() if each.ndim == 1)
     calls = []
 
     def hook(gradient):

@@ -38,7 +38,7 @@ SMALL = [
 
 def start(folder: Path, *overrides: str, example: str = "demo") -> subprocess.Popen[str]:
     """Start `leeway train` in a new process group; `example` is the name of one of our examples, or a path."""
-    config = str(Path("examples", f"{example}.toml"))
+    config = str(Path("tests/world" if example == "demo" else "examples", f"{example}.toml"))
     command = [sys.executable, "-m", "leeway", "train", config, "--run.dir", str(folder)]
     return subprocess.Popen(
         [*command, "--run.name", "run", *SMALL, *overrides],
