@@ -40,11 +40,7 @@ def test_a_config_is_checked_before_ray_is_imported():
 
 
 def test_the_launcher_leaves_models_and_engines_to_its_roles():
-    assert imported("import leeway.launch.train, leeway.launch.resume") == [
-        "ray",
-        "torch",
-        "torch.distributed.checkpoint",
-    ]
+    assert imported("import leeway.launch.train, leeway.launch.resume") == ["ray", "torch"]
 
 
 def test_services_and_the_plugin_of_vllm_do_not_import_torch():
