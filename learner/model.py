@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,8 +32,8 @@ from leeway.learner.packing import PackedBatch
 from leeway.learner.products import (
     COMPUTED,
     LogitRule,
-    add_gradients_in_place,
     embed,
+    linear,
     narrow_norms,
     round_parameters,
     token_logprobs,
@@ -151,15 +152,17 @@ class StageModule(nn.Module):
         return torch.float32 if self._is_rounded else self.dtype
 
     def add_gradients_in_place(self) -> None:
-        """Add the gradients of matrices without temporaries, if the schedule computes them with input gradients."""
-        add_gradients_in_place(self.model.layers)
+        """Add gradients of matrices directly to `grad`. Autograd would store, widen and add each product.
+
+        Requires a schedule that computes input and weight gradients together: one graph node computes both.
+        """
         self.rule = replace(self.rule, adds_in_place=True)
+        for module in self.model.layers.modules():
+            if isinstance(module, nn.Linear):
+                module.__dict__["forward"] = partial(linear, module)
 
     def compute_in_bfloat16(self) -> None:
-        """Round all weights except the value head to bfloat16, keep float32 masters, and run products in bfloat16.
-
-        Hidden states stay float32.
-        """
+        """Round weights, except the value head, and run products in bfloat16; keep float32 masters and states."""
         self._is_rounded = True
         self.masters = round_parameters(self, exclude=is_value_head)
         self.tie()

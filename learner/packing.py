@@ -10,8 +10,8 @@
     lay out    store a prompt once if several sequences of a micro-batch share it
 
 Every micro-batch is [1, L] with L = token_budget: a single shape lets the pipeline keep its buffers. Attention gathers
-the keys of a prompt for each sequence, so shared prompts count in full towards the budget. The packing depends only on
-the sequences, so every rank computes the same packing.
+the keys of a prompt for each sequence, so shared prompts count in full towards the budget, unless `most_gathered` is
+higher. The packing depends only on the sequences, so every rank computes the same packing.
 """
 
 from __future__ import annotations
@@ -35,6 +35,10 @@ MOST_EVALUATED = 2**27
 """Maximum product of tokens and micro-batches for which one pass is cheaper than two; the loss then takes 1 to 2 s."""
 ONE_PASS = 3 / 4
 """Cost of a one-pass update relative to two passes, assuming that a forward pass costs a third of a training pass."""
+
+MOST_GATHERED = 4
+"""`PackingRule.most_gathered` of a single stage on a CPU. More stages need several micro-batches to overlap, and the
+memory estimate of a GPU counts keys once."""
 
 PAD_TOKEN = 0
 """Token id of padding; any valid id works."""
@@ -73,6 +77,9 @@ class PackingRule:
     unit is kept whole in one micro-batch, which allows a one-pass update."""
     num_stages: int = 1
     """P, the number of pipeline stages per replica."""
+    most_gathered: int = 1
+    """If above 1, a unit that is kept whole counts each prompt once towards the budget, and the sequences of a
+    micro-batch have at most this multiple of the budget in tokens."""
 
     @classmethod
     def of_schedule(
@@ -81,6 +88,9 @@ class PackingRule:
         """Return the rule for a pipeline whose schedule constrains the number of micro-batches."""
         least, multiple = micro_batches_required(schedule, num_stages)
         return cls(token_budget, num_replicas, least, multiple, cost, unit, num_stages)
+
+    def on_device(self, kind: str) -> PackingRule:
+        return replace(self, most_gathered=MOST_GATHERED if kind == "cpu" and self.num_stages == 1 else 1)
 
     def num_micro_batches(self, needed: int) -> int:
         """Return the number of micro-batches over all replicas, given that `needed` of them hold the tokens."""
@@ -147,7 +157,7 @@ class PackedBatch:
 
     @property
     def efficiency(self) -> float:
-        """Fraction of the micro-batches that is not padding; a shared prompt counts once per sequence."""
+        """`num_tokens` divided by the size of the micro-batches; above 1 only if the budget counts prompts once."""
         return self.num_tokens / self.tokens_ML.size
 
     @property
@@ -282,11 +292,13 @@ class _Samples:
     cost_B: FloatArray
     rule: PackingRule
 
-    def cost_of(self, bin_B: IntArray, num_bins: int) -> FloatArray:
-        """Return the cost of each bin (a micro-batch or unit); a bin computes each prompt once."""
+    def shared(self, bin_B: IntArray) -> IntArray:
+        """Return the prompt lengths, but 0 for the first sequence of each prompt in its bin (a micro-batch or unit)."""
         _, first = np.unique(bin_B * len(bin_B) + self.same_B, return_index=True)
-        saved_B = self.rule.cost.of(self.prompt_B)
-        saved_B[first] = 0.0
+        return np.where(np.isin(np.arange(len(bin_B)), first), 0, self.prompt_B)
+
+    def cost_of(self, bin_B: IntArray, num_bins: int) -> FloatArray:
+        saved_B = self.rule.cost.of(self.shared(bin_B))
         return np.bincount(bin_B, self.cost_B - saved_B, num_bins).astype(np.float64, copy=False)
 
     def cost_of_bins(self, bins: Sequence[Sequence[int]]) -> FloatArray:
@@ -310,7 +322,8 @@ class _Samples:
 
     def whole(self, unit_B: IntArray) -> list[list[int]] | None:
         """Return `plan` with the sequences of each unit in one micro-batch; None if a unit does not fit."""
-        length_U = np.bincount(unit_B, self.length_B).astype(np.int64)
+        gathered_U = np.ceil(np.bincount(unit_B, self.length_B) / self.rule.most_gathered)
+        length_U = np.maximum(gathered_U, np.bincount(unit_B, self.length_B - self.shared(unit_B))).astype(np.int64)
         if length_U.max() > self.rule.token_budget:
             return None
         bins = plan(length_U.tolist(), self.cost_of(unit_B, len(length_U)), self.rule)

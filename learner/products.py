@@ -1,9 +1,8 @@
 """Custom matrix products of the learner: embeddings, linear maps and the head.
 
-The gradient of a weight is added in place, unless a schedule computes input and weight gradients separately. In
-bfloat16, modules hold rounded copies of the float32 masters, refreshed once per update (docs/learner.md). The gradient
-of a copy is the float32 gradient of its master. On a GPU, the product of each micro-batch is added unrounded. On a CPU,
-or if a schedule separates the gradients, a bfloat16 product is widened and added.
+In bfloat16, modules hold rounded copies of the float32 masters, refreshed once per update (docs/learner.md). The
+gradient of a copy is the float32 gradient of its master. On a GPU, the product of each micro-batch is added unrounded.
+On a CPU, or if a schedule computes input and weight gradients separately, a bfloat16 product is widened and added.
 
 The head computes log-probabilities of given tokens without materializing all logits. With z = logits / temperature,
 log pi(y) = z_y - logsumexp(z). Logits exist for one chunk of tokens at a time, also in the backward pass. The gradient
@@ -23,7 +22,6 @@ requests them at different times. Soft-capped logits (Gemma 2), cap * tanh(l / c
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -41,9 +39,8 @@ LOGITS_MIB: Mapping[str, float] = {"cpu": 64.0, "cuda": 1024.0}
 """Device type -> MiB of logits in memory at a time; small compared with the states of a micro-batch, and large enough
 that products take longer than reading the head."""
 KEPT_MIB: Mapping[str, float] = {"cpu": 192.0, "cuda": 2048.0}
-"""Device type -> MiB of probabilities kept for the backward pass, over all micro-batches in flight. They save one
-product in four and two passes over logits. On a CPU, 1,024 tokens with a vocabulary of 49k fit; on a GPU, 7,000 with
-152k."""
+"""Device type -> MiB of probabilities kept for the backward pass, over all micro-batches in flight, to save one product
+in four. On a CPU, 1,024 tokens with a vocabulary of 49k fit; on a GPU, 7,000 with a vocabulary of 152k."""
 CACHED_BYTES = 2**20
 """Bytes of logits for which all elementwise operations run before those of the next rows, on a CPU; fits its cache."""
 
@@ -119,18 +116,8 @@ def embed(embedding: nn.Embedding, tokens: Tensor, *, adds_in_place: bool = Fals
     return states if scale is None else states * scale.to(embedding.weight.dtype)
 
 
-def add_gradients_in_place(layers: nn.Module) -> None:
-    """Make every linear map of these layers add directly to the gradient of its weight.
-
-    Autograd would store a product, widen it if it is bfloat16, and add it: passes over a matrix. Do not use this with a
-    schedule that computes input and weight gradients separately: one graph node computes both gradients.
-    """
-    for module in layers.modules():
-        if isinstance(module, nn.Linear):
-            module.__dict__["forward"] = functools.partial(_mapped, module)
-
-
-def _mapped(module: nn.Linear, states: Tensor) -> Tensor:
+def linear(module: nn.Linear, states: Tensor) -> Tensor:
+    """Apply a linear map whose backward pass adds directly to the gradient of its weight."""
     if not (module.weight.requires_grad and torch.is_grad_enabled()):
         return F.linear(states, module.weight, module.bias)
     return _Map.apply(states.to(module.weight.dtype), module.weight, module.bias)  # type: ignore[no-untyped-call]
@@ -149,13 +136,10 @@ class _Lookup(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:  # noqa: ANN401 -- torch's
         (tokens,) = ctx.saved_tensors
-        wide = gradient.to(_wide(gradient.dtype))
-        if ctx.adds_in_place:
-            wide = wide.masked_fill((tokens == ctx.padding).unsqueeze(-1), 0)
-            gradient_of(ctx.weight).index_add_(0, tokens.flatten(), wide.flatten(0, -2))
-            return None, None, None, None
-        total = torch.ops.aten.embedding_dense_backward(wide, tokens, len(ctx.weight), ctx.padding, False)
-        return total, None, None, None
+        wide = gradient.to(_wide(gradient.dtype)).masked_fill((tokens == ctx.padding).unsqueeze(-1), 0)
+        total = gradient_of(ctx.weight) if ctx.adds_in_place else torch.zeros_like(ctx.weight, dtype=wide.dtype)
+        total.index_add_(0, tokens.flatten(), wide.flatten(0, -2))
+        return None if ctx.adds_in_place else total, None, None, None
 
 
 class _Map(torch.autograd.Function):

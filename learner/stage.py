@@ -157,7 +157,7 @@ class Stage:
         unit = context.config.algorithm.needs.separable or "sequence"
         self._packing = PackingRule.of_schedule(
             config.schedule, config.num_stages, config.token_budget, config.num_replicas, cost, unit
-        )
+        ).on_device(device.type)
         self._checkpoints = Checkpoints(
             context.folder / "checkpoints",
             KEPT_CHECKPOINTS,

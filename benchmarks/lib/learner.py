@@ -104,7 +104,7 @@ class Learner:
             unit=self._unit,
             num_stages=self._mesh.place.num_stages,
         )
-        return StepBatch.build(to_batch(rows, "benchmark"), 0, {0: 0}, rule)
+        return StepBatch.build(to_batch(rows, "benchmark"), 0, {0: 0}, rule.on_device(self.device.type))
 
     def step(self, batch: StepBatch, version: int = 0, *, one_pass: bool = True) -> float:
         """Take the step after a version, in one pass or in two; return the gradient norm before clipping."""

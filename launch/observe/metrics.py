@@ -113,7 +113,7 @@ METRICS: dict[str, str] = {
     "batch/completion_tokens": "Completion tokens in the step.",
     "batch/micro_batches": "Packed micro-batches of the step, per replica.",
     "batch/empty_micro_batches": "Micro-batches without a sequence, over all replicas.",
-    "batch/pack_efficiency": "Real tokens divided by the capacity of all micro-batches.",
+    "batch/pack_efficiency": "batch/tokens divided by the capacity of all micro-batches.",
     "batch/shared_frac": "Fraction of batch/tokens not computed, because samples of a micro-batch share a prompt.",
     "batch/cost_balance": "Mean computed cost of the replicas divided by the maximum; 1 if equal.",
     # the ledger, counted in samples since the start of the run, when the step's batch was drawn

@@ -19,6 +19,7 @@ RULES = st.builds(
     min_micro_batches=st.integers(1, 5),
     multiple=st.integers(1, 4),
     cost=st.builds(CostModel, st.just(1.0), st.sampled_from([0.0, 0.01, 1.0])),
+    most_gathered=st.sampled_from([1, 2, 4]),
 )
 
 
@@ -59,6 +60,7 @@ def test_sequences_stay_whole_and_a_micro_batch_holds_each_prompt_once(shapes, r
         restarted = np.concatenate([np.arange(len(rows[i])) for i in members])
         np.testing.assert_array_equal(packed.positions_ML[m, places], restarted)
         num_tokens = sum({shapes[i][0] for i in members}) + sum(shapes[i][1] for i in members)
+        assert sum(len(rows[i]) for i in members) <= rule.most_gathered * rule.token_budget
         assert sorted(set(places.tolist())) == list(range(num_tokens))
         assert not packed.tokens_ML[m, num_tokens:].any()
         assert not packed.positions_ML[m, num_tokens:].any()
@@ -86,7 +88,11 @@ def test_units_stay_whole_if_they_fit_and_one_pass_is_not_slower_than_two(shapes
     unit_B = np.unique(unit_B, return_inverse=True)[1]
     rule = replace(rule, unit="group", num_stages=num_stages)
     packed = pack(rows, [prompt for prompt, _ in shapes], rule, unit_B)
-    fits = np.bincount(unit_B, list(map(len, rows))).max() <= rule.token_budget
+    gathered_U = np.bincount(unit_B, list(map(len, rows)))
+    held = {(unit, prompt) for unit, (prompt, _) in zip(unit_B.tolist(), shapes, strict=True)}
+    computed_U = np.bincount(unit_B, [completion for _, completion in shapes])
+    np.add.at(computed_U, [unit for unit, _ in held], [prompt for _, prompt in held])
+    fits = np.maximum(computed_U, gathered_U / rule.most_gathered).max() <= rule.token_budget
     if packed.unit == "sequence":
         # under these conditions, the length of a unit determines its cost
         if fits and not rule.cost.per_token_squared and len({prompt for prompt, _ in shapes}) == len(shapes):

@@ -149,6 +149,22 @@ def test_samples_of_a_prompt_are_packed_together_with_one_copy_of_the_prompt():
     assert (apart.num_tokens, apart.efficiency) == (96, 1.0)
 
 
+@pytest.mark.parametrize(("num_stages", "device", "num_micro_batches"), [(1, "cpu", 1), (2, "cpu", 2), (1, "cuda", 2)])
+def test_on_one_stage_of_a_cpu_the_budget_counts_a_prompt_once(num_stages, device, num_micro_batches):
+    prompts = [np.arange(10), np.arange(50, 60)]
+    rows = [np.append(prompts[i % 2], np.full(2, 100 + i)) for i in range(8)]  # 96 tokens, of which 36 are computed
+    rule = PackingRule.of_schedule("1f1b", num_stages, 48, 1, CostModel(), "sequence").on_device(device)
+    packed = pack(rows, [10] * 8, rule, np.arange(8) % 2)
+    assert packed.num_micro_batches == num_micro_batches
+    assert packed.num_tokens == 96
+
+
+def test_the_budget_limits_the_keys_that_attention_gathers():
+    rows = [np.append(np.arange(10), [100 + i]) for i in range(30)]  # units of 10 gather 110 tokens and compute 20
+    packed = pack(rows, [10] * 30, PackingRule(30, most_gathered=4), np.arange(30) % 3)
+    assert [len(members) for members in packed.members] == [10] * 3
+
+
 def test_only_interleaved_schedules_require_multiples_of_the_stages():
     required = {name: micro_batches_required(name, 4) for name in ("1f1b", "fused", "interleaved_1f1b")}
     assert required == {"1f1b": (4, 1), "fused": (4, 1), "interleaved_1f1b": (4, 4)}
