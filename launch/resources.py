@@ -355,13 +355,13 @@ class MachineNeeds:
         """Estimate the needs of a run; None if the model is not downloaded yet."""
         if (folder := config.model.folder) is None:
             return None
-        sizes = _sizes(folder)
+        shapes = {name: tensor.shape for name, tensor in tensors_in(folder).items()}
+        sizes = {name: math.prod(shape) for name, shape in shapes.items()}
         num_parameters, num_served = sum(sizes.values()), _num_served(sizes)
         learner = config.learner
         num_trained = 2 if config.algorithm.needs.critic == "model" else 1
         served = [_BYTES[dtype] * num_served for dtype in serving_dtypes(config)]
         engines = [(pool, pool.count * pool.config.tensor_parallel_size) for pool in actor_pools(config)]
-        shapes = {name: tensor.shape for name, tensor in tensors_in(folder).items()}
         vocab_size = max((shape[0] for name, shape in shapes.items() if name.endswith(EMBEDDING_SUFFIX)), default=0)
         on_cpu = sum(
             num * (actors.kv_cache_bytes_on_cpu + actors.batch_bytes(vocab_size) + _BYTES[actors.dtype] * num_served)

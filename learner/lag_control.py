@@ -70,7 +70,7 @@ class LagControl:
         """Maximum lag of newly leased groups, between `_least` and `max_lag`."""
         return min(self._bound, max(self._least, self.state.allowed))
 
-    def observe(self, per_token: float | None, lag: float, rate: float, length: float) -> float:
+    def observe(self, per_token: float | None, lag: float, rate: float, root: float) -> float:
         """Update the allowance, and return the factor of the learning rate for this update, from 0 to 1.
 
         Args:
@@ -78,7 +78,7 @@ class LagControl:
                 counts as unknown: the allowance falls to its minimum, and the factor is 1.
             lag: `older_lag` of the update's tokens, in versions.
             rate: scheduled learning rate.
-            length: mean length of the answers of the update, in tokens.
+            root: `root_length` of the update.
         """
         state = self.state
         is_known = per_token is not None and math.isfinite(per_token) and (per_token > 0 or lag < 1)
@@ -94,8 +94,7 @@ class LagControl:
         if per_token is None or not is_known:
             self.state = LagState(self._least, state.pace, state.rate)
             return 1.0
-        shortest, longest = MEASURED_LENGTHS
-        drift = per_token * math.sqrt(min(max(length, shortest), longest))
+        drift = per_token * root
         pace, scale, allowed = state.pace, 1.0, state.allowed
         if state.rate and lag >= 1:
             now = drift / (lag * state.rate)
@@ -116,9 +115,10 @@ def older_lag(lag_T: npt.NDArray[np.integer]) -> float:
     return float(np.quantile(lag_T, OLDER_TOKENS)) if len(lag_T) else 0.0
 
 
-def mean_length(inputs: LossInputs) -> float:
-    """Return the mean length of the answers, in tokens."""
-    return len(inputs.sequence_T) / max(1, len(inputs.rewards_B))
+def root_length(inputs: LossInputs) -> float:
+    """Return the root of the mean length of the answers in tokens, within `MEASURED_LENGTHS`."""
+    shortest, longest = MEASURED_LENGTHS
+    return math.sqrt(min(max(len(inputs.sequence_T) / max(1, len(inputs.rewards_B)), shortest), longest))
 
 
 def drift_per_token(inputs: LossInputs) -> float | None:

@@ -30,7 +30,7 @@ from leeway.algorithms.corrections import Metrics, off_policy_metrics
 from leeway.algorithms.registry import AlgorithmConfig, loss_for
 from leeway.learner.batch import Lag0ByActor, Leaves, StepBatch, lag0_by_actor
 from leeway.learner.config import LearnerConfig
-from leeway.learner.lag_control import LagControl, drift_per_token, masked, mean_length, older_lag
+from leeway.learner.lag_control import LagControl, drift_per_token, masked, older_lag, root_length
 from leeway.learner.model import DeviceBatch
 from leeway.learner.networks import Gradient, Networks, Reference, Scores
 from leeway.learner.optimizer import UpdateResult
@@ -211,7 +211,7 @@ class TrainStep:
             return LossEvaluation(Leaves(gradient_T, *value_gradients), 1.0, metrics)
         masked_T = masked(gradient_T, inputs)
         rate = self._networks.next_rate(part.update)
-        lr_scale = self._control.observe(drift, older_lag(part.batch.lag_T), rate, mean_length(inputs))
+        lr_scale = self._control.observe(drift, older_lag(part.batch.lag_T), rate, root_length(inputs))
         num_masked, num_tokens = int((masked_T != gradient_T).sum()), max(1, gradient_T.numel())
         metrics |= zip(CONTROL_METRICS, (self._control.allowed, lr_scale, num_masked / num_tokens), strict=True)
         return LossEvaluation(Leaves(masked_T, *value_gradients), lr_scale, metrics)

@@ -26,7 +26,7 @@ from leeway.algorithms.corrections import off_policy_metrics
 from leeway.algorithms.registry import loss_for
 from leeway.common.staleness import StalenessContract
 from leeway.launch.config import Config, load_config
-from leeway.learner.lag_control import LagControl, drift_per_token, masked, mean_length, older_lag
+from leeway.learner.lag_control import LagControl, drift_per_token, masked, older_lag, root_length
 from leeway.learner.optimizer import ADAM_BETAS, ADAM_EPS, learning_rate
 
 CONFIG = ROOT / "examples" / "sums.toml"
@@ -140,8 +140,8 @@ class Curve:
     """Maximum lag at which new samples were admitted after an update."""
     drift: list[float] = field(default_factory=list)
     """Mean drift per token of the samples of an update, in nats."""
-    length: list[float] = field(default_factory=list)
-    """Mean length of the answers of an update, in tokens."""
+    root: list[float] = field(default_factory=list)
+    """Factor of the drift per token: `root_length` of an update."""
     lr_scale: list[float] = field(default_factory=list)
     masked: list[float] = field(default_factory=list)
     """Fraction of tokens whose gradient was masked."""
@@ -305,10 +305,10 @@ class DelayedRun:
         (gradient_T,) = torch.autograd.grad(output.loss, logprobs_T, retain_graph=True)
         self._rate = learning_rate(learner, version, self._rate)
         rate, scale, pushed_T = self._rate * self._rate_factor, 1.0, gradient_T
-        drift, length = drift_per_token(inputs), mean_length(inputs)
+        drift, root = drift_per_token(inputs), root_length(inputs)
         if self._control is not None:
             pushed_T = masked(gradient_T, inputs)
-            scale = self._control.observe(drift, older_lag(lag_T.numpy()), rate, length)
+            scale = self._control.observe(drift, older_lag(lag_T.numpy()), rate, root)
         self._adam.zero_grad()
         logprobs_T.backward(pushed_T)
         norm = torch.nn.utils.clip_grad_norm_(self._policy.parameters(), learner.max_grad_norm)
@@ -319,7 +319,7 @@ class DelayedRun:
         curve.lag.append(float(lag_T.double().mean()))
         curve.allowed.append(self._contract.bound() or 0 if self._control is None else self._control.allowed)
         curve.drift.append(math.nan if drift is None else drift)
-        curve.length.append(length)
+        curve.root.append(root)
         curve.lr_scale.append(scale)
         curve.masked.append(float((pushed_T != gradient_T).double().mean()))
         curve.ess.append(metrics["off_policy/ess_sequence"] or 0.0)

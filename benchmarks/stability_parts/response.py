@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +11,7 @@ from benchmarks.lib import small_tasks
 from benchmarks.lib.page import table
 from benchmarks.stability_parts.loop import CONFIG, DelayedRun
 
-from leeway.learner.lag_control import BRAKE_DRIFT, MEASURED_LENGTHS
+from leeway.learner.lag_control import BRAKE_DRIFT
 
 MODELS = ("sums", *small_tasks.TASKS)
 MAX_LAG = 16
@@ -33,10 +32,8 @@ def respond(model: str, seed: int) -> dict[str, Any]:
         else:
             config = small_tasks.make(model, Path(folder))
         curve = DelayedRun(overrides, seed, config).train(NUM_BEFORE + NUM_AFTER, tenfold_from=NUM_BEFORE)
-    shortest, longest = MEASURED_LENGTHS
-    lengths = [min(max(each, shortest), longest) for each in curve.length]
     return {
-        "drift": [round(each * math.sqrt(length), 4) for each, length in zip(curve.drift, lengths, strict=True)],
+        "drift": [round(each * root, 4) for each, root in zip(curve.drift, curve.root, strict=True)],
         "allowed": curve.allowed,
         "lr_scale": [round(each, 4) for each in curve.lr_scale],
         "reward": [round(each, 4) for each in curve.reward],

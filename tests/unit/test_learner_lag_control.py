@@ -1,6 +1,7 @@
 """Lag control: the allowed age of data, the learning-rate brake, and the token mask."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,16 +13,25 @@ from leeway.algorithms.trajectory_balance import TrajectoryBalanceConfig
 from leeway.common.staleness import StalenessConfig, StalenessContract
 from leeway.learner.batch import Leaves
 from leeway.learner.config import LearnerConfig
-from leeway.learner.lag_control import ALLOWED_DRIFT, BRAKE_DRIFT, LEAST_LR_SCALE, MASK_AT, LagControl, LagState, masked
+from leeway.learner.lag_control import (
+    ALLOWED_DRIFT,
+    BRAKE_DRIFT,
+    LEAST_LR_SCALE,
+    MASK_AT,
+    LagControl,
+    LagState,
+    masked,
+    root_length,
+)
 from leeway.learner.step import TrainStep
 from tests.world.learner import build, make_models, make_networks, make_rows, single_rank, weights_of
 
 RATE = 1e-2
 PACE = 5.0
 """Drift per token of a version at a learning rate of 1."""
-LENGTH = 9
+ROOT = 3.0
 ALLOWED, BRAKE = ALLOWED_DRIFT / 3, BRAKE_DRIFT / 3
-"""Targets for `LENGTH`, in drift per token."""
+"""Targets for answers of nine tokens, in drift per token."""
 
 
 def control(max_lag=16, updates_per_step=1, **knobs):
@@ -42,7 +52,7 @@ def train(control, num_updates, rate=1e-3, pace=PACE, history=None):
         while len(queue) < control.allowed:
             queue.append(version)
         drift, lag = pace * sum(rates[sampled:]), float(version - sampled)
-        scale = control.observe(drift, lag, rate, LENGTH)
+        scale = control.observe(drift, lag, rate, ROOT)
         rates.append(rate * scale)
         seen.append((drift, lag, scale))
     return seen
@@ -61,7 +71,8 @@ def test_the_target_per_token_falls_with_the_root_of_the_length():
     for length in (1, 3, 12, 36, 1e4):
         found = control(max_lag=64)
         for _ in range(5):
-            found.observe(0.01, 1.0, RATE, length)
+            answer = SimpleNamespace(sequence_T=range(int(length)), rewards_B=[0.0])
+            found.observe(0.01, 1.0, RATE, root_length(answer))
         lags[length] = found.allowed
     assert lags == {1: 9, 3: 9, 12: 4, 36: 2, 1e4: 2}
 
@@ -73,8 +84,8 @@ def test_the_allowance_stays_between_the_least_bound_plus_one_step_and_max_lag()
     assert train(control(max_lag=1), 100, rate=1.0)[-1][1] <= 1
     assert train(control(), 100, rate=1e-6)[-1][1] == 16
     several = control(updates_per_step=4, max_actor_lag=0)
-    several.observe(10.0, 4.0, RATE, LENGTH)
-    several.observe(10.0, 4.0, RATE, LENGTH)
+    several.observe(10.0, 4.0, RATE, ROOT)
+    several.observe(10.0, 4.0, RATE, ROOT)
     assert several.allowed == 7
 
 
@@ -102,7 +113,7 @@ def test_the_drift_stays_bounded_after_a_tenfold_learning_rate():
 def test_the_allowance_and_the_rate_stay_within_bounds_for_any_measurement(measured):
     controlled = control()
     for drift, lag, rate, length in measured:
-        scale = controlled.observe(drift if drift is None else abs(drift), lag, rate, length)
+        scale = controlled.observe(drift if drift is None else abs(drift), lag, rate, math.sqrt(length))
         assert LEAST_LR_SCALE <= scale <= 1
         assert 2 <= controlled.allowed <= 16
 
@@ -112,7 +123,7 @@ def test_an_unknown_drift_gives_the_least_allowance_and_the_scheduled_rate(unkno
     controlled = control()
     train(controlled, 50)
     for _ in range(2):
-        assert controlled.observe(unknown, 16.0, 1.0, LENGTH) == 1
+        assert controlled.observe(unknown, 16.0, 1.0, ROOT) == 1
         assert controlled.allowed == 2
     (message,) = caplog.messages
     assert "the drift of the data is unknown" in message
@@ -122,7 +133,7 @@ def test_an_unknown_drift_gives_the_least_allowance_and_the_scheduled_rate(unkno
 def test_a_policy_that_does_not_move_has_an_allowance_of_max_lag():
     still = control()
     for _ in range(5):
-        assert still.observe(1e-9, 3.0, RATE, LENGTH) == 1
+        assert still.observe(1e-9, 3.0, RATE, ROOT) == 1
     assert still.allowed == 16
 
 
