@@ -207,7 +207,7 @@ def _cheapest(model: Model, kinds: Sequence[Gpu]) -> list[Cluster]:
             return float("-inf")
         return found.rate / found.price
 
-    return [cluster(plan) for plan, _ in search(space, score, NUM_CLOSER)]
+    return [cluster(plan) for plan, _ in search(space, score, (0,) * len(space.dimensions), NUM_CLOSER)]
 
 
 def _simulated(plan: Cluster) -> Prediction:

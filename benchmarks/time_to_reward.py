@@ -10,7 +10,7 @@ Three sides alternate for each seed: Leeway with `max_lag = 0` (`synchronous`), 
 (`default`), and TRL's GRPOTrainer on both cores (`trl`). The target is `SHARE` of the final accuracy of `synchronous`,
 as a mean over seeds. The time to the target is interpolated linearly between evaluations. TRL's clock stops during
 evaluation; Leeway's clock does not. Ratios are medians over seeds. Any other `--section.key VALUE` is an override of
-the side `default`.
+both sides of Leeway.
 
 `--work` stores finished runs. `--page` writes docs/results/time_to_reward.md and its plot. The first call installs TRL
 into an environment in the user's cache folder.
@@ -99,7 +99,7 @@ def adding(folder: Path) -> Case:
 
 def smollm2(folder: Path) -> Case:
     """Return the case of examples/smollm2.toml, with enough steps to show learning."""
-    return Case(ROOT / "examples" / "smollm2.toml", ("--actors.eval_every", "10"), 100, 0)
+    return Case(ROOT / "examples" / "smollm2.toml", ("--actors.eval_every", "5"), 40, 0)
 
 
 CASES = {"adding": adding, "smollm2": smollm2}
@@ -112,7 +112,7 @@ def measure(
     case = CASES[name](kept.folder)
     make_model(case.config)
     own = {
-        "synchronous": ["--weight_sync.max_lag", "0"],
+        "synchronous": ["--weight_sync.max_lag", "0", *overrides],
         "default": ["--weight_sync.max_lag", str(WeightSyncConfig().max_lag), *overrides],
         "trl": [],
     }

@@ -3,7 +3,7 @@
 Features are imported on first use, by the dotted name (`pkgutil.resolve_name`) that a config key or command maps to.
 
 verbs      `leeway profile` and `leeway plan`
-profiling  profiles from run folders, or from two short runs started for this purpose
+profiling  profiles from run folders, or from three short runs started for this purpose
 planner    Planner: finds the best plan for a config (`plans`: hosts, predictions from simulations, TOML patch)
 prompts    ChosenPrompts: prompt sampling at random or by success rate, dispatch by predicted length;
            `dispatch`: policies that assign prompts to actors

@@ -13,11 +13,13 @@ prompts count once. The coefficients include further epochs, and a forward pass 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from typing import NamedTuple
 
 import numpy as np
+from scipy.optimize import nnls
 
 from leeway.learner.packing import (
     MOST_EVALUATED,
@@ -33,10 +35,10 @@ from leeway.learner.packing import (
 NUM_TERMS = 4
 MANY_SAMPLES = 4096
 """Number of samples in a minibatch above which only every n-th group is packed, and the total is extrapolated."""
-_ALIKE = 1e7
-"""Condition number of the scaled products above which terms count as collinear."""
-_NO_GAIN = 1e-4
-"""Minimum relative decrease of the squared error that justifies more terms."""
+_RIDGE = 1e-10
+"""Added to the scaled products, so that terms which the measurements cannot separate get a very large variance."""
+_LEAST_ERROR = 0.01
+"""Minimum relative error of a measurement; a perfect fit to a few measurements proves nothing about others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +65,10 @@ class TokenTime:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Fit:
+class Fit(NamedTuple):
     """Coefficients of a cost model, in the order of its terms, and their goodness of fit."""
 
     coefficients: tuple[float, ...]
-    num_measured: int
     relative_error: float
     """Root mean square of the residuals, divided by the mean of the measurements."""
 
@@ -104,9 +104,7 @@ class LeastSquares:
     @classmethod
     def from_list(cls, sums: Sequence[float]) -> LeastSquares:
         """Restore the sums of `as_list`; raise ValueError if their number matches no cost model."""
-        num_terms = int(len(sums) ** 0.5)
-        while num_terms and 3 + num_terms + num_terms**2 > len(sums):
-            num_terms -= 1
+        num_terms = int(max(0.0, len(sums) - 2.75) ** 0.5 - 0.5)  # the root of n**2 + n + 3 = len(sums)
         if not num_terms or 3 + num_terms + num_terms**2 != len(sums):
             raise ValueError(f"{len(sums)} numbers cannot be the sums of a cost model")
         found, values = cls(num_terms), np.array(sums, np.float64)
@@ -121,39 +119,36 @@ class LeastSquares:
     def fit(self) -> Fit | None:
         """Return the fit with the least squared error and no negative coefficient, or None before two measurements.
 
-        There are few terms, so every subset of them is solved, and the best admissible solution is the optimum (Lawson
-        and Hanson, Solving Least Squares Problems, 1974, chapter 23: the unconstrained optimum over its own support).
-        If the measurements cannot separate two terms, the fit with fewer terms is returned.
+        If the measurements cannot separate terms, these share their cost in some way.
         """
         if self.num_measured < 2 or self.total <= 0.0:
             return None
-        best: tuple[float, FloatArray] | None = None
-        for size in range(1, len(self._targets) + 1):
-            for support in combinations(range(len(self._targets)), size):
-                found = self._solve(list(support))
-                if found is not None and (best is None or found[0] < best[0] - _NO_GAIN * best[0]):
-                    best = found
-        if best is None:
-            return None
-        error = (best[0] / self.num_measured) ** 0.5 / (self.total / self.num_measured)
-        return Fit(tuple(map(float, best[1])), self.num_measured, error)
+        scale, scaled = self._scaled
+        factor = np.linalg.cholesky(scaled)
+        part, _ = nnls(factor.T, np.linalg.solve(factor, self._targets / scale))
+        found = part / scale
+        squares = self._squares - 2.0 * found @ self._targets + found @ self._products @ found
+        error = max(0.0, float(squares) / self.num_measured) ** 0.5 / (self.total / self.num_measured)
+        return Fit(tuple(map(float, found)), error)
 
-    def _solve(self, support: list[int]) -> tuple[float, FloatArray] | None:
-        """Return squared error and coefficients for these terms; None if collinear or if a coefficient is < 0."""
-        products = self._products[np.ix_(support, support)]
-        scale = np.sqrt(np.diag(products))
-        if not scale.all():
-            return None
-        scaled = products / np.outer(scale, scale)
-        if np.linalg.cond(scaled) > _ALIKE:
-            return None
-        part = np.linalg.solve(scaled, self._targets[support] / scale) / scale
-        if (part < 0.0).any():
-            return None
-        coefficients = np.zeros(len(self._targets))
-        coefficients[support] = part
-        error = self._squares - 2.0 * coefficients @ self._targets + coefficients @ self._products @ coefficients
-        return max(0.0, float(error)), coefficients
+    def error_at(self, factors: Sequence[float]) -> float:
+        """Return the relative standard error of a prediction; very large if the measurements do not separate the terms.
+
+        The prediction is for the mean terms times `factors`. The first term must be 1 in every measurement.
+        """
+        terms = self._products[0] * factors / max(1, self.num_measured)
+        if (fit := self.fit()) is None or not (predicted := float(terms @ np.array(fit.coefficients))):
+            return math.inf
+        scale, scaled = self._scaled
+        deviation = max(fit.relative_error, _LEAST_ERROR) * self.total / self.num_measured
+        return deviation * float(terms / scale @ np.linalg.solve(scaled, terms / scale)) ** 0.5 / predicted
+
+    @property
+    def _scaled(self) -> tuple[FloatArray, FloatArray]:
+        """Return the norms of the terms, and the products of the terms divided by their norms."""
+        scale = np.sqrt(np.diag(self._products))
+        scale[scale == 0.0] = 1.0
+        return scale, self._products / np.outer(scale, scale) + _RIDGE * np.eye(len(scale))
 
 
 # --- the learner --------------------------------------------------------------------------------------
@@ -177,6 +172,8 @@ class LearnerShape:
     """Number of minibatches per step; each is packed and run through the pipeline separately."""
     saves_pass: bool = False
     """Whether updates save a forward pass if no unit is split over micro-batches; False if steps always take it."""
+    device: str = "cuda"
+    """Type of the stages' devices, which determines how shared prompts count towards the budget."""
 
     def rule(self, cost: CostModel) -> PackingRule:
         return PackingRule.of_schedule(
@@ -186,7 +183,7 @@ class LearnerShape:
             self.num_replicas,
             cost,
             self.unit,  # type: ignore[arg-type]
-        )
+        ).on_device(self.device)
 
     @property
     def idle(self) -> float:
@@ -227,7 +224,8 @@ class LearnerTime:
         every = -(-len(length_B) // MANY_SAMPLES)
         if every > 1:
             some_B = length_B[np.arange(len(length_B)) // group_size % every == 0]
-            alone = LearnerShape(token_budget=shape.token_budget, unit=shape.unit)  # replicas are balanced
+            device = shape.device if shape.num_stages == 1 else "cuda"
+            alone = LearnerShape(token_budget=shape.token_budget, unit=shape.unit, device=device)  # balanced replicas
             cost_M, unit = self._micro_batches(some_B, prompt_tokens, group_size, alone)
             times = float(length_B.sum() / some_B.sum()) / shape.num_replicas
             least, _ = micro_batches_required(shape.schedule, shape.num_stages)

@@ -27,14 +27,13 @@ from leeway.planning.plans import (
     Candidate,
     Host,
     Keys,
-    Prediction,
     as_overrides,
     engines_like,
     predict,
     world_of,
 )
-from leeway.planning.profile import Profile
-from leeway.planning.profiling import check_generates, shape_of
+from leeway.planning.profile import Profile, shape_of
+from leeway.planning.profiling import check_generates
 from leeway.planning.search import Plan, Space, bounds_of, search
 from leeway.planning.world import EnginePool
 
@@ -146,11 +145,15 @@ class Planner:
             keys[TOTAL] = sum(keys[self._key(name, "count")] for name in self._actors)
         return {key: value for key, value in keys.items() if key not in self._fixed}
 
+    def changes(self, keys: Keys) -> list[str]:
+        """Return a text for each key whose value differs from that of the config."""
+        return [f"{key} {self.own[key]} -> {value}" for key, value in keys.items() if self.own[key] != value]
+
     def find(self, progress: Progress) -> list[Candidate]:
         """Return the best plans, best first; raise ConfigError if no plan fits."""
         progress("computing bounds of plans", None)
-        found = [plan for plan, _ in search(self.space, self.score, NUM_SIMULATED)]
         own = tuple(0 if key == "learner" else each.index(self.own[key]) for key, each in self.space.dimensions.items())
+        found = [plan for plan, _ in search(self.space, self.score, own, NUM_SIMULATED)]
         found += [own] if own not in found and self.score(own) > -math.inf else []  # include the config itself
         if not found:
             memory = "" if self._memory is None else f" with {self._memory / 2**30:.1f} GiB of memory"
@@ -168,11 +171,8 @@ class Planner:
         for number, keys in enumerate(plans):
             progress(f"simulating plan {number + 1} of {len(plans)}", number / len(plans))
             world = world_of(self._with(keys), self._profile, self._prices)
-            found.append(Candidate(keys, predict(world, samples=samples)))
+            found.append(Candidate(keys, predict(world, samples=samples, error=self._profile.error)))
         return found
-
-    def predict_current(self) -> Prediction:
-        return predict(self._current)
 
     # --- scores -----------------------------------------------------------------------------------
 
@@ -184,7 +184,10 @@ class Planner:
         counts = {name: int(choices[self._key(name, "count")]) for name in self._actors}  # type: ignore[call-overload]
         if self._sets_total and TOTAL in self._fixed and sum(counts.values()) != self.config.actors.num_actors:
             return -math.inf
-        if not self._fits(tuple(counts.items()), self._num_ranks(shape)) or self._lacks_memory(counts, shape):
+        workers = tuple(counts.items())
+        if not self._fits(workers, self._num_ranks(shape)):
+            return -math.inf
+        if self._lacks_memory(workers, shape.num_stages, shape.num_replicas):
             return -math.inf
         if self.config.launch.colocate and sum(counts.values()) > 1:
             return -math.inf
@@ -200,11 +203,13 @@ class Planner:
         if self._prices:
             worth /= sum(pool.count * pool.price for pool in pools) + self._price_of_learner(self._num_ranks(shape))
         # ties go to the plan with the fewest changes
-        num_changes = sum(self.own[key] != value for key, value in self.keys_of(plan).items())
-        return worth * (1.0 - CHANGE_PENALTY * num_changes)
+        return worth * (1.0 - CHANGE_PENALTY * len(self.changes(self.keys_of(plan))))
 
     def _ranked(self, candidates: list[Candidate]) -> list[Candidate]:
-        """Sort candidates, best first; ties for the first place go to the smallest lag."""
+        """Sort candidates, best first; ties for the first place go to the smallest lag.
+
+        The config itself is first if no plan exceeds it by more than the error of the profile.
+        """
 
         def worth(each: Candidate) -> float:
             price = each.prediction.price_per_1000
@@ -213,6 +218,8 @@ class Planner:
         candidates = sorted(candidates, key=worth, reverse=True)
         close = [each for each in candidates if worth(each) >= (1.0 - TIE_TOLERANCE) * worth(candidates[0])]
         first = min(close, key=lambda each: (_lag_of(each.keys), -worth(each)))
+        unchanged = next((each for each in candidates if not self.changes(each.keys)), first)
+        first = unchanged if worth(first) <= (1.0 + self._profile.error) * worth(unchanged) else first
         return [first, *(each for each in candidates if each is not first)]
 
     @lru_cache(maxsize=4096)  # noqa: B019 -- a planner exists until its command exits
@@ -395,41 +402,22 @@ class Planner:
         """Return the bytes of memory if this machine is a host; None for other hosts, whose memory is unknown."""
         return psutil.virtual_memory().total if any(host.is_here for host in self._hosts) else None
 
-    def _lacks_memory(self, counts: Mapping[str, int], shape: LearnerShape) -> bool:
+    @lru_cache(maxsize=4096)  # noqa: B019 -- as above
+    def _lacks_memory(self, counts: tuple[tuple[str, int], ...], num_stages: int, num_replicas: int) -> bool:
         """Return whether these workers exceed the memory of this machine, if it is a host."""
-        if self._memory is None or self._bytes is None:
+        if self._memory is None:
             return False
-        per_actor, per_rank, per_replica, rest = self._bytes
-        actors = sum(count * per_actor[name] for name, count in counts.items())
-        learner = self._num_ranks(shape) * per_rank + shape.num_replicas * per_replica
-        return actors + learner + rest > self._memory
-
-    @cached_property
-    def _bytes(self) -> tuple[Mapping[str, int], int, int, int] | None:
-        """Return the bytes per actor of each pool, per rank, per replica (additional) and of the rest; None if unknown.
-
-        The numbers of bytes are differences of `MachineNeeds`, which is linear in these counts.
-        """
-        actors = {name: section for name, section in self.config.pools.items() if section.role == "actors"}
-        ones = dict.fromkeys(self._actors, 1)
-
-        def needed(counts: Mapping[str, int], num_stages: int = 1, num_replicas: int = 1) -> int:
-            # not `_with`: command-line options would override these values, and stage pools have fixed counts
-            shape = {"num_stages": num_stages, "num_replicas": num_replicas, "gpus": self._gpus_of_stage}
-            update = {
-                "learner": self.config.learner.model_copy(update=shape),
-                "actors": self.config.actors.model_copy(update={"num_actors": sum(counts.values())}),
-                "pools": {name: each.model_copy(update={"count": counts[name]}) for name, each in actors.items()},
-            }
-            found = MachineNeeds.of(self.config.model_copy(update=update))
-            return found.memory.size_bytes if found is not None else 0
-
-        if not (one := needed(ones)):
-            return None
-        per_actor = {name: needed({**ones, name: 2}) - one for name in ones}
-        per_rank = needed(ones, num_stages=2) - one
-        per_replica = needed(ones, num_replicas=2) - one - per_rank
-        return per_actor, per_rank, per_replica, one - sum(per_actor.values()) - per_rank - per_replica
+        # not `_with`: command-line options would override these values, and stage pools have fixed counts
+        count = dict(counts)
+        sections = {name: section for name, section in self.config.pools.items() if name in count}
+        shape = {"num_stages": num_stages, "num_replicas": num_replicas, "gpus": self._gpus_of_stage}
+        update = {
+            "learner": self.config.learner.model_copy(update=shape),
+            "actors": self.config.actors.model_copy(update={"num_actors": sum(count.values())}),
+            "pools": {name: each.model_copy(update={"count": count[name]}) for name, each in sections.items()},
+        }
+        needs = MachineNeeds.of(self.config.model_copy(update=update))
+        return needs is not None and needs.memory.size_bytes > self._memory
 
     def _price_of_learner(self, num_ranks: int) -> float:
         return num_ranks * max(self._prices.get(pool.name, 0.0) for pool in self._stages)

@@ -11,7 +11,7 @@ import math
 import sys
 import tomllib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
@@ -25,8 +25,7 @@ from leeway.launch.config import Config
 from leeway.launch.errors import ConfigError
 from leeway.launch.pools import ActorPool, WorkerPool, actor_pools, stage_pools
 from leeway.launch.resources import list_gpus
-from leeway.planning.profile import EngineCosts, Profile
-from leeway.planning.profiling import settings_of, settings_of_engine, shape_of
+from leeway.planning.profile import EngineCosts, Profile, settings_of, settings_of_engine, shape_of
 from leeway.planning.simulator import Simulation
 from leeway.planning.world import EnginePool, World
 
@@ -124,8 +123,8 @@ def world_of(config: Config, profile: Profile, prices: Mapping[str, float] | Non
         lambda tokens: law.seconds(tokens, prompt_tokens, group_size, shape),
         num_prompts=config.task.num_train or World.num_prompts,
         prompt_tokens=prompt_tokens,
-        costs=profile.costs(),
-        score_token_s=learner.score_token_s_of(shape),
+        costs=profile.weights.as_costs(profile.samples.settled_s, learner.between_steps_s),
+        score_token_s=learner.score_token_s / (shape.num_stages * shape.num_replicas),
         learner_price=sum(prices.get(pool.name, 0.0) * pool.count for pool in stage_pools(config)),
     )
 
@@ -153,7 +152,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     samples_per_s: float
     low: float
     high: float
-    """`low` and `high`: 95 % interval of samples_per_s over the simulated seeds; excludes errors of the profile."""
+    """`low` and `high`: interval of samples_per_s, from the error of the profile and the simulated seeds."""
     step_s: float
     learner_busy: float
     slots_used: float
@@ -171,16 +170,19 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
         return f"{rate}, bottleneck: {self.binds}{price}"
 
 
-def predict(world: World, *, samples: int = SAMPLES) -> Prediction:
-    """Simulate a world under `NUM_SEEDS` seeds, with about `samples` samples in total."""
+def predict(world: World, *, samples: int = SAMPLES, error: float = 0.0) -> Prediction:
+    """Simulate a world under `NUM_SEEDS` seeds, with about `samples` samples in total.
+
+    `error` is the relative error of the costs; see `Profile.error`.
+    """
     contract = world.contract
     per_step = contract.groups_per_step * world.group_size
     steps = max(LEAST_STEPS, samples // (NUM_SEEDS * per_step))
     warm_up = max(4, contract.capacity() // contract.groups_per_step * 2)
     found = [Simulation(world, seed).run(steps + warm_up, warm_up) for seed in range(NUM_SEEDS)]
     rates = [each.samples_per_s for each in found]
-    reach = _T * stdev(rates) / NUM_SEEDS**0.5
     rate = fmean(rates)
+    reach = math.hypot(_T * stdev(rates) / NUM_SEEDS**0.5, error * rate)
     return Prediction(
         samples_per_s=rate,
         low=max(0.0, rate - reach),
@@ -262,19 +264,23 @@ def prices_of(words: Sequence[str]) -> dict[str, float]:
     return prices
 
 
-def show(candidates: Sequence[Candidate], current: Prediction, own: Keys) -> None:
-    """Print the best plan, the next three and the unchanged config, and the changes of each plan."""
+def show(candidates: Sequence[Candidate], error: float, changes: Callable[[Keys], Sequence[str]]) -> None:
+    """Print the best plan, the next three and the unchanged config, and the changes of each plan.
+
+    `error` is that of the profile; `changes` returns a text for each key that a plan changes.
+    """
     from rich.console import Console
     from rich.table import Table
 
-    has_price = current.price_per_1000 is not None
+    has_price = candidates[0].prediction.price_per_1000 is not None
     heads = ["plan", "samples/s", "bottleneck", "learner busy", "slots used", "lag", "dropped"]
     table = Table(*heads, *["per 1,000"] * has_price, box=None, pad_edge=False)
     names = ["best", *(f"{place}." for place in range(2, NUM_SHOWN + 1))]
+    unchanged = [("unchanged", each) for each in candidates if not changes(each.keys)]
     different = {each.prediction.samples_per_s: each for each in reversed(candidates)}
     candidates = [each for each in candidates if different[each.prediction.samples_per_s] is each]
-    shown = [(name, each.prediction) for name, each in zip(names, candidates, strict=False)]
-    for name, prediction in [*shown, ("unchanged", current)]:
+    for name, each in [*zip(names, candidates, strict=False), *unchanged]:
+        prediction = each.prediction
         cells = [
             f"{prediction.samples_per_s:.1f} ({prediction.low:.1f} to {prediction.high:.1f})",
             prediction.binds,
@@ -290,5 +296,4 @@ def show(candidates: Sequence[Candidate], current: Prediction, own: Keys) -> Non
         column.no_wrap = True
     Console(width=None if sys.stdout.isatty() else 160).print(table)
     for name, each in zip(names, candidates, strict=False):
-        changed = [f"{key} {own[key]} -> {value}" for key, value in each.keys.items() if own[key] != value]
-        print(f"{name}: {', '.join(changed) or 'no changes'}")
+        print(f"{name}: {', '.join(changes(each.keys)) or f'no changes; no plan is faster by more than {error:.0%}'}")

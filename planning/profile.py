@@ -8,13 +8,18 @@ from typing import Any
 
 import msgspec
 
+from leeway.actors.config import ActorsConfig
 from leeway.common.files import write_whole
+from leeway.launch.config import Config
 from leeway.launch.errors import ConfigError
-from leeway.planning.costs import LearnerShape, LearnerTime, TokenTime
+from leeway.launch.pools import stage_pools
+from leeway.planning.costs import SHAPE_KEYS, LearnerShape, LearnerTime, TokenTime
 from leeway.planning.lengths import LengthDistribution
 from leeway.planning.world import Costs
 
-FORMAT = 3
+FORMAT = 4
+LEAST_ERROR = 0.05
+"""Relative error of predictions that no profile undercuts: the usual error for other configs, see docs/planning.md."""
 LEASE_S = 0.025
 """Mean seconds until an actor retries a refused lease request, half of the maximum; see `leeway.actors.loop`."""
 
@@ -57,7 +62,6 @@ class LearnerCosts(msgspec.Struct, frozen=True, kw_only=True):
     """Coefficients of `leeway.planning.costs.LearnerTime` in seconds, without reference scores."""
     num_steps: int
     relative_error: float
-    shape: LearnerShape
     between_steps_s: float
     """Seconds from the end of a step to the start of the next step, assuming that its batch is ready."""
     score_token_s: float = 0.0
@@ -66,10 +70,6 @@ class LearnerCosts(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def law(self) -> LearnerTime:
         return LearnerTime(*self.terms)
-
-    def score_token_s_of(self, shape: LearnerShape) -> float:
-        """Return the seconds to score a token in a step of a learner of this shape."""
-        return self.score_token_s / (shape.num_stages * shape.num_replicas)
 
 
 class WeightCosts(msgspec.Struct, frozen=True, kw_only=True):
@@ -119,9 +119,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     samples: SampleFacts
     settings: dict[str, Any]
     """Values of the config keys that determine the cost of a step or a sample."""
-
-    def costs(self) -> Costs:
-        return self.weights.as_costs(self.samples.settled_s, self.learner.between_steps_s)
+    error: float = LEAST_ERROR
+    """Greatest relative error of the predicted samples per second of the profiled runs, at least LEAST_ERROR."""
 
     def write(self, path: Path) -> None:
         write_whole(path, [msgspec.json.format(msgspec.json.encode(self)), b"\n"])
@@ -131,13 +130,9 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
         """Read a profile written by `write`; raise ConfigError if the file is missing, invalid or of another format."""
         try:
             found = msgspec.json.decode(path.read_bytes(), type=Profile)
-        except OSError as error:
-            raise ConfigError(
-                f"{path} cannot be read ({error.strerror}): create one with `leeway profile CONFIG.toml`"
-            ) from None
-        except msgspec.DecodeError as error:
-            text = f"{path} is not a valid profile ({error}): create one with `leeway profile CONFIG.toml`"
-            raise ConfigError(text) from None
+        except (OSError, msgspec.DecodeError) as error:
+            why = getattr(error, "strerror", error)
+            raise ConfigError(f"{path} is not a profile ({why}): run `leeway profile CONFIG.toml`") from None
         if found.format != FORMAT:
             raise ConfigError(f"{path} has format {found.format}, expected {FORMAT}: run `leeway profile` again")
         return found
@@ -156,19 +151,16 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
         lines = [f"measured {taken} on {self.machine}, model {self.model}"]
         for name, engine in self.engines.items():
             law = engine.law
-            full_s = law.seconds(engine.most_running, engine.most_running * self.samples.prompt_tokens)
             lines.append(
                 f"engines of '{name}': step = {1e3 * law.base:.2f} ms + {1e6 * law.per_sample:.1f} us per sample "
                 f"+ {1e9 * law.per_kv_token:.2f} ns per context token + {1e6 * law.per_prompt_token:.2f} us per prompt "
-                f"token, {1e3 * full_s:.1f} ms with {engine.most_running} samples; {engine.num_steps} steps, RMS error "
-                f"{engine.relative_error:.0%}"
+                f"token; {engine.num_steps} steps, RMS error {engine.relative_error:.0%}"
             )
-        learner = self.learner
-        law_of_steps = learner.law
+        learner, step = self.learner, self.learner.law
         lines.append(
-            f"learner: step = {1e3 * law_of_steps.step:.0f} ms + {1e3 * law_of_steps.micro_batch:.1f} ms per "
-            f"micro-batch + {1e6 * law_of_steps.token:.2f} us per token + {1e9 * law_of_steps.token_squared:.2f} ns "
-            f"per squared token; {learner.num_steps} steps, RMS error {learner.relative_error:.0%}"
+            f"learner: step = {1e3 * step.step:.0f} ms + {1e3 * step.micro_batch:.1f} ms per micro-batch "
+            f"+ {1e6 * step.token:.2f} us per token + {1e9 * step.token_squared:.2f} ns per squared token; "
+            f"{learner.num_steps} steps, RMS error {learner.relative_error:.0%}"
             + (f"; reference {1e6 * learner.score_token_s:.2f} us per token" if learner.score_token_s else "")
         )
         lines.append(
@@ -181,4 +173,33 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
             f"{lengths.explained:.0%} of the variance explained by the prompt; committed "
             f"{1e3 * self.samples.settled_s:.0f} ms after the last token"
         )
+        lines.append(f"error of predicted samples/s: {self.error:.0%} or less in the profiled runs")
         return "\n".join(lines)
+
+
+def settings_of(config: Config) -> dict[str, Any]:
+    """Return the config values that determine the costs of a profile and that no plan sets."""
+    needs, names = config.algorithm.needs, ("precision", "num_minibatches", "num_epochs", "activation_checkpointing")
+    return {
+        "algorithm.type": config.algorithm.type,
+        **{f"learner.{name}": getattr(config.learner, name) for name in names},
+        "actors.max_new_tokens": config.actors.max_new_tokens,
+        **{f"the algorithm's {name}": getattr(needs, name) for name in ("critic", "proximal", "reference")},
+    }
+
+
+def settings_of_engine(actors: ActorsConfig) -> dict[str, Any]:
+    names = ["dtype", "tensor_parallel_size", "kv_cache_gib", "engine_args"]
+    names += ["gpu_memory_share"] if actors.gpus and actors.kv_cache_gib is None else []  # sets the cache size
+    return {name: getattr(actors, name) for name in names}
+
+
+def shape_of(config: Config) -> LearnerShape:
+    learner, needs = config.learner, config.algorithm.needs
+    return LearnerShape(
+        **{name: getattr(learner, name) for name in SHAPE_KEYS},
+        unit=needs.separable or "sequence",
+        num_minibatches=learner.num_minibatches,
+        device="cuda" if any(pool.bundle.get("GPU") for pool in stage_pools(config)) else "cpu",
+        saves_pass=needs.separable is not None and not (needs.proximal and learner.updates_per_step > 1),
+    )

@@ -1,32 +1,31 @@
-"""Profiles of runs, from existing run folders or from two short runs started for this purpose.
+"""Profiles of runs, from existing run folders or from three short runs started for this purpose.
 
 A run folder has all measurements: engine steps in status.json, learner steps in metrics.jsonl, weight updates in
-timeline.json, lengths in the buffer. So a profile can be read from any run. `take` starts two short runs. The first run
-uses the config, the second run a quarter of the slots and twice the token budget of a micro-batch. This contrast makes
-the terms of the cost models identifiable.
+timeline.json, lengths in the buffer. So a profile can be read from any run. `take` starts three short runs: as
+configured, with fewer samples, and with another token budget. These contrasts make the terms of the cost models
+identifiable. Runs that are too alike are refused.
 """
 
 from __future__ import annotations
 
 import contextlib
 import platform
-import shutil
 import signal
 import socket
 import subprocess
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, pairwise
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 
-from leeway.actors.config import ActorsConfig
 from leeway.buffer.errors import StoreError
 from leeway.buffer.offline.inspect import Inspection, joined
 from leeway.common.hf_folder import model_identity
@@ -41,9 +40,22 @@ from leeway.launch.observe.trace import read
 from leeway.launch.pools import actor_pools
 from leeway.launch.resources import list_gpus
 from leeway.launch.run_folder import WEIGHTS_KEY, RunFolder
-from leeway.planning.costs import NUM_TERMS, SHAPE_KEYS, LearnerShape, LeastSquares, terms
+from leeway.learner.packing import micro_batches_required
+from leeway.planning.costs import NUM_TERMS, LeastSquares, terms
 from leeway.planning.lengths import LengthDistribution, explained_by_prompt
-from leeway.planning.profile import EngineCosts, LearnerCosts, MachineFacts, Profile, SampleFacts, WeightCosts
+from leeway.planning.plans import predict, world_of
+from leeway.planning.profile import (
+    LEAST_ERROR,
+    EngineCosts,
+    LearnerCosts,
+    MachineFacts,
+    Profile,
+    SampleFacts,
+    WeightCosts,
+    settings_of,
+    settings_of_engine,
+    shape_of,
+)
 from leeway.planning.world import Costs
 
 WARM_UP = 3
@@ -55,8 +67,20 @@ ENOUGH_S, AT_MOST_S = 25.0, 1200.0
 END_S = 120.0
 """Seconds that a run may take to exit after SIGINT."""
 POLL_S = 0.5
+NUM_RUNS = 3
 NUM_LAST_LINES = 8
 MIN_ENGINE_STEPS = 50
+MOST_UNKNOWN = 0.25
+"""Greatest relative standard error of the predictions for `_STEP_CHANGES` and `_ENGINE_CHANGES`."""
+Factors = tuple[float, float, float, float]
+"""Factors of the terms of a cost model."""
+_STEP_CHANGES: Mapping[str, Factors] = {
+    "twice as many micro-batches": (1.0, 2.0, 1.0, 1.0),
+    "half the tokens per stage": (1.0, 1.0, 0.5, 0.5),
+}
+_ENGINE_CHANGES: Mapping[str, Factors] = {
+    "twice the running samples": (1.0, 2.0, 2.0, 2.0),
+}
 
 Progress = Callable[[str], None]
 
@@ -95,18 +119,18 @@ def _profile_of(runs: Sequence[_Run]) -> Profile:
         run.add_steps(law_of_steps)
     fit = law_of_steps.fit()
     assert fit is not None, "each run has LEAST_STEPS"
+    _check_separable(runs, "a learner step", law_of_steps, _STEP_CHANGES)
     config = first.config
     learner = LearnerCosts(
         terms=tuple(fit.coefficients),  # type: ignore[arg-type]
-        num_steps=fit.num_measured,
+        num_steps=law_of_steps.num_measured,
         relative_error=fit.relative_error,
-        shape=shape_of(config),
         between_steps_s=_between_steps_s(runs),
         score_token_s=_score_token_s(runs),
     )
     completions = [length for run in runs for length in run.trained.completions]
     explained = [explained_by_prompt(run.trained.prompts, run.trained.completions) for run in runs]
-    return Profile(
+    found = Profile(
         taken_s=time.time(),
         machine=local_machine(),
         model=first.model,
@@ -121,13 +145,26 @@ def _profile_of(runs: Sequence[_Run]) -> Profile:
         ),
         settings=settings_of(config),
     )
+    rates = [(predict(world_of(run.config, found)).samples_per_s, run.samples_per_s) for run in runs]
+    errors = [abs(predicted / measured - 1.0) for predicted, measured in rates]
+    return msgspec.structs.replace(found, error=max(LEAST_ERROR, *errors))
+
+
+def _check_separable(runs: Sequence[_Run], what: str, law: LeastSquares, changes: Mapping[str, Factors]) -> None:
+    """Raise ConfigError if the measurements of runs cannot predict the time after one of the changes."""
+    for change, factors in changes.items():
+        if law.error_at(factors) > MOST_UNKNOWN:
+            raise ConfigError(
+                f"{', '.join(str(run.folder.root) for run in runs)}: loads are too alike to predict the time of {what} "
+                f"with {change}. Run `leeway profile CONFIG.toml`, or add runs with other learner.token_budget, "
+                "learner.groups_per_step and actors.max_running_samples, as in --from RUN2"
+            )
 
 
 def costs_of(folders: Sequence[RunFolder]) -> Costs:
     """Return the costs other than those of tokens and steps; the runs need no measurements of their engines."""
     runs = [_Run(folder) for folder in folders]
-    weights = _weights(runs)
-    return weights.as_costs(_settled_s(runs), _between_steps_s(runs))
+    return _weights(runs).as_costs(_settled_s(runs), _between_steps_s(runs))
 
 
 def _score_token_s(runs: Sequence[_Run]) -> float:
@@ -165,23 +202,6 @@ def model_of(config: Config) -> str | None:
     return model_identity(path) if path.is_dir() else None
 
 
-def settings_of(config: Config) -> dict[str, Any]:
-    """Return the config values that determine the costs of a profile and that no plan sets."""
-    needs, names = config.algorithm.needs, ("precision", "num_minibatches", "num_epochs", "activation_checkpointing")
-    return {
-        "algorithm.type": config.algorithm.type,
-        **{f"learner.{name}": getattr(config.learner, name) for name in names},
-        "actors.max_new_tokens": config.actors.max_new_tokens,
-        **{f"the algorithm's {name}": getattr(needs, name) for name in ("critic", "proximal", "reference")},
-    }
-
-
-def settings_of_engine(actors: ActorsConfig) -> dict[str, Any]:
-    names = ["dtype", "tensor_parallel_size", "kv_cache_gib", "engine_args"]
-    names += ["gpu_memory_share"] if actors.gpus and actors.kv_cache_gib is None else []  # sets the cache size
-    return {name: getattr(actors, name) for name in names}
-
-
 def local_machine() -> MachineFacts:
     """Return the facts of this machine that determine the cost of work."""
     processor = platform.machine()
@@ -190,16 +210,6 @@ def local_machine() -> MachineFacts:
         processor = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     gpus = [gpu.name for gpu in list_gpus()]
     return MachineFacts(host=socket.gethostname(), processor=processor, cores=usable_cpus(), gpus=gpus)
-
-
-def shape_of(config: Config) -> LearnerShape:
-    learner, needs = config.learner, config.algorithm.needs
-    return LearnerShape(
-        **{name: getattr(learner, name) for name in SHAPE_KEYS},
-        unit=needs.separable or "sequence",
-        num_minibatches=learner.num_minibatches,
-        saves_pass=needs.separable is not None and not (needs.proximal and learner.updates_per_step > 1),
-    )
 
 
 def _engines(runs: Sequence[_Run]) -> dict[str, EngineCosts]:
@@ -218,10 +228,11 @@ def _engines(runs: Sequence[_Run]) -> dict[str, EngineCosts]:
                 f"the engines of pool '{pool.name}' measured only {sums.num_measured} steps in "
                 f"{', '.join(str(run.folder.root) for run in runs)}: let the run train for longer"
             )
+        _check_separable(runs, f"an engine step of pool '{pool.name}'", sums, _ENGINE_CHANGES)
         states = [state for run in runs for state in run.status.pools if state.name == pool.name]
         found[pool.name] = EngineCosts(
             terms=tuple(fit.coefficients),  # type: ignore[arg-type]
-            num_steps=fit.num_measured,
+            num_steps=sums.num_measured,
             relative_error=fit.relative_error,
             most_running=pool.config.max_running_samples,
             kv_tokens=max((state.engines.kv_tokens for state in states), default=0),
@@ -256,6 +267,12 @@ class _Run:
         pools = [(pool.name, settings_of_engine(pool.config)) for pool in actor_pools(self.config)]
         engines = {f"{key} of pool '{name}'": value for name, each in pools for key, value in each.items()}
         return {"model": self.model, **settings_of(self.config), **engines}
+
+    @property
+    def samples_per_s(self) -> float:
+        """Return the samples used for training per second, from the end of the first counted step."""
+        seconds = self.steps[-1]["finished_s"] - self.steps[0]["finished_s"]
+        return float(sum(row["batch/trajectories"] for row in self.steps[1:])) / seconds
 
     def add_steps(self, law: LeastSquares) -> None:
         shape = shape_of(self.config)
@@ -322,24 +339,31 @@ def _trained(folder: RunFolder) -> _Trained:
 
 
 def take(config_path: Path, overrides: Sequence[str], progress: Progress) -> Profile:
-    """Run a config twice, each time until it has enough steps, and return the profile of both runs.
+    """Run a config three times, each time until it has enough steps, and return the profile of these runs.
 
-    Raise ConfigError if the config is invalid or a run fails. KeyboardInterrupt stops both runs.
+    Raise ConfigError if the config is invalid or a run fails. KeyboardInterrupt stops all runs.
     """
     config = load_config(config_path, overrides)
     check_generates(config)
-    with tempfile.TemporaryDirectory(prefix="leeway-profile-") as root:
+    own, weights = partial(tempfile.TemporaryDirectory, prefix="leeway-profile-"), config.weight_sync.folder
+    runs: list[_Run] = []
+    with own() as root:
         _check(load_config(config_path, [*overrides, *_BASELINE]), Path(root) / "none")
-        runs = []
-        for number, variant in enumerate((_BASELINE, _contrast(config)), 1):
-            name, progress_of_run = f"profile-{number}", partial(_report, progress, number)
-            progress_of_run("starting")
-            arguments = [*overrides, *variant, "--run.dir", root, "--run.name", name]
-            folder, log = RunFolder(Path(root) / name), Path(root) / f"{name}.log"
-            with _separate_weights(config, f"{Path(root).name}-{number}") as more:
-                _run(config_path, [*arguments, *more], folder, log, progress_of_run)
-            runs.append(_Run(folder))
+        if weights is not None:
+            Path(weights).mkdir(parents=True, exist_ok=True)
+        with own(dir=weights) as subfolder:  # on the same disk as the weights, and visible to the same hosts
+            for number in range(1, NUM_RUNS + 1):
+                variant, name = [*_BASELINE, *_variant(number, runs)], f"run-{number}"
+                arguments = [*overrides, *variant, "--run.dir", root, "--run.name", name]
+                arguments += [] if weights is None else [f"--{WEIGHTS_KEY}", str(Path(subfolder) / name)]
+                folder = RunFolder(Path(root) / name)
+                _run(config_path, arguments, folder, Path(root) / f"{name}.log", partial(_report, progress, number))
+                runs.append(_Run(folder))
         return _profile_of(runs)
+
+
+def _report(progress: Progress, number: int, text: str) -> None:
+    progress(f"run {number} of {NUM_RUNS}: {text}")
 
 
 def check_generates(config: Config) -> None:
@@ -357,40 +381,37 @@ def _check(config: Config, root: Path) -> None:
         raise ConfigError(plan.lacking)
 
 
-@contextlib.contextmanager
-def _separate_weights(config: Config, name: str) -> Iterator[list[str]]:
-    """Yield the override that moves the weights of a run to a subfolder, which is removed at the end."""
-    if config.weight_sync.folder is None:
-        yield []
-        return
-    folder = Path(config.weight_sync.folder) / name  # a subfolder is on the same disk and visible to the same hosts
-    try:
-        yield [f"--{WEIGHTS_KEY}", str(folder)]
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _report(progress: Progress, number: int, text: str) -> None:
-    progress(f"run {number} of 2: {text}")
-
-
 _BASELINE = (
     *("--tracking.wandb", "disabled", "--learner.learning_rate", "1e-12", "--actors.eval_every", "0"),
     *("--learner.num_steps", "1000000", "--learner.checkpoint_every", "1000000"),
 )
-"""Overrides of both runs: a learning rate too small to change lengths; no checkpoints, no W&B, and no last step."""
+"""Overrides of all runs: a learning rate too small to change lengths; no checkpoints, no W&B, and no last step."""
 
 
-def _contrast(config: Config) -> list[str]:
-    """Return overrides with other loads of engines and steps, which separate fixed costs from costs per token."""
-    learner = config.learner
-    fewer = max(1, learner.groups_per_step // (2 * learner.num_minibatches)) * learner.num_minibatches
-    changed = ["--learner.token_budget", str(2 * learner.token_budget), "--learner.groups_per_step", str(fewer)]
-    for pool in actor_pools(config):
-        slots = str(max(1, pool.config.max_running_samples // 4))
-        section = f"pools.{pool.name}" if pool.name in config.pools else "actors"
-        changed += [f"--{section}.max_running_samples", slots]
-    return [*_BASELINE, *changed]
+def _variant(number: int, runs: Sequence[_Run]) -> list[str]:
+    """Return the overrides of a run: 1 as configured, 2 with fewer samples, 3 with another token budget.
+
+    The budget is doubled; if the first run has hardly more micro-batches than its schedule requires, the budget is
+    lowered instead, to four times as many.
+    """
+    if number == 1:
+        return []
+    config, learner = runs[0].config, runs[0].config.learner
+    if number == 2:
+        fewer = max(1, learner.groups_per_step // (2 * learner.num_minibatches)) * learner.num_minibatches
+        changed = ["--learner.groups_per_step", str(fewer)]
+        for pool in actor_pools(config):
+            slots = str(max(1, pool.config.max_running_samples // 4))
+            section = f"pools.{pool.name}" if pool.name in config.pools else "actors"
+            changed += [f"--{section}.max_running_samples", slots]
+        return changed
+    least, _ = micro_batches_required(learner.schedule, learner.num_stages)
+    least *= learner.num_replicas * learner.num_minibatches
+    budget = 2 * learner.token_budget
+    if fmean(row["batch/micro_batches"] for row in runs[0].steps) * learner.num_replicas < 2 * least:
+        num_tokens = fmean(row["batch/tokens"] for row in runs[0].steps)
+        budget = max(config.actors.max_model_tokens, int(num_tokens / (4 * least)))
+    return ["--learner.token_budget", str(budget)]
 
 
 _EXIT_WITH_PARENT = "import ctypes, signal; ctypes.CDLL(None).prctl(1, signal.SIGTERM)"

@@ -1,8 +1,8 @@
 """Search for the best plan by closed-form bounds on throughput, each computed in microseconds.
 
 A plan has a choice for each of a few dimensions: actors of a pool, their slots, the shape of the learner, its
-publication interval. Small spaces are enumerated; large ones are searched by Metropolis chains with different starts
-and decreasing temperature. No dimension changes learning (groups, samples, the algorithm). Throughput is bounded by:
+publication interval. Small spaces are enumerated, large ones are searched by steepest ascent from several starts. No
+dimension changes learning (groups, samples, the algorithm). Throughput is bounded by:
 
     generation   sum over engines of  1 / (E[L] * PTL(b, c) / b + prefill)         all slots full
     training     samples of a step / (step with the scores of all its samples + time between two steps)
@@ -25,11 +25,11 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import product
-from math import exp, inf, prod, sqrt
+from itertools import combinations, product
+from math import inf, prod, sqrt
 from random import Random
 from statistics import NormalDist
 
@@ -38,18 +38,15 @@ import numpy as np
 from leeway.common.staleness import StalenessContract
 from leeway.planning.kv_gate import MARGIN
 from leeway.planning.lengths import REACH, Floats, LengthDistribution
-from leeway.planning.world import Bound, EnginePool, World
+from leeway.planning.world import EnginePool, World
 
 Plan = tuple[int, ...]
 """Index of the choice of each dimension."""
 Score = Callable[[Plan], float]
 """Plan -> score; higher is better, -inf if the plan is infeasible."""
 
-MOST_ENUMERATED = 20_000
-NUM_CHAINS = 4
-COLDEST, WARMEST = 1e-5, 1e-1
-"""Temperatures as fractions of the best score so far."""
 LIMIT_S = 8.0
+NUM_RANDOM_STARTS = 12
 NUM_GROUPS = 4096
 NUM_LENGTHS, NUM_PROMPTS = 513, 65
 """Grid points at which a length distribution is evaluated."""
@@ -71,15 +68,6 @@ class Bounds:
     @property
     def rate(self) -> float:
         return min(self.generation, self.training, self.staleness)
-
-    @property
-    def binds(self) -> Bound:
-        named: dict[Bound, float] = {
-            "training": self.training,
-            "generation": self.generation,
-            "staleness": self.staleness,
-        }
-        return min(named, key=lambda name: named[name])
 
 
 @dataclass(frozen=True)
@@ -209,63 +197,41 @@ class Space:
         return {name: choices[place] for (name, choices), place in zip(self.dimensions.items(), plan, strict=True)}
 
 
-def search(space: Space, score: Score, num_best: int = 20, *, seed: int = 0) -> list[tuple[Plan, float]]:
-    """Return the best plans with their scores, best first; empty if no plan is feasible."""
-    if space.size <= MOST_ENUMERATED:
-        return _best({plan: score(plan) for plan in space.all()}, num_best)
-    return metropolis(space, score, num_best, seed=seed)
-
-
-def metropolis(
-    space: Space, score: Score, num_best: int = 20, *, seed: int = 0, limit_s: float = LIMIT_S, num_moves: int = 40_000
+def search(
+    space: Space, score: Score, start: Plan, num_best: int = 20, *, most_enumerated: int = 20_000
 ) -> list[tuple[Plan, float]]:
-    """Return the best plans found by simulated annealing with several Metropolis chains.
+    """Return the best plans with their scores, best first; empty if no plan is feasible.
 
-    A move changes one or two dimensions, mostly to a neighbour. Infeasible plans score -inf and are never accepted.
+    Spaces of at most `most_enumerated` plans are enumerated. Larger spaces are searched by steepest ascent from
+    `start`, the first choices, and random plans. A move changes up to two dimensions, because one may use the
+    resources that the other frees.
     """
-    until_s = time.monotonic() + limit_s
-    sizes = [len(choices) for choices in space.dimensions.values()]
-    known: dict[Plan, float] = {}
-
-    def scored(plan: Plan) -> float:
-        if plan not in known:
-            known[plan] = score(plan)
-        return known[plan]
-
-    for chain in range(NUM_CHAINS):
-        random = Random(seed * NUM_CHAINS + chain)
-        at = max((_any(sizes, random) for _ in range(64)), key=scored)
-        top = scored(at)
-        for move in range(num_moves // NUM_CHAINS):
-            if move % 256 == 0 and time.monotonic() > until_s:
-                break
-            next_at = _neighbour(at, sizes, random)
-            here, there = scored(at), scored(next_at)
-            top = max(top, there)
-            share = move * NUM_CHAINS / num_moves
-            heat = WARMEST * (COLDEST / WARMEST) ** share * max(abs(top), 1e-300)
-            if there >= here or (there > -inf and random.random() < exp((there - here) / heat)):
-                at = next_at
+    if space.size <= most_enumerated:
+        return _best({plan: score(plan) for plan in space.all()}, num_best)
+    until_s, sizes, random = time.monotonic() + LIMIT_S, [len(each) for each in space.dimensions.values()], Random(0)
+    starts = [start, (0,) * len(sizes), *(tuple(map(random.randrange, sizes)) for _ in range(NUM_RANDOM_STARTS))]
+    known = {plan: score(plan) for plan in starts}
+    for at in starts:
+        better: Plan | None = at
+        while better is not None:
+            at, near = better, {}
+            for plan in _neighbours(at, sizes):
+                if time.monotonic() > until_s:
+                    return _best(known, num_best)
+                near[plan] = known[plan] = known[plan] if plan in known else score(plan)
+            highest = max(near, key=lambda plan: near[plan], default=at)
+            better = highest if known[highest] > known[at] else None
     return _best(known, num_best)
+
+
+def _neighbours(plan: Plan, sizes: Sequence[int]) -> Iterator[Plan]:
+    """Yield the plans that differ from a plan in up to two dimensions, with repetitions."""
+    for one, two in combinations(range(len(sizes)), 2):
+        for places in product(range(sizes[one]), range(sizes[two])):
+            yield (*plan[:one], places[0], *plan[one + 1 : two], places[1], *plan[two + 1 :])
 
 
 def _best(scores: Mapping[Plan, float], num: int) -> list[tuple[Plan, float]]:
     """Return the best plans, best first; ties are ordered by plan."""
     found = heapq.nsmallest(num, ((-score, plan) for plan, score in scores.items() if score > -inf))
     return [(plan, -score) for score, plan in found]
-
-
-def _any(sizes: Sequence[int], random: Random) -> Plan:
-    return tuple(random.randrange(size) for size in sizes)
-
-
-def _neighbour(plan: Plan, sizes: Sequence[int], random: Random) -> Plan:
-    """Change one dimension, or two at once, because one may use the resources that the other frees."""
-    found = list(plan)
-    for _ in range(1 + (random.random() < 0.3)):
-        where = random.randrange(len(sizes))
-        if random.random() < 0.7:
-            found[where] = min(sizes[where] - 1, max(0, found[where] + random.choice((-1, 1))))
-        else:
-            found[where] = random.randrange(sizes[where])
-    return tuple(found)

@@ -17,7 +17,7 @@ app = typer.Typer(rich_markup_mode=None, add_completion=False)
 @app.command(cls=ConfigVerb)
 def profile(
     context: typer.Context,
-    config: Annotated[Path | None, typer.Argument(metavar="CONFIG.toml", help="Config to run twice.")] = None,
+    config: Annotated[Path | None, typer.Argument(metavar="CONFIG.toml", help="Config to run three times.")] = None,
     runs: Annotated[
         list[Path] | None,
         typer.Option("--from", metavar="RUN", help="Profile this run instead; repeatable.", autocompletion=run_names),
@@ -26,7 +26,7 @@ def profile(
 ) -> int:
     """Measure the costs of a run on this machine.
 
-    Starts two short runs, which take about three minutes in total.
+    Starts three short runs, which take about four minutes in total.
     """
     with fast_imports():
         from leeway.launch.run_folder import open_run
@@ -34,7 +34,7 @@ def profile(
         from leeway.planning.profiling import profile_of, take
 
         if (config is None) == (not runs):
-            raise ConfigError("pass either CONFIG.toml to start two runs, or --from RUN to profile an existing run")
+            raise ConfigError("pass either CONFIG.toml to start three runs, or --from RUN to profile an existing run")
         try:
             if config is None:
                 found = profile_of([open_run(each) for each in runs or ()])
@@ -94,8 +94,7 @@ def plan(
             print(f"note: the profile was measured on another machine ({found.machine}); rates are for that machine")
         with progress_line() as progress:
             candidates = planner.find(progress)
-            current = planner.predict_current()
-    show(candidates, current, planner.own)
+    show(candidates, found.error, planner.changes)
     write_plan(out, candidates[0], profile)
     print(f"written to {out}: apply it with leeway train {config} --plan {out}")
     return ExitStatus.OK

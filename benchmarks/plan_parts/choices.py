@@ -29,8 +29,16 @@ from leeway.planning.costs import TokenTime
 from leeway.planning.lengths import LengthDistribution
 from leeway.planning.planner import Planner
 from leeway.planning.plans import Host, Keys, as_overrides
-from leeway.planning.profile import EngineCosts, LearnerCosts, Profile, SampleFacts, WeightCosts
-from leeway.planning.profiling import local_machine, settings_of, settings_of_engine, shape_of
+from leeway.planning.profile import (
+    EngineCosts,
+    LearnerCosts,
+    Profile,
+    SampleFacts,
+    WeightCosts,
+    settings_of,
+    settings_of_engine,
+)
+from leeway.planning.profiling import local_machine
 from leeway.planning.world import Costs
 
 STEPS = 18
@@ -174,7 +182,6 @@ def profile_of_fleet(config: Config, setting: FleetSetting, costs: Costs) -> Pro
             terms=(setting.step_s, 0.0, setting.step_token_s, 0.0),
             num_steps=1,
             relative_error=0.0,
-            shape=shape_of(config),
             between_steps_s=costs.between_steps_s,
         ),
         weights=WeightCosts(behind_s=costs.publish_s + costs.fetch_s, pause_s=setting.pause_s),

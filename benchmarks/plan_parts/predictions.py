@@ -62,7 +62,7 @@ class Case:
         return [*(word for key, value in values.items() for word in (f"--{key}", str(value))), *self.more]
 
 
-PROFILED = (Case(48), Case(12, 2048, GROUPS // 2))
+PROFILED = (Case(48), Case(12, groups=GROUPS // 2), Case(48, 2048))
 PREDICTED = (
     Case(24),
     Case(8),

@@ -6,6 +6,7 @@ run, in the order of this file, and read its files. After a failed test, all lat
 
 import contextlib
 import json
+import math
 import os
 import re
 import signal
@@ -436,13 +437,14 @@ def test_the_summary_covers_all_launches_of_a_run(run: Life):
     assert status["published"] == f"{num_steps} (start {evaluations[-1]['start']})"
 
 
-def test_a_profile_of_a_run_predicts_its_throughput(run: Life):
+def test_a_profile_of_a_run_predicts_its_throughput(run: Life, monkeypatch):
     from leeway.launch.config import load_config
     from leeway.launch.run_folder import RunFolder
+    from leeway.planning import profiling
     from leeway.planning.plans import predict, world_of
-    from leeway.planning.profiling import profile_of
 
-    profile = profile_of([RunFolder(run.folder)])
+    monkeypatch.setattr(profiling, "MOST_UNKNOWN", math.inf)  # the loads of a single run may be too alike
+    profile = profiling.profile_of([RunFolder(run.folder)])
     assert profile.engines["first"].law.seconds(8, 80) > 0
     assert 2 <= profile.samples.lengths.mean <= 8
     assert profile.learner.score_token_s > 0, "the reference of trajectory balance must have a cost"

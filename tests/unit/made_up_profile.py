@@ -6,9 +6,16 @@ import msgspec
 from benchmarks.lib.lengths import lognormal
 
 from leeway.launch.config import load_config
-from leeway.planning.costs import LearnerShape
-from leeway.planning.profile import EngineCosts, LearnerCosts, Profile, SampleFacts, WeightCosts
-from leeway.planning.profiling import local_machine, model_of, settings_of, settings_of_engine
+from leeway.planning.profile import (
+    EngineCosts,
+    LearnerCosts,
+    Profile,
+    SampleFacts,
+    WeightCosts,
+    settings_of,
+    settings_of_engine,
+)
+from leeway.planning.profiling import local_machine, model_of
 
 DEMO = Path(__file__).parents[1] / "world" / "demo.toml"
 
@@ -21,7 +28,7 @@ def profile(*overrides: str, **changes: object) -> Profile:
         settings=settings_of_engine(config.actors),
     )  # fmt: skip
     learner = LearnerCosts(
-        terms=(0.05, 0.01, 2e-5, 0.0), num_steps=40, relative_error=0.05, shape=LearnerShape(2, token_budget=1536),
+        terms=(0.05, 0.01, 2e-5, 0.0), num_steps=40, relative_error=0.05,
         between_steps_s=0.03,
     )  # fmt: skip
     samples = SampleFacts(prompt_tokens=6.0, quantiles=lognormal(4, 0.3, 8).quantiles, explained=0.3, settled_s=0.02)

@@ -23,7 +23,7 @@ def test_the_fit_recovers_the_cost_model_that_generated_the_steps(law):
     for name in ("base", "per_sample", "per_kv_token", "per_prompt_token"):
         assert getattr(found, name) == pytest.approx(getattr(law, name), rel=1e-4, abs=1e-10)
     assert fit.relative_error < 1e-4
-    assert fit.num_measured == 300
+    assert moments.num_measured == 300
 
 
 def test_the_fit_has_the_least_error_of_all_non_negative_cost_models():
@@ -42,14 +42,29 @@ def test_the_fit_has_the_least_error_of_all_non_negative_cost_models():
             assert ((terms @ other - seconds) ** 2).sum() >= error * (1 - 1e-3)
 
 
-def test_equal_steps_give_one_term_and_no_steps_give_no_fit():
+def test_equal_steps_are_predicted_without_other_terms_and_no_steps_give_no_fit():
     moments = LeastSquares(4)
     assert moments.fit() is None
     for _ in range(5):
         moments.add((1.0, 8, 800, 0), 0.01)
     law = TokenTime(*moments.fit().coefficients)
     assert law.seconds(8, 800) == pytest.approx(0.01)
-    assert sum(each > 0 for each in moments.fit().coefficients) == 1
+    assert law.per_prompt_token == 0.0
+    assert moments.error_at((1.0, 1.0, 1.0, 1.0)) < 0.02
+    assert moments.error_at((1.0, 2.0, 2.0, 1.0)) > 1.0, "the fixed cost is unknown"
+
+
+def test_the_standard_error_of_a_prediction_equals_that_of_repeated_measurements():
+    random, wanted, rows = np.random.default_rng(5), np.array([1.0, 12.0, 300.0]), np.ones((40, 3))
+    rows[:, 1:] = random.integers(1, 9, (40, 2)) * [1, 100]
+    found, errors = [], []
+    for _ in range(400):
+        moments = LeastSquares(3)
+        for row in rows:
+            moments.add(row, row @ [2.0, 0.5, 0.01] + random.normal(0.0, 0.3))
+        found.append(wanted @ moments.fit().coefficients)
+        errors.append(moments.error_at(wanted / rows.mean(axis=0)))
+    assert np.mean(errors) == pytest.approx(np.std(found) / np.mean(found), rel=0.15)
 
 
 def test_stored_sums_of_several_engines_can_be_added():

@@ -5,6 +5,7 @@ import math
 import subprocess
 import tomllib
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import msgspec
@@ -27,7 +28,7 @@ from leeway.planning.costs import LearnerTime, LeastSquares
 from leeway.planning.lengths import PromptStream
 from leeway.planning.planner import Planner
 from leeway.planning.plans import Host, predict, read_hosts, read_plan, world_of
-from leeway.planning.profile import Profile
+from leeway.planning.profile import Profile, settings_of, shape_of
 from leeway.planning.profiling import _score_token_s
 from tests.unit.made_up_profile import DEMO, profile
 
@@ -50,6 +51,7 @@ def short_simulations(monkeypatch):
     monkeypatch.setattr(planning, "NUM_CLOSER", 2)
     monkeypatch.setattr(planning, "FEW_SAMPLES", 500)
     monkeypatch.setattr(planning, "SAMPLES", 1000)
+    monkeypatch.setattr(profiling, "predict", partial(predict, samples=1000))
 
 
 def ignore(phase, share):
@@ -62,8 +64,9 @@ def made(*overrides, hosts=BIG, prices=None, measured=None):
 
 def test_a_plan_is_faster_than_the_config_and_can_be_loaded(tmp_path):
     planner = made()
-    best = planner.find(ignore)[0]
-    assert best.prediction.samples_per_s > 1.2 * planner.predict_current().samples_per_s
+    best, *others = planner.find(ignore)
+    unchanged = next(each for each in others if not planner.changes(each.keys))
+    assert best.prediction.samples_per_s > 1.2 * unchanged.prediction.samples_per_s
     plans.write_plan(tmp_path / "plan.toml", best, tmp_path / "profile.json")
     overrides = read_plan(tmp_path / "plan.toml")
     config = load_config(DEMO, overrides)
@@ -124,8 +127,9 @@ def test_pools_may_have_their_own_hosts_and_prices(tmp_path):
     assert hosts[1] == Host("h2", frozenset({"slow", "back"}), 4.0, 0.0)
     assert hosts[3].pools == frozenset(), "launch/cluster.sh writes - for a host without a pool"
     planner = Planner(config, [], measured, hosts, {"fast": 1.0, "slow": 1.0, "back": 0.1})
-    best = planner.find(ignore)[0]
-    assert best.prediction.price_per_1000 < planner.predict_current().price_per_1000
+    best, *others = planner.find(ignore)
+    unchanged = next(each for each in others if not planner.changes(each.keys))
+    assert best.prediction.price_per_1000 < unchanged.prediction.price_per_1000
     pools = {pool.name: pool.count for pool in actor_pools(load_config(config, plans.as_overrides(best.keys)))}
     assert pools["fast"] <= 4
     assert len(planner.space.dimensions["pools.fast.count"]) == 4, "h1 has four cores"
@@ -251,7 +255,7 @@ def test_the_time_of_a_step_is_averaged_over_simulated_groups():
     samples = msgspec.structs.replace(profile().samples, quantiles=lognormal(40, 0.6, 200).quantiles, explained=0.4)
     costs = msgspec.structs.replace(profile().learner, terms=(0.0, 0.01, 1e-4, 0.0))
     planner = made(measured=profile(samples=samples, learner=costs))
-    law, own, stream = costs.law, profiling.shape_of(planner.config), PromptStream(samples.lengths, 4096, 8, 0)
+    law, own, stream = costs.law, shape_of(planner.config), PromptStream(samples.lengths, 4096, 8, 0)
     for budget in (512, 1024):
         shape = replace(own, token_budget=budget)
         steps = [[6 + n for _ in range(32) for n in map(int, stream.lengths(stream.next()))] for _ in range(30)]
@@ -265,7 +269,7 @@ def test_the_unchanged_config_is_simulated_so_that_no_plan_is_slower(monkeypatch
     monkeypatch.setattr(planning, "search", lambda *_: [(slow, 1.0)])
     monkeypatch.setattr(planning, "NUM_CLOSER", 1)
 
-    def deceptive(world, samples):  # a short simulation may rank the slower plan first
+    def deceptive(world, samples, error):  # a short simulation may rank the slower plan first
         found = predict(world, samples=samples)
         return msgspec.structs.replace(found, samples_per_s=found.samples_per_s ** (-1 if samples == 500 else 1))
 
@@ -298,7 +302,7 @@ def test_invalid_input_is_one_sentence_and_exit_status_2(tmp_path, capsys):
     profile().write(path)
     profile(model="qwen2-0123").write(other)
     (tmp_path / "hosts.txt").write_text("# no host\n")
-    assert "cannot be read" in refused(capsys, "--profile", tmp_path / "none.json")
+    assert "none.json is not a profile (No such file" in refused(capsys, "--profile", tmp_path / "none.json")
     assert "is a profile of model qwen2-0123" in refused(capsys, "--profile", other)
     assert "has no hosts" in refused(capsys, "--profile", path, "--hosts", tmp_path / "hosts.txt")
     assert "no price for learner: pass --price" in refused(capsys, "--profile", path, "--price", "actors=2")
@@ -311,7 +315,7 @@ def test_invalid_input_is_one_sentence_and_exit_status_2(tmp_path, capsys):
     assert main(["train", str(DEMO), "--plan", str(tmp_path / "hosts.txt"), "--dry-run"]) == 2
     assert "is not a plan ('utf-8' codec" in capsys.readouterr().err
     other.write_text("{}")
-    assert "is not a valid profile" in refused(capsys, "--profile", other)
+    assert "other.json is not a profile (" in refused(capsys, "--profile", other)
     for key, there, here in (
         ("learner.precision", "'float32'", "bfloat16"),
         ("learner.num_epochs", "1", "2"),
@@ -338,7 +342,7 @@ def with_ppo(*overrides, **keys):
 
 
 def test_a_profile_without_a_critic_does_not_apply_to_a_config_with_one():
-    found = profile(settings=profiling.settings_of(with_ppo()))
+    found = profile(settings=settings_of(with_ppo()))
     world_of(with_ppo(), found)
     with pytest.raises(ConfigError, match="measured with the algorithm's critic = None, but the config has 'head'"):
         world_of(with_ppo(baseline="value_head"), found)
@@ -357,9 +361,10 @@ def run_of(tmp_path, name, *overrides):
     run.status = SimpleNamespace(pools=[SimpleNamespace(name="actors", engines=engines)])
     run.trained = SimpleNamespace(**samples, finished_s={})
     run.steps = [
-        {"step": n, "batch/tokens": 1000 + n, "batch/micro_batches": 2 + n % 3, "time/step": 1.0 + n / 100}
+        {"step": n, "batch/tokens": 1000 + 500 * (n % 2), "batch/micro_batches": 2 + n % 3, "time/step": 1.0 + n / 100,
+         "finished_s": 1.1 * n, "batch/trajectories": 64}
         for n in range(20)
-    ]
+    ]  # fmt: skip
     run.weights_s = lambda: ([], [])
     return run
 
@@ -380,6 +385,47 @@ def test_a_profile_records_its_settings_and_refuses_runs_that_differ(tmp_path):
         error = rf"{words} = {here} in \S+/b, but {there} in \S+/a: profile each run separately"
         with pytest.raises(ConfigError, match=error):
             profiling._profile_of([first, run_of(tmp_path, "b", *overrides)])
+
+
+def test_a_profile_is_refused_if_its_runs_do_not_separate_the_costs(tmp_path):
+    alike, words = run_of(tmp_path, "a"), "a: loads are too alike to predict the time of "
+    for row in alike.steps:
+        row["batch/micro_batches"] = 2
+    with pytest.raises(ConfigError, match=rf"{words}a learner step with twice as many micro-batches\. Run `leeway"):
+        profiling._profile_of([alike])
+    profiling._profile_of([alike, run_of(tmp_path, "b")])
+    alike, moments = run_of(tmp_path, "a"), LeastSquares(4)
+    for n in range(100):
+        moments.add((1.0, 8.0, 800.0 + n % 3, 1.0), 0.01)
+    alike.status.pools[0].engines.moments = moments.as_list()
+    with pytest.raises(ConfigError, match=rf"{words}an engine step of pool 'actors' with twice the running samples"):
+        profiling._profile_of([alike])
+
+
+def test_the_third_run_of_a_profile_has_another_number_of_micro_batches(tmp_path):
+    run = run_of(tmp_path, "a")
+    for micro_batches, budget in ((8, 3072), (2, 1250 // (4 * 2))):
+        for row in run.steps:
+            row["batch/micro_batches"] = micro_batches
+        words = profiling._variant(3, [run])
+        assert int(words[words.index("--learner.token_budget") + 1]) == max(budget, run.config.actors.max_model_tokens)
+
+
+def test_the_error_of_a_profile_widens_intervals_and_keeps_the_config(tmp_path, capsys):
+    fast, slow = run_of(tmp_path, "a"), run_of(tmp_path, "b")
+    for row in slow.steps:
+        row["finished_s"] *= 4
+    first, both = profiling._profile_of([fast]), profiling._profile_of([fast, slow])
+    assert first.error > 1.0, "the made-up run is slower than its costs"
+    assert both.error == pytest.approx(4.0 * (1.0 + first.error) - 1.0, rel=0.05)
+    sure, unsure = made(), made(measured=profile(error=5.0))
+    assert sure.changes(sure.find(ignore)[0].keys)
+    best = unsure.find(ignore)[0]
+    assert not unsure.changes(best.keys)
+    assert best.prediction.high > 5.9 * best.prediction.samples_per_s
+    assert best.prediction.low == 0.0
+    plans.show([best], 5.0, unsure.changes)
+    assert "best: no changes; no plan is faster by more than 500%" in capsys.readouterr().out
 
 
 def test_a_config_that_exceeds_the_memory_has_no_plan(monkeypatch):
@@ -500,21 +546,22 @@ def test_profiled_runs_have_their_own_weight_folders(tmp_path, monkeypatch):
             (tmp_path / used[-1] / "0.1").mkdir(parents=True)
 
     monkeypatch.setattr(profiling, "_run", run)
-    monkeypatch.setattr(profiling, "_Run", lambda folder: folder.name)
+    made_up = run_of(tmp_path, "a")
+    monkeypatch.setattr(profiling, "_Run", lambda folder: made_up)
     monkeypatch.setattr(profiling, "_profile_of", tuple)
     assert profiling.take(DEMO, ["--weight_sync.folder", str(tmp_path / "w")], lambda text: None)
-    assert len({*used, str(tmp_path / "w")}) == 3
+    assert len({*used, str(tmp_path / "w")}) == 4
     assert list((tmp_path / "w").iterdir()) == []
     profiling.take(DEMO, [], lambda text: None)
-    assert used[2:] == [None, None]
+    assert used[3:] == [None] * 3
 
 
 def test_a_forward_pass_is_saved_only_without_a_pass_over_the_batch():
     shaped, twice = {"kl_beta": 0.1, "kl_in": "reward"}, ["--learner.num_epochs", "2"]
     saving = [load_config(DEMO), load_config(DEMO, twice), with_ppo(**shaped)]
     others = [with_ppo(*twice, **shaped), with_ppo(baseline="value_head")]
-    assert [profiling.shape_of(each).saves_pass for each in (*saving, *others)] == [True] * 3 + [False] * 2
-    assert profiling.shape_of(load_config(DEMO, ["--learner.num_minibatches", "4"])).num_minibatches == 4
+    assert [shape_of(each).saves_pass for each in (*saving, *others)] == [True] * 3 + [False] * 2
+    assert shape_of(load_config(DEMO, ["--learner.num_minibatches", "4"])).num_minibatches == 4
     rows = [{"step": 1, "batch/tokens": 100, "batch/micro_batches": 2, "time/step": 1.0, **more}
             for more in ({}, {"time/forward": 0.2})]  # fmt: skip
     found = []
@@ -530,7 +577,7 @@ def test_savings_on_shared_prompts_affect_the_steps_but_not_the_fitted_costs(mon
     found = LeastSquares(4)
     for budget, num_groups in ((12_288, 8), (24_576, 4)):
         config = load_config(DEMO, ["--learner.token_budget", str(budget), "--learner.num_stages", "1"])
-        shape, steps, groups = profiling.shape_of(config), [], []
+        shape, steps, groups = shape_of(config), [], []
         for step in range(1, 21):
             own = random.integers(50, 400, (num_groups, group_size))
             lengths = (prompt_tokens + own).reshape(-1).tolist()

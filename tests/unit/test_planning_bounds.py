@@ -17,7 +17,7 @@ def test_full_engines_reach_the_generation_bound():
     made = world(engines=3, max_lag="unbounded")
     bounds = bounds_of(made, 1e-9)
     assert bounds.generation == pytest.approx(3 * 16 / (100 * LAW.seconds(16, 0)), rel=1e-9)
-    assert bounds.binds == "generation"
+    assert bounds.rate == bounds.generation
     long_tail = world(engines=3, lengths=LONG_TAIL, max_lag="unbounded")
     found = Simulation(long_tail, seed=1).run(2000, warm_up=500)
     assert found.samples_per_s == pytest.approx(bounds_of(long_tail, 1e-9).rate, rel=0.03)
@@ -25,7 +25,7 @@ def test_full_engines_reach_the_generation_bound():
 
 def test_a_slow_learner_reaches_the_training_bound():
     bounds = bounds_of(world(engines=4, step_s=10.0, costs=Costs(between_steps_s=2.0)), 10.0)
-    assert (bounds.rate, bounds.binds) == (pytest.approx(G * K / 12.0), "training")
+    assert bounds.rate == bounds.training == pytest.approx(G * K / 12.0)
 
 
 def test_reference_scoring_counts_in_the_training_bound():
@@ -48,7 +48,7 @@ def test_admission_reaches_the_staleness_bound_if_engines_have_room(max_lag):
     costs = Costs(publish_s=0.2, fetch_s=0.1, pause_s=0.05, between_steps_s=0.1)
     made = world(engines=20, slots=64, law=law_of_one_sample, step_s=0.05, max_lag=max_lag, costs=costs)
     found, bounds = Simulation(made).run(200, warm_up=100), bounds_of(made, 0.05)
-    assert bounds.binds == "staleness"
+    assert bounds.rate == bounds.staleness
     assert found.samples_per_s <= bounds.rate * (1 + 1e-9)
     assert found.samples_per_s >= 0.5 * bounds.rate, "groups wait for others of their step, and for publication"
     if max_lag == 0:
@@ -63,7 +63,7 @@ def test_the_staleness_bound_includes_the_cost_of_drops(explained, max_lag):
         lengths=lognormal(100, 0.9, 2000, explained),
     )  # fmt: skip
     found, bounds = Simulation(made).run(1500, warm_up=700), bounds_of(made, 0.05)
-    assert bounds.binds == "staleness"
+    assert bounds.rate == bounds.staleness
     assert found.drop_share > 0.05
     assert 0.75 * bounds.rate < found.samples_per_s < 1.15 * bounds.rate
 
@@ -74,7 +74,7 @@ def test_the_longest_sample_of_a_step_sets_the_bound_if_steps_wait():
         lengths=lognormal(100, 0.9, 2000),
     )  # fmt: skip
     found, bounds = Simulation(made).run(1500, warm_up=700), bounds_of(made, 0.05)
-    assert bounds.binds == "staleness"
+    assert bounds.rate == bounds.staleness
     assert 0.6 * bounds.rate < found.samples_per_s < bounds.rate
 
 
@@ -100,7 +100,7 @@ def test_with_an_unbounded_lag_and_single_use_four_steps_may_be_outstanding():
     law_of_one_sample = type(LAW)(4e-3)
     made = world(engines=20, slots=64, law=law_of_one_sample, step_s=0.05, max_lag="unbounded")
     found, bounds = Simulation(made).run(200, warm_up=100), bounds_of(made, 0.05)
-    assert bounds.binds == "staleness"
+    assert bounds.rate == bounds.staleness
     assert bounds.rate == pytest.approx(made.contract.capacity() * K / (100 * 4e-3 + 0.05), rel=0.01)
     assert 0.5 * bounds.rate < found.samples_per_s <= bounds.rate * (1 + 1e-9)
 
