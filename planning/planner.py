@@ -30,9 +30,10 @@ from leeway.planning.plans import (
     as_overrides,
     engines_like,
     predict,
+    shape_of,
     world_of,
 )
-from leeway.planning.profile import Profile, shape_of
+from leeway.planning.profile import Profile
 from leeway.planning.profiling import check_generates
 from leeway.planning.search import Plan, Space, bounds_of, search
 from leeway.planning.world import EnginePool

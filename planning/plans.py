@@ -19,13 +19,15 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from leeway.actors.config import ActorsConfig
 from leeway.common.process import usable_cpus
 from leeway.common.staleness import StalenessContract
 from leeway.launch.config import Config
 from leeway.launch.errors import ConfigError
 from leeway.launch.pools import ActorPool, WorkerPool, actor_pools, stage_pools
 from leeway.launch.resources import list_gpus
-from leeway.planning.profile import EngineCosts, Profile, settings_of, settings_of_engine, shape_of
+from leeway.planning.costs import SHAPE_KEYS, LearnerShape
+from leeway.planning.profile import EngineCosts, Profile
 from leeway.planning.simulator import Simulation
 from leeway.planning.world import EnginePool, World
 
@@ -91,6 +93,37 @@ def read_hosts(path: Path, cpus: float, gpus: float) -> list[Host]:
     if not hosts:
         raise ConfigError(f"{path} has no hosts: add lines of the form HOST [POOL[,POOL...] [ADDRESS]]")
     return hosts
+
+
+# --- facts of a config that determine its costs ---------------------------------------------------------
+
+
+def settings_of(config: Config) -> dict[str, Any]:
+    """Return the config values that determine the costs of a profile and that no plan sets."""
+    needs, names = config.algorithm.needs, ("precision", "num_minibatches", "num_epochs", "activation_checkpointing")
+    return {
+        "algorithm.type": config.algorithm.type,
+        **{f"learner.{name}": getattr(config.learner, name) for name in names},
+        "actors.max_new_tokens": config.actors.max_new_tokens,
+        **{f"the algorithm's {name}": getattr(needs, name) for name in ("critic", "proximal", "reference")},
+    }
+
+
+def settings_of_engine(actors: ActorsConfig) -> dict[str, Any]:
+    names = ["dtype", "tensor_parallel_size", "kv_cache_gib", "engine_args"]
+    names += ["gpu_memory_share"] if actors.gpus and actors.kv_cache_gib is None else []  # sets the cache size
+    return {name: getattr(actors, name) for name in names}
+
+
+def shape_of(config: Config) -> LearnerShape:
+    learner, needs = config.learner, config.algorithm.needs
+    return LearnerShape(
+        **{name: getattr(learner, name) for name in SHAPE_KEYS},
+        unit=needs.separable or "sequence",
+        num_minibatches=learner.num_minibatches,
+        device="cuda" if any(pool.bundle.get("GPU") for pool in stage_pools(config)) else "cpu",
+        saves_pass=needs.separable is not None and not (needs.proximal and learner.updates_per_step > 1),
+    )
 
 
 # --- the simulated run --------------------------------------------------------------------------------

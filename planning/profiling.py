@@ -43,7 +43,7 @@ from leeway.launch.run_folder import WEIGHTS_KEY, RunFolder
 from leeway.learner.packing import micro_batches_required
 from leeway.planning.costs import NUM_TERMS, LeastSquares, terms
 from leeway.planning.lengths import LengthDistribution, explained_by_prompt
-from leeway.planning.plans import predict, world_of
+from leeway.planning.plans import predict, settings_of, settings_of_engine, shape_of, world_of
 from leeway.planning.profile import (
     LEAST_ERROR,
     EngineCosts,
@@ -52,9 +52,6 @@ from leeway.planning.profile import (
     Profile,
     SampleFacts,
     WeightCosts,
-    settings_of,
-    settings_of_engine,
-    shape_of,
 )
 from leeway.planning.world import Costs
 

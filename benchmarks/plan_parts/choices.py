@@ -28,16 +28,8 @@ from leeway.launch.pools import actor_pools
 from leeway.planning.costs import TokenTime
 from leeway.planning.lengths import LengthDistribution
 from leeway.planning.planner import Planner
-from leeway.planning.plans import Host, Keys, as_overrides
-from leeway.planning.profile import (
-    EngineCosts,
-    LearnerCosts,
-    Profile,
-    SampleFacts,
-    WeightCosts,
-    settings_of,
-    settings_of_engine,
-)
+from leeway.planning.plans import Host, Keys, as_overrides, settings_of, settings_of_engine
+from leeway.planning.profile import EngineCosts, LearnerCosts, Profile, SampleFacts, WeightCosts
 from leeway.planning.profiling import local_machine
 from leeway.planning.world import Costs
 

@@ -6,15 +6,8 @@ import msgspec
 from benchmarks.lib.lengths import lognormal
 
 from leeway.launch.config import load_config
-from leeway.planning.profile import (
-    EngineCosts,
-    LearnerCosts,
-    Profile,
-    SampleFacts,
-    WeightCosts,
-    settings_of,
-    settings_of_engine,
-)
+from leeway.planning.plans import settings_of, settings_of_engine
+from leeway.planning.profile import EngineCosts, LearnerCosts, Profile, SampleFacts, WeightCosts
 from leeway.planning.profiling import local_machine, model_of
 
 DEMO = Path(__file__).parents[1] / "world" / "demo.toml"

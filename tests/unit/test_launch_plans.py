@@ -27,8 +27,8 @@ from leeway.planning import plans, profiling
 from leeway.planning.costs import LearnerTime, LeastSquares
 from leeway.planning.lengths import PromptStream
 from leeway.planning.planner import Planner
-from leeway.planning.plans import Host, predict, read_hosts, read_plan, world_of
-from leeway.planning.profile import Profile, settings_of, shape_of
+from leeway.planning.plans import Host, predict, read_hosts, read_plan, settings_of, shape_of, world_of
+from leeway.planning.profile import Profile
 from leeway.planning.profiling import _score_token_s
 from tests.unit.made_up_profile import DEMO, profile
 
