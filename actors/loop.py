@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -236,6 +237,7 @@ class ActorLoop:
     def report(self) -> ActorReport:
         parts, counts = self._started, self._maker.counts
         waiting, waiting_s = self._waiting_for()
+        newest = list(self._maker.newest)
         return ActorReport(
             name=self._name,
             pool=self._pool,
@@ -257,6 +259,9 @@ class ActorLoop:
             waiting=waiting,
             waiting_s=waiting_s,
             engine=parts.engine.stats.report(),
+            rewards=Counter(reward for reward, *_ in newest).most_common(8),
+            num_cut=sum(is_cut for _, is_cut, _ in newest),
+            answers=[text for *_, text in newest[-3:]],
         )
 
     def _waiting_for(self) -> tuple[str, float]:

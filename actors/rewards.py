@@ -34,7 +34,8 @@ SLOW_S = 3.0
 _MAX_BATCH = 32
 _GRACE_S = 10.0
 """Seconds added to the timeout of a reward that enforces its own timeout."""
-_SHOWN_CHARACTERS = 200
+SHOWN_CHARACTERS = 200
+"""Maximum number of characters of a prompt, a completion or a reason in a report."""
 _PATIENCE_S = 0.1
 """Seconds that calls wait for a busy process before another process starts. A fast function needs one process only."""
 
@@ -50,7 +51,10 @@ class RewardFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class FailingReward:
-    """A function that has failed on every sample since its first failure, always for one reason."""
+    """A function that has failed on every sample since its first failure, always for one reason.
+
+    If all functions return None for a sample, they fail together.
+    """
 
     name: str
     why: str
@@ -96,6 +100,8 @@ class Scorer:
         assert functions, "a task has at least one reward function"
         self._clock = clock
         self._lanes = [_Lane(function, limits, retries, start, clock) for function in functions]
+        self._unscored: FailingReward | None = None
+        """The newest samples, if no function applied to them."""
 
     async def start(self) -> None:
         """Start one process per function before generation begins; raise TaskError if a function cannot be loaded."""
@@ -114,8 +120,9 @@ class Scorer:
 
     @property
     def failing(self) -> list[FailingReward]:
-        """Return the functions that failed on their last sample."""
-        return [failing for lane in self._lanes if (failing := lane.failing) is not None]
+        """Return the functions that failed on their last sample, or returned None."""
+        found = [lane.failing for lane in self._lanes]
+        return [failing for failing in (*found, self._unscored) if failing is not None]
 
     async def score(self, problem: Problem, completion: str) -> Scored:
         """Return the reward of one completion; raise RewardFailed if a function still fails after its retries."""
@@ -129,6 +136,10 @@ class Scorer:
         values = cast("list[float | None]", outcomes)
         given = [value for value in values if value is not None]
         parts = {lane.function.name: value for lane, value in zip(self._lanes, values, strict=True)}
+        num = 1 if self._unscored is None else self._unscored.num_samples + 1
+        shown = problem.text[:SHOWN_CHARACTERS], completion[:SHOWN_CHARACTERS]
+        failing = FailingReward(", ".join(parts), "None instead of a reward", num, 0.0, 0.0, *shown)
+        self._unscored = None if given else failing
         try:
             return Scored(math.fsum(given) if given else None, parts)
         except OverflowError:
@@ -348,12 +359,12 @@ class _Lane:
             before, self._failing_by, self._failing_since_s = None, failure.why, self._clock()
         self._failing = FailingReward(
             name=self.function.name,
-            why=str(failure)[:_SHOWN_CHARACTERS],
+            why=str(failure)[:SHOWN_CHARACTERS],
             num_samples=1 if before is None else before.num_samples + 1,
             for_s=0.0,
             timeout_s=self._timeout_s if failure.is_timeout else 0.0,
-            prompt=one.problem.text[:_SHOWN_CHARACTERS],
-            completion=one.completion[:_SHOWN_CHARACTERS],
+            prompt=one.problem.text[:SHOWN_CHARACTERS],
+            completion=one.completion[:SHOWN_CHARACTERS],
         )
 
     def _report(self, one: _Waiting, failure: CallFailed, attempt: int, retries: int) -> None:

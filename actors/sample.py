@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -24,7 +25,7 @@ from leeway.actors.config import ActorsConfig, KvSample, admission_of
 from leeway.actors.engine import Engine, RequestKey
 from leeway.actors.engine_core import EngineDead, Generation
 from leeway.actors.report import BusyClock, Counts, EvalCounts, EvalRequest, EvalResult
-from leeway.actors.rewards import RewardFailed, Scorer
+from leeway.actors.rewards import SHOWN_CHARACTERS, RewardFailed, Scorer
 from leeway.actors.tasks import Problem
 from leeway.actors.tasks.chat import PromptCodec
 from leeway.actors.weights import ActorError, WeightFollower
@@ -44,6 +45,8 @@ An evaluation answer has twice this timeout, because the answer may first wait f
 SAMPLED_TEMPERATURE = 1.0
 PARTIAL_SAVE_INTERVAL_S = 300.0
 """Seconds between saves of partial rollouts in the buffer. A killed actor loses at most the tokens since a save."""
+NUM_ANSWERS = 256
+"""Number of newest answers whose rewards are reported."""
 SHUTDOWN_GRACE_S = 5.0
 """Grace period in seconds for requeuing all held samples."""
 MAX_COLUMN_BYTES = 64 * 2**10
@@ -114,6 +117,8 @@ class SampleMaker:
         self._started_s: dict[RequestKey, float] = {}
         self.busy = BusyClock()
         self.counts = Counts()
+        self.newest: deque[tuple[float | None, bool, str]] = deque(maxlen=NUM_ANSWERS)
+        """Rewards of the newest answers, whether they reached the length limit, and their texts."""
 
     async def generate(
         self, lease: Lease, problem: Problem, sample_index: int, prefix: Prefix | None, requeue_at: Callable[[], int]
@@ -185,6 +190,7 @@ class SampleMaker:
             scored = await self._scorer.score(problem, text)
         except RewardFailed as failure:
             raise SampleFailed(str(failure)) from failure
+        self._note(problem, text, scored.reward, generation)
         return replace(
             self.unfinished(lease, problem, sample_index, completed),
             reward=scored.reward,
@@ -277,7 +283,8 @@ class SampleMaker:
             async with self._evaluation_slots, asyncio.timeout(2 * GENERATE_TIMEOUT_S):
                 seed = group_seed(self._run_seed, -1, 0) + index if temperature else None
                 completion = await self.engine.generate(problem.token_ids, temperature=temperature, seed=seed)
-            scored = await self._scorer.score(problem, self._decoder.decode(completion.token_ids.tolist()))
+            text = self._decoder.decode(completion.token_ids.tolist())
+            scored = await self._scorer.score(problem, text)
         except (ActorError, EngineDead):
             raise
         except RewardFailed:  # the scorer has logged the error
@@ -285,9 +292,15 @@ class SampleMaker:
         except Exception as error:  # an error of one problem must not fail the other problems
             _log.error("evaluation of held-out problem %d failed: %s: %s", index, type(error).__name__, error)
             return EvalCounts(num_failed=1)
+        self._note(problem, text, scored.reward, completion)
         if scored.reward is None:
             return EvalCounts(num_failed=1)
         return EvalCounts(int(scored.reward >= self._correct_at), 1)
+
+    def _note(self, problem: Problem, text: str, reward: float | None, generation: Generation) -> None:
+        prompt, completion = problem.text[:SHOWN_CHARACTERS], text[:SHOWN_CHARACTERS]
+        shown = f"prompt {prompt!r}, completion {completion!r}, reward {reward}"
+        self.newest.append((reward, generation.finish_reason == "length", shown))
 
 
 # --- held leases and partial rollouts --------------------------------------------------------------

@@ -392,3 +392,20 @@ async def test_a_thread_ends_with_its_call_and_makes_room_for_another():
     assert threads.submit(released.wait).result(60)
     await asyncio.to_thread(thread.join, 60)
     assert not thread.is_alive()
+
+
+async def test_samples_without_any_reward_count_as_failures_until_a_function_applies():
+    def one(problems, completions):
+        return [1.0 if "good" in text else None for text in completions]
+
+    def other(problems, completions):
+        return [2.0 if "fine" in text else None for text in completions]
+
+    scores = scorer(one, other)
+    for _ in range(3):
+        assert (await scores.score(PROBLEM, "bad")).reward is None
+    (failing,) = scores.failing
+    assert (failing.name, failing.why, failing.num_samples) == ("one, other", "None instead of a reward", 3)
+    assert (failing.prompt, failing.completion, failing.timeout_s) == ("q", "bad", 0.0)
+    await scores.score(PROBLEM, "fine")
+    assert scores.failing == []

@@ -8,13 +8,13 @@ from tests.house import DEEP_LINES, PACKAGES, ROOT, figures, graph, modules, sin
 from tests.walks import BEGIN, END, PAGE
 
 BOUNDS = {
-    "files": 158,
-    "lines": 43_826,
-    "lines without planning": 38_728,
+    "files": 159,
+    "lines": 44_056,
+    "lines without planning": 38_958,
     "lines of buffer": 7_199,
-    "lines of launch": 11_191,
+    "lines of launch": 11_375,
     "lines of shell": 910,
-    "lines of the report's page": 395,
+    "lines of the report's page": 397,
     "lines of examples": 1_008,
     "longest file": 461,
     "longest function": 57,
