@@ -19,7 +19,8 @@ surrogate. A loss that is not a sum over tokens weights its gradient instead (`w
 each token is multiplied by its weight, and the value of the loss is unchanged. All log ratios are clamped to +-20
 before exp, and no gradient flows through a weight.
 
-`off_policy_metrics` computes mismatch, chi-square divergence and effective sample size (ESS) of rho, once per update.
+`off_policy_metrics` computes mismatch, chi-square divergence and effective sample size (ESS) of rho, once per step.
+`policy_metrics` computes the entropy and the KL to the reference.
 ESS is the fraction of samples that count after weighting by rho. If ESS is low, a few samples dominate the update.
 
 References:
@@ -336,3 +337,22 @@ def off_policy_metrics(inputs: LossInputs, fresh_T: Tensor, weights_T: Tensor | 
         metrics["off_policy/ess_sequence_truncated"] = effective_sample_share(applied_B)
         metrics["off_policy/masked_frac"] = float((weights_T == 0).sum()) / weights_T.numel()
     return metrics
+
+
+def policy_metrics(inputs: LossInputs) -> Metrics:
+    """Return the entropy of the policy at the start of the step and its KL to the reference, in nats per token.
+
+    `policy/nll` is mean(-log pi) over the sampled tokens. `policy/entropy`, the mean of -log pi, and
+    `policy/kl_reference`, the mean of log pi - log pi_ref, are weighted by rho = pi / mu over its mean, so that they
+    estimate the entropy of pi and KL(pi || pi_ref) also from stale tokens. rho is 1 for a token without log mu. NaN
+    without tokens or without a reference.
+    """
+    logprobs_T = inputs.proximal_logprobs_T.detach()
+    log_rho_T = (logprobs_T - inputs.behaviour_logprobs_T).nan_to_num(0.0, 0.0, 0.0)
+    rho_T = clamped_exp(log_rho_T)
+    weight_T = rho_T / rho_T.mean()
+    return {
+        "policy/nll": float(-logprobs_T.mean()),
+        "policy/entropy": float(-(weight_T * logprobs_T).mean()),
+        "policy/kl_reference": float((weight_T * (logprobs_T - inputs.reference_logprobs_T)).mean()),
+    }

@@ -49,18 +49,13 @@ def distillation(config: DistillationConfig, inputs: LossInputs) -> LossOutput:
     """Evaluate the loss on a whole batch; see the module's docstring for the formula.
 
     Returns:
-        The loss, and metrics `distillation/kl` (mean over tokens of log(pi / teacher), in nats) and
-        `distillation/far_frac` (fraction of tokens beyond FAR).
+        The loss, and the metric `distillation/far_frac` (fraction of tokens beyond FAR).
     """
     inputs, weights_T, shares = weigh_gradient(inputs, config.corrections)
     num_tokens = max(1, inputs.logprobs_T.numel())
     log_ratio_T = inputs.logprobs_T - inputs.reference_logprobs_T
     loss = F.huber_loss(inputs.logprobs_T, inputs.reference_logprobs_T, reduction="sum", delta=FAR) / num_tokens
-    metrics = {
-        "distillation/kl": log_ratio_T.detach().sum().double() / num_tokens,
-        "distillation/far_frac": share_of(log_ratio_T.detach().abs() > FAR, num_tokens),
-        **shares,
-    }
+    metrics = {"distillation/far_frac": share_of(log_ratio_T.detach().abs() > FAR, num_tokens), **shares}
     return LossOutput(loss, metrics, weights_T)
 
 

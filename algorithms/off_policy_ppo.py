@@ -221,9 +221,8 @@ def off_policy_ppo(config: OffPolicyPPOConfig, inputs: LossInputs) -> LossOutput
     Returns:
         The loss, the weights it applied, and metrics: `off_policy/clip_frac_low` and `_high` (fraction of tokens for
         which clipping changes the objective), `off_policy/NAME_frac` of each weight correction, `ppo/advantage_abs`
-        (mean over tokens), `ppo/entropy` if entropy_coef > 0 (weighted mean of -log pi, nats per token),
-        `ppo/kl_reference` if kl_beta > 0 (mean over sequences of log(pi_prox / pi_ref)), and with a critic
-        `ppo/value_loss`, `ppo/value_clip_frac` and `ppo/explained_variance` of the returns by the old values.
+        (mean over tokens), and with a critic `ppo/value_loss`, `ppo/value_clip_frac` and `ppo/explained_variance` of
+        the returns by the old values.
     """
     if config.proximal == "behaviour":
         inputs = replace(inputs, proximal_logprobs_T=inputs.behaviour_logprobs_T)
@@ -233,7 +232,7 @@ def off_policy_ppo(config: OffPolicyPPOConfig, inputs: LossInputs) -> LossOutput
     share_T = _shares(config, inputs)
     weighing = importance_weights(inputs, config.corrections)
     metrics: Measured = dict(weighing.metrics)
-    advantage_T = _advantages(config, inputs, metrics)
+    advantage_T = _advantages(config, inputs)
     clip = Clip(clip_low=config.clip_low, clip_high=config.clip_high)
     surrogate = next((each for each in config.corrections if isinstance(each, AnySurrogate)), clip)
     objective_T, low_T, high_T = surrogate.objective(inputs, advantage_T)
@@ -248,7 +247,6 @@ def off_policy_ppo(config: OffPolicyPPOConfig, inputs: LossInputs) -> LossOutput
         loss = loss + config.kl_beta * (share_T * weighing.weight_T * _kl_terms(config, inputs)).sum()
     if config.entropy_coef > 0:
         loss = loss + config.entropy_coef * (share_T * weighing.weight_T * inputs.logprobs_T.square() / 2).sum()
-        metrics["ppo/entropy"] = -(weighing.weight_T * inputs.logprobs_T.detach()).sum().double() / num_tokens
     if config.baseline in CRITICS:
         loss = loss + VALUE_COEF * _value_loss(inputs, advantage_T, metrics)
     return LossOutput(loss, metrics, None if config.proximal == "behaviour" else weighing.weight_T)
@@ -274,14 +272,11 @@ def _shares(config: OffPolicyPPOConfig, inputs: LossInputs) -> Tensor:
     return one_T / (num_sequences * config.mean_over)
 
 
-def _advantages(config: OffPolicyPPOConfig, inputs: LossInputs, metrics: Measured) -> Tensor:
+def _advantages(config: OffPolicyPPOConfig, inputs: LossInputs) -> Tensor:
     rewards_B = inputs.penalised_rewards_B(config.missing_eos_penalty)
     penalty_T = torch.zeros_like(inputs.behaviour_logprobs_T)
-    if config.needs.reference:
-        log_ratio_T = (inputs.proximal_logprobs_T - inputs.reference_logprobs_T).detach()
-        metrics["ppo/kl_reference"] = inputs.sum_per_sequence(log_ratio_T).mean()
-        if config.kl_in == "reward":
-            penalty_T = config.kl_beta * log_ratio_T
+    if config.shapes_reward:
+        penalty_T = config.kl_beta * (inputs.proximal_logprobs_T - inputs.reference_logprobs_T).detach()
     if config.baseline in CRITICS:
         assert inputs.old_values_T is not None, "the config needs a critic, but the batch has no values"
         rewards_T = rewards_per_token(inputs, rewards_B, penalty_T)

@@ -62,8 +62,7 @@ def trajectory_balance(config: TrajectoryBalanceConfig, inputs: LossInputs) -> L
     """Evaluate the loss on a whole batch; see the module's docstring for the formula.
 
     Returns:
-        The loss, and metrics `tb/beta`, `tb/delta_abs` (mean |delta|), `tb/log_z` (mean over samples) and
-        `tb/kl_reference` (mean over samples of log pi - log pi_ref, in nats per sequence).
+        The loss, and metrics `tb/beta`, `tb/delta_abs` (mean |delta|) and `tb/log_z` (mean over samples).
     """
     inputs, weights_T, shares = weigh_gradient(config.compared(inputs), config.corrections)
     beta_final = config.beta if config.beta_final is None else config.beta_final
@@ -79,7 +78,6 @@ def trajectory_balance(config: TrajectoryBalanceConfig, inputs: LossInputs) -> L
         "tb/beta": beta,
         "tb/delta_abs": delta_B.detach().abs().mean(),
         "tb/log_z": log_z_B.mean(),
-        "tb/kl_reference": log_ratio_B.detach().mean(),
         **shares,
     }
     return LossOutput(loss, metrics, weights_T)

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from leeway.algorithms.base import LossInputs
-from leeway.algorithms.corrections import Metrics, off_policy_metrics
+from leeway.algorithms.corrections import Metrics, off_policy_metrics, policy_metrics
 from leeway.algorithms.registry import AlgorithmConfig, loss_for
 from leeway.learner.batch import Lag0ByActor, Leaves, StepBatch, lag0_by_actor
 from leeway.learner.config import LearnerConfig
@@ -269,7 +269,7 @@ class _StepState:
         return _Part(self, batch, on_device, where_T, reference_T, old, update)
 
     def distances(self) -> tuple[Metrics, Lag0ByActor]:
-        """Return, on the coordinator, off-policy metrics at the start of the step, and the lag-0 mismatch by actor.
+        """Return, on the coordinator, metrics of the policy at the start of the step, and the lag-0 mismatch by actor.
 
         Without a pass at the start, the results cover only the part that the first update trained on.
         """
@@ -335,6 +335,7 @@ class LossEvaluation:
 
 def distance(batch: StepBatch, inputs: LossInputs, weights_T: Tensor | None) -> Metrics:
     found = off_policy_metrics(inputs, torch.from_numpy(batch.fresh_T).to(inputs.logprobs_T.device), weights_T)
+    found |= policy_metrics(inputs)
     return {name: value if value is None or math.isfinite(value) else None for name, value in found.items()}
 
 

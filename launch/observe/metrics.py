@@ -41,7 +41,9 @@ METRICS: dict[str, str] = {
     "reward/part/NAME": "Mean of reward function NAME over the step's samples to which NAME applies. Absent "
     "with a single function; at most 16 functions have this metric.",
     "reward/std": "Standard deviation of the step's rewards.",
+    "reward/max": "Maximum of the step's rewards.",
     "length/trained_mean": "Mean completion length in the step, in tokens.",
+    "length/cut_frac": "Fraction of the step's completions that reached the length limit.",
     "length/fidelity_ks": "Kolmogorov-Smirnov distance between completion lengths in training and generation; 0 if "
     "equal; above 0.2, an alert starts.",
     "length/p95_ratio": "95th percentile of completion lengths in training divided by that in "
@@ -86,23 +88,24 @@ METRICS: dict[str, str] = {
     "off_policy/sequence_tis_frac": "Fraction of tokens with a weight truncated by sequence_tis.",
     "off_policy/icepop_frac": "Fraction of tokens that icepop masked.",
     "off_policy/geometric_mask_frac": "Fraction of tokens that geometric_mask masked.",
+    # the policy at the start of the step, in nats per token
+    "policy/nll": "mean(-log pi) over the step's tokens.",
+    "policy/entropy": "Entropy of the policy: mean of -log pi, weighted by rho = pi/mu over its mean.",
+    "policy/kl_reference": "KL to the reference or teacher: mean of log pi - log pi_ref with the weights of "
+    "policy/entropy. Null without a reference.",
     # the algorithms
     "tb/beta": "beta of trajectory balance at this step.",
     "tb/delta_abs": "Mean |delta| of trajectory balance.",
     "tb/log_z": "Mean VarGrad estimate of log Z.",
-    "tb/kl_reference": "mean(log pi - log pi_ref) per sequence.",
     "oapl/delta_abs": "Mean |delta| / beta, nats: distance from the batch's optimum.",
     "oapl/value": "Mean of V, which OAPL subtracts from rewards.",
     "oapl/kl_behaviour": "mean(log pi - log mu) per sequence.",
-    "distillation/kl": "mean(log pi - log pi_teacher) per token, nats: estimates KL(pi || teacher).",
     "distillation/far_frac": "Fraction of tokens with a log ratio to the teacher beyond 10 nats.",
     "dpo/accuracy": "Fraction of pairs whose better sample has the greater implicit reward.",
     "dpo/margin": "Mean difference of implicit rewards per pair.",
     "dpo/tied_frac": "Fraction of groups without a pair because all rewards are equal.",
     "dpo/cross_frac": "Fraction of pairs between two groups of a prompt, mostly of different versions.",
     "ppo/advantage_abs": "Mean |advantage| over tokens.",
-    "ppo/entropy": "Entropy per token, nats: mean of -log pi, weighted by pi_prox / mu.",
-    "ppo/kl_reference": "mean(log pi_prox - log pi_ref) per sequence.",
     "ppo/value_loss": "Half the mean squared error of the critic's clipped values.",
     "ppo/value_clip_frac": "Fraction of tokens for which clipping changes the value loss.",
     "ppo/explained_variance": "Fraction of the returns' variance that the critic explains at the step's start.",

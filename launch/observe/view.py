@@ -199,6 +199,8 @@ def packed(parts: Iterable[str], width: int) -> list[Text]:
 def _figures(status: RunStatus) -> Iterator[str]:
     yield f"reward {number(status.row.get('reward/mean'))}"
     yield f"loss {number(status.row.get('loss'))}"
+    kl = status.row.get("policy/kl_reference")
+    yield f"entropy {number(status.row.get('policy/entropy'))}" + ("" if kl is None else f", KL {number(kl)}")
     allowed, drift = (status.row.get(name) for name in ("lag/allowed", "lag/drift"))
     control = "" if allowed is None else f", allowed {number(allowed)}, drift {number(drift)}"
     yield f"lag mean {number(status.lag_mean)}, max {status.lag_max} of {status.max_lag}{control}"

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, field
 
-from tests.unit.loss_batches import mates_of, sums, tokens_of
+from tests.unit.loss_batches import mates_of, tokens_of
 
 VALUE_COEF, VALUE_CLIP = 0.5, 0.2
 
@@ -201,9 +201,3 @@ def add_value_loss(config, inputs, advantage, result):
                 result.counts["value"] += 1
         result.loss += scale * error
         result.value_slope_T[t] += scale * slope
-
-
-def kl_to_reference(inputs, proximal_T) -> float:
-    """Return the mean over sequences of log pi_prox - log pi_ref."""
-    found = sums(inputs, proximal_T - inputs.reference_logprobs_T)
-    return sum(found) / len(found)

@@ -12,6 +12,7 @@ from leeway.algorithms.corrections import (
     effective_sample_share,
     importance_weights,
     off_policy_metrics,
+    policy_metrics,
 )
 from tests.unit.loss_batches import make_inputs, sums
 
@@ -121,3 +122,49 @@ def test_the_effective_sample_size_is_none_without_weights_and_0_for_weights_of_
     assert effective_sample_share(torch.empty(0)) is None
     assert effective_sample_share(torch.zeros(3)) == 0, "if a mask removes all samples, the effective sample size is 0"
     assert effective_sample_share(torch.tensor([0.0, 0.0, 5.0])) == pytest.approx(1 / 3)
+
+
+def test_entropy_and_kl_follow_their_definitions():
+    inputs = make_inputs()
+    log_pi, log_mu, log_ref = (
+        getattr(inputs, f"{name}_logprobs_T").tolist() for name in ("proximal", "behaviour", "reference")
+    )
+    rho = [math.exp(p - m) for p, m in zip(log_pi, log_mu, strict=True)]
+    log_ratio = [p - r for p, r in zip(log_pi, log_ref, strict=True)]
+    assert policy_metrics(inputs) == pytest.approx(
+        {
+            "policy/nll": -sum(log_pi) / NUM_TOKENS,
+            "policy/entropy": -sum(w * p for w, p in zip(rho, log_pi, strict=True)) / sum(rho),
+            "policy/kl_reference": sum(w * d for w, d in zip(rho, log_ratio, strict=True)) / sum(rho),
+        },
+        abs=1e-12,
+    )
+
+
+@pytest.mark.parametrize("shares", [[0.5, 0.25, 0.125, 0.125], [0.125, 0.125, 0.25, 0.5]])
+def test_entropy_and_kl_are_those_of_the_full_distribution_for_samples_of_any_policy(shares):
+    """Sample each token of a vocabulary of four exactly as often as mu does."""
+    log_pi_V, log_ref_V = (
+        torch.randn(4, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).log_softmax(0)
+        for seed in (0, 1)
+    )
+    tokens = [token for token, share in enumerate(shares) for _ in range(round(8 * share))]
+    inputs = make_inputs(groups=[0] * 8, lengths=[1] * 8)
+    inputs = replace(
+        inputs,
+        proximal_logprobs_T=log_pi_V[tokens],
+        reference_logprobs_T=log_ref_V[tokens],
+        behaviour_logprobs_T=torch.tensor(shares, dtype=torch.float64).log()[tokens],
+    )
+    metrics = policy_metrics(inputs)
+    pi_V = log_pi_V.exp()
+    assert metrics["policy/entropy"] == pytest.approx(float(-(pi_V * log_pi_V).sum()), abs=1e-12)
+    assert metrics["policy/kl_reference"] == pytest.approx(float((pi_V * (log_pi_V - log_ref_V)).sum()), abs=1e-12)
+
+
+def test_tokens_without_behaviour_log_probabilities_have_weight_1():
+    inputs = make_inputs()
+    unknown = replace(inputs, behaviour_logprobs_T=torch.full_like(inputs.behaviour_logprobs_T, math.nan))
+    metrics = policy_metrics(unknown)
+    assert metrics["policy/entropy"] == pytest.approx(metrics["policy/nll"], abs=1e-12)
+    assert math.isnan(policy_metrics(make_inputs(groups=[0, 0], lengths=[0, 0]))["policy/entropy"])

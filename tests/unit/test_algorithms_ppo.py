@@ -118,16 +118,14 @@ def test_a_masked_token_is_not_counted_as_clipped():
 
 
 @pytest.mark.parametrize(("kl_in", "per_token"), [("reward", False), ("reward", True), ("loss", False)])
-def test_the_kl_to_the_reference_is_logged_and_pulls_towards_the_reference(kl_in, per_token):
+def test_the_kl_pulls_towards_the_reference(kl_in, per_token):
     inputs = make_inputs(rewards_B=torch.ones(9, dtype=torch.float64), values_T=torch.zeros(22).double())
     inputs = replace(inputs, old_values_T=inputs.values_T, finished_B=torch.ones(9, dtype=torch.bool))
     fresh = replace(inputs, proximal_logprobs_T=inputs.logprobs_T, behaviour_logprobs_T=inputs.logprobs_T)
     keys = {"baseline": "value_head", "gae_lambda": 0.0} if per_token else {}
     config = OffPolicyPPOConfig(**keys, kl_beta=0.4, kl_in=kl_in)
-    _, slope_T, _, metrics = evaluate(config, fresh)
+    slope_T = gradient(config, fresh)[1]
     log_ratio_T = fresh.logprobs_T - fresh.reference_logprobs_T
-    expected = ppo_by_hand.kl_to_reference(fresh, fresh.logprobs_T)
-    assert metrics["ppo/kl_reference"] == pytest.approx(expected, abs=1e-12)
     if kl_in == "loss":
         expected_T = 0.4 * log_ratio_T / NUM_TOKENS
     elif per_token:  # each token is penalised for its own ratio; the reward of 1 is at the last token
@@ -175,22 +173,17 @@ def test_the_entropy_bonus_has_the_gradient_of_the_exact_entropy(stale):
     slope_T = gradient(config, answers)[1] * 5  # times the number of tokens: the loss is a mean over tokens
     (found_V,) = torch.autograd.grad((log_mu_V.exp() * slope_T * log_pi_V).sum(), logits_V, retain_graph=True)
     torch.testing.assert_close(found_V, expected_V, rtol=0, atol=1e-12)
-    if not stale:
-        share = torch.distributions.Categorical(logits=log_mu_V)
-        many = every_answer(log_mu_V, log_pi_V.detach(), share.sample((20_000,)))
-        assert loss_for(config)(many).metrics["ppo/entropy"] == pytest.approx(entropy.item(), rel=0.02)
 
 
-def every_answer(log_mu_V, log_pi_V, tokens=None):
-    """Return a batch of one-token answers with zero advantages: one for each of `tokens` or of the vocabulary."""
-    tokens = torch.arange(log_pi_V.numel()) if tokens is None else tokens
-    size = tokens.numel()
+def every_answer(log_mu_V, log_pi_V):
+    """Return a batch of one-token answers with zero advantages, one for each token of the vocabulary."""
+    size = log_pi_V.numel()
     return make_inputs(
         groups=[0] * size,
         lengths=[1] * size,
-        logprobs_T=log_pi_V[tokens],
-        proximal_logprobs_T=log_pi_V[tokens],
-        behaviour_logprobs_T=log_mu_V[tokens],
+        logprobs_T=log_pi_V,
+        proximal_logprobs_T=log_pi_V,
+        behaviour_logprobs_T=log_mu_V,
         rewards_B=torch.ones(size, dtype=torch.float64),
         finished_B=torch.ones(size, dtype=torch.bool),
     )

@@ -1,5 +1,6 @@
 """Several updates per step: minibatches, versions, lags, learning rates, and skipped updates."""
 
+import math
 from dataclasses import replace
 from itertools import accumulate
 
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from leeway.algorithms.distillation import DistillationConfig
+from leeway.algorithms.oapl import OAPLConfig
 from leeway.algorithms.off_policy_ppo import OffPolicyPPOConfig
 from leeway.algorithms.online_dpo import OnlineDPOConfig
 from leeway.algorithms.trajectory_balance import TrajectoryBalanceConfig
@@ -308,6 +310,29 @@ def test_the_mismatch_covers_the_first_update_if_no_loss_reads_the_start_of_the_
     behaviour_T = torch.tensor(batch.rows.column("logprobs").flatten().to_pylist(), dtype=torch.float64)
     log_rho_T = (whole - behaviour_T)[batch.tokens_of(sequences)]
     assert result.metrics["mismatch/k1"] == pytest.approx(-float(log_rho_T.mean()), rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [TrajectoryBalanceConfig(), OffPolicyPPOConfig(), HEAD, OnlineDPOConfig(), OAPLConfig(), DistillationConfig()],
+    ids=lambda algorithm: f"{algorithm.type}-{algorithm.needs.critic}",
+)
+def test_entropy_and_kl_of_every_loss_equal_those_of_loops_over_the_tokens(train_step, algorithm):
+    step, networks = train_step(algorithm)
+    frozen = networks.forward_only(networks.on_device(build(make_rows(0)).packed)).logprobs_T
+    step.run(build(make_rows(0)), 0)  # moves the policy away from the reference
+    batch = build(make_rows(0), 1)
+    log_pi = networks.forward_only(networks.on_device(batch.packed)).logprobs_T.tolist()
+    log_mu = batch.rows.column("logprobs").flatten().to_pylist()
+    log_ref = frozen.float().tolist()  # the buffer stores scores in float32
+    metrics = step.run(batch, 1).metrics
+    rho = [math.exp(p - m) for p, m in zip(log_pi, log_mu, strict=True)]
+    entropy = -math.fsum(w * p for w, p in zip(rho, log_pi, strict=True)) / math.fsum(rho)
+    kl = math.fsum(w * (p - r) for w, p, r in zip(rho, log_pi, log_ref, strict=True)) / math.fsum(rho)
+    assert metrics["policy/nll"] == pytest.approx(-math.fsum(log_pi) / len(log_pi), abs=1e-12)
+    assert metrics["policy/entropy"] == pytest.approx(entropy, abs=1e-12)
+    assert metrics["policy/kl_reference"] == (pytest.approx(kl, abs=1e-12) if algorithm.needs.reference else None)
+    assert abs(kl) > 1e-4
 
 
 # --- skipped updates ------------------------------------------------------------------------------
