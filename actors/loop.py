@@ -259,7 +259,7 @@ class ActorLoop:
             waiting=waiting,
             waiting_s=waiting_s,
             engine=parts.engine.stats.report(),
-            rewards=Counter(reward for reward, *_ in newest).most_common(8),
+            rewards=dict(Counter(reward for reward, *_ in newest)),
             num_cut=sum(is_cut for _, is_cut, _ in newest),
             answers=[text for *_, text in newest[-3:]],
         )

@@ -190,8 +190,8 @@ class ActorReport:
     waiting_s: float
     """Seconds that the actor has waited for the reason in `waiting`; 0.0 if unknown."""
     engine: EngineReport
-    rewards: list[tuple[float | None, int]] = field(default_factory=list)
-    """The most common rewards of the newest answers in training and evaluation, with their counts."""
+    rewards: dict[float | None, int] = field(default_factory=dict)
+    """Rewards of the newest answers in training and evaluation, with their counts."""
     num_cut: int = 0
     """Number of these answers that reached the length limit."""
     answers: list[str] = field(default_factory=list)

@@ -29,6 +29,7 @@ from leeway.launch.host import configure_logging, leeway_command, private_files
 from leeway.launch.model_folder import fetch_model
 from leeway.launch.observe.alerts import Alert, Alerts
 from leeway.launch.observe.display import Display
+from leeway.launch.observe.learning import verdict
 from leeway.launch.observe.observer import Observer
 from leeway.launch.observe.sinks import Exporter, Tracker
 from leeway.launch.observe.status import Accuracy, PollResult, RunStatus
@@ -181,7 +182,6 @@ def _supervise(
     configure_logging(folder.log("launch", 0))
     display = stack.enter_context(Display(folder))
     at_end = stack.enter_context(ExitStack())
-    at_end.callback(report_at_end, folder, tracker.event, display.last_line)
     trace = stack.enter_context(Trace(folder.timeline))
 
     def show(status: RunStatus) -> None:
@@ -191,6 +191,9 @@ def _supervise(
     observer = Observer(
         plan, started_s=started, earlier=earlier, list_processes=lambda: supervisor.processes(), on_write=show
     )
+    at_end.callback(lambda: display.last_line(verdict(observer.status, observer.trained.rewards)))
+    # runs first: the last line is the verdict
+    at_end.callback(report_at_end, folder, tracker.event, display.last_line)
     sinks = Sinks(tracker, display, trace, observer)
     stack.push(interrupts)  # closed after the last process, so that no signal interrupts the shutdown
     supervisor = Supervisor(plan, context, sinks.event)
@@ -259,7 +262,7 @@ class _Run:
         self._config = self.plan.config
         self._observer = self.sinks.observer
         self._control = Control(self.plan.folder.control)
-        self._alerts = Alerts(self.plan.config, self.contract)
+        self._alerts = Alerts(self.plan.config, self.contract, run=str(self.plan.folder.root))
         self._autoscale = None if self._config.launch.autoscale == "off" else resolve_name(AUTOSCALE)(self._config)
         self._evaluation: Evaluation | None = None
         self._evaluated_at = 0
@@ -351,11 +354,7 @@ class _Run:
         self.sinks.trace.ingest(result, rows)
         for row in rows:
             self.sinks.tracker.step(row)
-        alerts = self._alerts.check(result, evaluating=self._evaluation is not None)
-        self._observer.status.alerts = [alert.text for alert in self._alerts.active]
-        self._observer.polled()
-        for alert in alerts:
-            self._act_on(alert)
+        self._report(self._alerts.check(result, evaluating=self._evaluation is not None))
         if self._autoscale is not None and self._evaluation is None and self.interrupts.training:
             self._scale(rows, self._autoscale)
 
@@ -373,6 +372,14 @@ class _Run:
                     actors.scale(advice.pool, advice.count)
                 except ValueError as error:  # the run continues without scaling
                     self.sinks.event("not_scaled", f"pool '{advice.pool}' is not scaled: {error}")
+
+    def _report(self, alerts: Sequence[Alert]) -> None:
+        """Write the status with the active alerts, and act on the alerts that start or end."""
+        self._observer.status.alerts = [alert.text for alert in self._alerts.active]
+        self._observer.status.alert_kinds = [alert.kind for alert in self._alerts.active]
+        self._observer.polled()
+        for alert in alerts:
+            self._act_on(alert)
 
     def _act_on(self, alert: Alert) -> None:
         """Report an alert and run its action; raise RunFailed if the action is "stop" or no actor is left."""
@@ -407,13 +414,15 @@ class _Run:
             time.sleep(EVALUATION_POLL_S)
             self.supervisor.actors.wait_until_ready()  # also restarts actors that exited
             if time.monotonic() - polled_s >= POLL_S:
-                result = self.supervisor.poll_actors()
-                self.sinks.trace.ingest(result, self._observer.ingest(result))
-                self._observer.polled()
-                for alert in self._alerts.check(result, evaluating=True):
-                    self._act_on(alert)
+                self._poll_actors()
                 polled_s = time.monotonic()
+        self._poll_actors()  # the last reports have answers of the evaluation, which alerts show
         return self._record_evaluation(results)
+
+    def _poll_actors(self) -> None:
+        result = self.supervisor.poll_actors()
+        self.sinks.trace.ingest(result, self._observer.ingest(result))
+        self._report(self._alerts.check(result, evaluating=True))
 
     def _record_evaluation(self, results: list[EvalResult]) -> Accuracy:
         accuracy = accuracy_of(results)
@@ -422,6 +431,7 @@ class _Run:
         self.sinks.event("evaluated", accuracy.describe())
         status = self._observer.status
         self.sinks.tracker.evaluated(accuracy, status.step, status.wall_s)
+        self._report(self._alerts.evaluated(status.evaluations))
         return accuracy
 
     def _finish(self, before: Accuracy | None, after: Accuracy | None) -> None:
@@ -430,4 +440,4 @@ class _Run:
         values = self._observer.summary(before, after, status)
         write_whole(self.plan.folder.summary, [f"{json.dumps(values, indent=2)}\n".encode()])
         self.sinks.tracker.summary(values)
-        self.sinks.display.finish(before, after, values)
+        self.sinks.display.finish(values)

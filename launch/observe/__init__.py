@@ -2,7 +2,8 @@
 
 status      RunStatus: the status of a run, as stored in status.json; StatusView: a run viewed from another process
 observer    Observer: merges the reports of the roles, and keeps the status up to date (`totals`: sums, rates, overlap)
-alerts      Alerts: detects faults that raise no error, such as wrong weights or failing rewards
+alerts      Alerts: detects faults that raise no error, such as wrong weights, failing rewards or a run that cannot
+            learn (`learning`: signs of that, and the verdict on a run)
 trace       Trace: a timeline of the spans of each role, for Perfetto
 metrics     the registry of metrics; Rows: reads metrics.jsonl while it grows
 sinks       write actors.jsonl and events.jsonl, and send metrics to Weights & Biases and Prometheus

@@ -10,6 +10,7 @@
     fidelity    the lengths of completions used for training differ from those of all generated completions
     damage      blocks of buffer records are damaged
 
+The module `learning` describes more alerts: signs that a run cannot learn.
 Each alert is reported once when it starts, and once as `..._ended` when it ends; `refused` has no end.
 """
 
@@ -28,7 +29,8 @@ from leeway.algorithms.corrections import WeighedSection
 from leeway.buffer.protocol import Status
 from leeway.common.staleness import PolicyVersion, StalenessContract
 from leeway.launch.config import Action, Config
-from leeway.launch.observe.status import PollResult
+from leeway.launch.observe.learning import LearningSigns, Sign
+from leeway.launch.observe.status import Accuracy, PollResult
 from leeway.launch.pools import actor_pools
 
 LEARNER = "learner"
@@ -63,15 +65,16 @@ class Alerts:
     """Derives alerts from polls; the caller executes the actions of the alerts."""
 
     def __init__(
-        self, config: Config, contract: StalenessContract, clock: Callable[[], float] = time.monotonic
+        self, config: Config, contract: StalenessContract, clock: Callable[[], float] = time.monotonic, run: str = "RUN"
     ) -> None:
-        """`clock` returns monotonic seconds."""
+        """`clock` returns monotonic seconds; `run` is the run folder."""
         self._config, self._contract, self._clock = config.launch, contract, clock
         self._mismatch_limits = {
             pool.name: mismatch_limit(pool.config.dtype, config.learner.precision) for pool in actor_pools(config)
         }
         """Maps a pool of actors to its limit of the mean absolute difference of log-probabilities."""
         self._stability = Stability(config)
+        self._learning = LearningSigns(config, run)
         self.startup_warning = self._stability.startup_warning
         """Known risk of the config, to report before the first step; '' if no risk is known."""
         self._active: dict[tuple[str, str], Alert] = {}
@@ -101,6 +104,17 @@ class Alerts:
             alerts += self._check_actor(report, now - received_s, now, evaluating)
         return alerts
 
+    def evaluated(self, evaluations: Sequence[Accuracy]) -> list[Alert]:
+        """Process the newest of all evaluations of the run; return the alerts that start or end with it."""
+        return list(self._update_signs(self._learning.evaluated(evaluations, self._newest_reports())))
+
+    def _newest_reports(self) -> list[ActorReport]:
+        return [report for report, _ in self._reports.values()]
+
+    def _update_signs(self, signs: Iterator[Sign]) -> Iterator[Alert]:
+        for kind, text in signs:
+            yield from self._update(kind, LEARNER, text, None, f"the alert {kind} has ended")
+
     # --- mismatch ---------------------------------------------------------------------------------
 
     def _check_rows(self, poll: PollResult) -> Iterator[Alert]:
@@ -110,6 +124,7 @@ class Alerts:
                     yield from self._check_mismatch(actor, math.nan if difference is None else difference, num_tokens)
             self._stability.ingest(row)
             yield from self._update("unstable", LEARNER, self._stability.text, None, self._stability.ended)
+            yield from self._update_signs(self._learning.ingest(row, self._newest_reports()))
 
     def _check_mismatch(self, actor: str, difference: float, num_tokens: int) -> Iterator[Alert]:
         total, count = self._differences.pop(actor, (0.0, 0))

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from leeway.launch.observe.status import Accuracy, RunStatus
+from leeway.launch.observe.status import RunStatus
 from leeway.launch.observe.view import NUM_WAITS, TRAINING, cut, failures, line, packed, phrases
 from leeway.launch.run_folder import RunFolder
 from leeway.launch.text import number, printable
@@ -138,14 +138,8 @@ class Display:
             self.log(self._failures)
         print(f"leeway: {text}", file=cast(TextIO, LossyStream(sys.stderr)))
 
-    def finish(self, before: Accuracy | None, after: Accuracy | None, summary: Mapping[str, Any]) -> None:
+    def finish(self, summary: Mapping[str, Any]) -> None:
         self.__exit__()
-        if after is not None:
-            changes = [
-                f"{which} {number(getattr(before, which, None))} -> {number(getattr(after, which))}"
-                for which in ("greedy", "sampled")
-            ]
-            self.log(f"held-out accuracy over {after.num_problems} problems: {', '.join(changes)}")
         self.log(
             f"{summary['trained_trajectories']} trajectories in {summary['num_steps']} steps; "
             f"lag mean {number(summary['lag_mean'])}, max {summary['lag_max']} of {summary['max_lag']}; "

@@ -24,6 +24,7 @@ from leeway.common.process import wall_time
 from leeway.common.staleness import PolicyVersion
 from leeway.launch.checks import Plan
 from leeway.launch.errors import ExitStatus
+from leeway.launch.observe.learning import verdict
 from leeway.launch.observe.metrics import Rows
 from leeway.launch.observe.status import (
     NUM_EVENTS,
@@ -177,6 +178,7 @@ class Observer:
         """Return the values of summary.json; an accuracy is None if there was no such evaluation."""
         status, trained, evaluated = self.status, self.trained, before or after
         return {
+            "verdict": verdict(status, trained.rewards),
             "accuracy_before": before.greedy if before else None,
             "accuracy_after": after.greedy if after else None,
             "accuracy_before_sampled": before.sampled if before else None,

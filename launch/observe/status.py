@@ -220,6 +220,8 @@ class RunStatus(msgspec.Struct, kw_only=True):
     """`LAG_METRICS` of the newest `NUM_LAG_STEPS` steps; empty if lag control is off."""
     waits: list[str] = []
     alerts: list[str] = []
+    alert_kinds: list[str] = []
+    """Kind of each of `alerts`."""
     events: list[RunEvent] = []
     ended: Ended | None = None
 

@@ -25,6 +25,8 @@ class TrainedTotals:
     def __init__(self) -> None:
         self.num_tokens = 0
         self.lag_max = 0
+        self.rewards: list[float] = []
+        """Mean reward of each step."""
         self.restarts = 0
         """`restarts` of the newest row."""
         self.first_mismatch: float | None = None
@@ -37,6 +39,8 @@ class TrainedTotals:
         if self._is_empty:
             self.first_mismatch, self._is_empty = row.get("mismatch/lag0_abs"), False
         self.restarts = int(row.get("restarts") or 0)
+        if row.get("reward/mean") is not None:
+            self.rewards.append(row["reward/mean"])
         for actor, lags in lags_of(row).items():
             self._lags.setdefault(actor, Counter()).update(lags)
         if row["skipped"]:

@@ -37,6 +37,8 @@ class Chart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     unit: str
     good: str
     otherwise: str
+    alerts: list[str]
+    """Kinds of alerts that mark the chart as not in order while they are active."""
     x: str = "step"
     curves: dict[str, str] = {}
     right: dict[str, str] = {}
@@ -85,12 +87,19 @@ class Figure(NamedTuple):
     note: str = ""
     words: str = ""
     """Text alternative of the chart, for screen readers."""
+    alerts: Sequence[str] = ()
+    """Texts of the active alerts of the chart."""
 
 
 def figures(run: RunData) -> list[Figure]:
     """Return the charts of a run, without comparisons of pools if there is only one pool."""
     found = (SPECIAL[name](run, chart) if name in SPECIAL else _metrics(run, chart) for name, chart in CHARTS.items())
-    return [figure for figure in found if figure is not None]
+    active = list(zip(run.status.alert_kinds, run.status.alerts, strict=False))
+    return [
+        figure._replace(alerts=[text for kind, text in active if kind in figure.chart.alerts])
+        for figure in found
+        if figure is not None
+    ]
 
 
 def lines(run: RunData, chart: Chart, curves: Mapping[str, Sequence[Point]]) -> Figure:

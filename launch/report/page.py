@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
 from importlib import resources
-from math import sqrt
 from pathlib import Path
-from statistics import fmean, variance
 from typing import NamedTuple
 
 from jinja2 import Environment, StrictUndefined
@@ -16,14 +13,15 @@ from markupsafe import Markup
 
 from leeway.buffer.ledger import COUNTS
 from leeway.common.files import private_file
+from leeway.launch.observe.learning import verdict
 from leeway.launch.observe.metrics import METRICS, POOL_PREFIX
 from leeway.launch.observe.view import most_common
 from leeway.launch.report.charts import DASH, figures, pools_of, short
 from leeway.launch.report.data import TIMES, RunData
 from leeway.launch.text import duration, share_of
 
-LONG_WAIT, MUCH_ESS, LITTLE_ESS, FEW_STEPS = 0.2, 0.9, 0.5, 20
-"""Thresholds of the answers: fraction of time, two effective fractions of a batch, and number of steps."""
+LONG_WAIT, MUCH_ESS, LITTLE_ESS = 0.2, 0.9, 0.5
+"""Thresholds of the answers: fraction of time, and two effective fractions of a batch."""
 POOL_COLUMNS = {
     "tokens_per_s": "tokens/s",
     "slots_used": "slots used",
@@ -46,7 +44,8 @@ def render(run: RunData) -> str:
     plots = json.dumps([each.plot for each in drawn], separators=(",", ":"), allow_nan=False)
     return environment.from_string(_resource("page.html")).render(
         run=run,
-        verdict=_verdict(run),
+        verdict=_learning(run),
+        summary=_summary(run),
         resources={name: Markup(_resource(name)) for name in ("uplot.css", "page.css", "uplot.js", "page.js")},
         plots=Markup(plots.replace("<", "\\u003c")),
         drawn=drawn,
@@ -78,7 +77,7 @@ def _resource(name: str) -> str:
     return resources.files("leeway.launch.report").joinpath(name).read_text(encoding="utf-8")
 
 
-def _verdict(run: RunData) -> str:
+def _summary(run: RunData) -> str:
     num_steps, task = run.num_steps, run.knob("task.name") or run.knob("task.path") or "a task"
     algorithm = str(run.knob("algorithm.type") or "").replace("_", " ")
     model = Path(str(run.knob("model.path") or "a model")).name.partition("@")[0]
@@ -105,15 +104,7 @@ def _percent(share: float | None) -> str:
 
 
 def _learning(run: RunData) -> str:
-    rewards = run.metrics.values("reward/mean")
-    if len(rewards) < FEW_STEPS:
-        return "Unknown: the run has too few steps."
-    first, last = _ends(rewards, 0.25)
-    gain = fmean(last) - fmean(first)
-    noise = 2 * sqrt(variance(first) / len(first) + variance(last) / len(last))
-    if abs(gain) <= noise:
-        return f"Not visibly: the mean reward changed by {gain:+.3f}, within the noise of {noise:.3f}."
-    return f"{'Yes' if gain > 0 else 'No'}: the mean reward changed by {gain:+.3f}."
+    return verdict(run.status, run.metrics.values("reward/mean")).capitalize() + "."
 
 
 def _health(run: RunData) -> str:
@@ -182,9 +173,6 @@ def tiles(run: RunData) -> list[Tile]:
     of_failed = [Tile("health", "Failed samples", share_of(failed, issued), f"{failed:,} of {issued:,}{why}", "bad")]
     learner, actors = (_percent(_shares(run).get(name)) for name in ("wait_for_batch", "wait_for_policy"))
     return [
-        _reward_tile(run),
-        _accuracy_tile(run, "greedy"),
-        _accuracy_tile(run, "sampled"),
         Tile("health", "End", run.ended, end, {"finished": "good", "failed": "bad"}.get(run.ended, "")),
         Tile("health", "Ledger gap", gap, "samples unaccounted for", "bad" if status.ledger_gap else "good"),
         *(of_failed if failed else []),
@@ -195,32 +183,6 @@ def tiles(run: RunData) -> list[Tile]:
         Tile("lag", "Effective sample size", _percent(metrics.mean("off_policy/ess_sequence")), "of sequences, mean"),
         Tile("lag", "Lag, mean", short(status.lag_mean), lags, "bad" if lag_is_over else ""),
     ]
-
-
-def _accuracy_tile(run: RunData, which: str) -> Tile:
-    name, evaluations = f"Accuracy, {which}", run.status.evaluations
-    before, *others = [getattr(each, which) for each in evaluations] or [None]
-    after = others[-1] if others else None
-    if before is None:
-        return Tile("learning", name, DASH, "not evaluated")
-    if after is None:
-        return Tile("learning", name, f"{before:.3f}", "before training; not evaluated since")
-    held_out = f"{evaluations[-1].num_problems:,} held-out problems"
-    return Tile("learning", name, f"{before:.3f} → {after:.3f}", f"{after - before:+.3f} on {held_out}")
-
-
-def _reward_tile(run: RunData) -> Tile:
-    rewards = run.metrics.values("reward/mean")
-    if not rewards:
-        return Tile("learning", "Reward", DASH, "no step")
-    first, last = map(fmean, _ends(rewards, 0.1))
-    return Tile("learning", "Reward", f"{first:.3f} → {last:.3f}", "mean of the first and the last tenth of steps")
-
-
-def _ends(values: Sequence[float], share: float) -> tuple[Sequence[float], Sequence[float]]:
-    """Return the first and the last values; each part has the fraction `share` of all values."""
-    num = max(1, int(share * len(values)))
-    return values[:num], values[-num:]
 
 
 def _shares(run: RunData) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Real runs that end early: by a signal, by the death of a stage, or because all samples fail."""
+"""Real runs that end early, by a signal, the death of a stage or failing samples, and real runs that cannot learn."""
 
 import json
 import os
@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from tests.world.files import json_rows
 from tests.world.live_run import (
     LIMIT_S,
     ROOT,
@@ -96,3 +97,58 @@ def test_a_run_whose_samples_all_fail_ends_with_the_reason_and_can_be_resumed(tm
     assert summary["num_steps"] == steps
     assert summary["ledger_gap"] == 0
     assert summary["failed_by_reason"]["reward failed: judge: KeyError"] >= 200
+
+
+@pytest.mark.full  # tests/unit/test_launch_learning.py tests each alert
+def test_a_run_that_cannot_learn_reports_it_before_its_first_step(tmp_path):
+    """Each answer is cut at its first token, and all rewards are 0, so that DPO finds no pair and has no gradient."""
+    (tmp_path / "judge.py").write_text("def judge(completions, **_):\n    return [0.0 for _ in completions]\n")
+    rewards = ("--task.rewards", json.dumps([f"{tmp_path / 'judge.py'}:judge"]))
+    cut = ("--actors.max_new_tokens", "1", "--actors.eval_every", "0")
+    process = start(tmp_path, *rewards, *cut, example="demo-dpo")
+    output, _ = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 0, output
+    alerts = {event["kind"]: event for event in json_rows(tmp_path / "run" / "events.jsonl") if "action" in event}
+    assert set(alerts) == {"equal_rewards", "all_cut", "no_gradient"}
+    assert output.index("training\n") > max(output.index(alerts[kind]["text"]) for kind in ("equal_rewards", "all_cut"))
+    assert alerts["equal_rewards"]["text"].count("completion '") == 3
+    assert "(with counts): 0.0 (128). Newest answers: " in alerts["equal_rewards"]["text"]
+    assert output.splitlines()[-1].startswith("no improvement: greedy 0.00 -> 0.00 (+0.00 ± 0.02), sampled 0.00")
+    status = json.loads((tmp_path / "run" / "status.json").read_text())
+    assert set(status["alert_kinds"]) == set(alerts)
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert "Not in order: the gradient is exactly 0" in page
+    command = alerts["equal_rewards"]["text"].split("`")[1].split()
+    checked = subprocess.run(
+        [sys.executable, "-m", *command, "--num", "2"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert "PROBLEM  the reward is 0 for every completion" in checked.stdout, "the named command finds the cause"
+
+
+UNSTABLE = """
+import os
+
+def judge(completions, answer, **_):
+    if os.path.exists({broken!r}):
+        return [None for _ in completions]
+    return [float(one.strip() == right) for one, right in zip(completions, answer)]
+"""
+
+
+@pytest.mark.full
+def test_a_run_that_unlearns_reports_it_and_ends_if_no_sample_has_a_reward(tmp_path):
+    broken = tmp_path / "broken"
+    (tmp_path / "judge.py").write_text(UNSTABLE.format(broken=str(broken)))
+    run = LiveRun(
+        tmp_path,
+        *("--task.rewards", json.dumps([f"{tmp_path / 'judge.py'}:judge"]), "--task.num_heldout", "64"),
+        *("--learner.num_steps", "100000", "--learner.learning_rate", "0.03", "--weight_sync.lag_control", "off"),
+        *("--actors.eval_every", "10"),
+    )
+    run.wait_for("both alerts", lambda: run.events("fell") and run.events("collapsed"))
+    broken.touch()
+    output, _ = run.process.communicate(timeout=LIMIT_S)
+    assert run.process.returncode == 1, output
+    assert "reward judge failed in actor-" in output
+    assert "samples in a row: None instead of a reward; the last sample had the prompt '" in output
+    assert output.splitlines()[-1].startswith("worse: greedy 0.")

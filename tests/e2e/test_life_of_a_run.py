@@ -493,8 +493,10 @@ def test_an_export_equals_that_of_the_run_and_skips_a_damaged_checkpoint(run: Li
     assert "using the previous checkpoint" in error
 
 
-def test_the_last_line_names_the_report_and_the_timeline_has_every_role(run: Life):
-    assert run.output.splitlines()[-1] == f"report: {run.folder / 'report.html'}"
+def test_the_last_lines_are_report_and_verdict_and_the_timeline_has_every_role(run: Life):
+    verdict = json.loads((run.folder / "summary.json").read_text())["verdict"]
+    assert verdict.startswith(("learned: greedy 0.", "no improvement: greedy 0.", "worse: greedy 0."))
+    assert run.output.splitlines()[-2:] == [f"report: {run.folder / 'report.html'}", verdict]
     assert "Missing data" not in (run.folder / "report.html").read_text()
     events = list(read(run.folder / "timeline.json"))
     kinds = {(event.who, event.cat) for event in events if event.ph == "X"}

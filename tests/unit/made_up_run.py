@@ -29,7 +29,7 @@ def context(made: Plan) -> RunContext:
 
 def report(name: str, pool: str = "actors", **fields: object) -> ActorReport:
     empty = dict.fromkeys((field.name for field in dataclasses.fields(ActorReport)), 0)
-    lists = {"busy_intervals": [], "num_outcomes": {}, "failing": [], "updates": [], "rewards": [], "answers": []}
+    lists = {"busy_intervals": [], "num_outcomes": {}, "failing": [], "updates": [], "rewards": {}, "answers": []}
     texts = {"waiting": "", "refused": "", "engine": EngineReport()}
     return ActorReport(**{**empty, **lists, **texts, "name": name, "pool": pool, "version": (0, 0), **fields})
 

@@ -9,6 +9,7 @@ from tokenizers import Tokenizer, decoders, models
 from leeway.actors.report import WeightUpdate
 from leeway.launch.observe.status import (
     Accuracy,
+    ActorStatus,
     BufferStatus,
     Ended,
     PollResult,
@@ -72,6 +73,9 @@ def row(step: int, at_s: float, **changes) -> dict:
         "reward/mean": step / 50,
         "loss": 2 - step / 50,
         "grad_norm": 3.0,
+        "policy/entropy": 0.1,
+        "policy/nll": 0.1,
+        "policy/kl_reference": 0.2,
         "length/trained_mean": 4.0,
         "length/fidelity_ks": 0.1,
     }
@@ -125,6 +129,7 @@ def write_end(run: RunFolder, num_steps: int) -> None:
         "lag_max": 3,
         "trained_tokens": 1000 * num_steps,
         "lags": {"actors": {0: 100, 1: 300, 3: 100}},
+        "actors": [ActorStatus(name="actor-0", state="working", restarts=0, host="", pid=0, log="")],
     }
     figures["evaluations"] = [
         Accuracy(versions=str(version), policy_version=version, greedy=greedy, sampled=sampled, num_problems=64)

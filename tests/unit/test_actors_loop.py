@@ -412,7 +412,7 @@ async def test_an_evaluation_blocks_updates_and_requests_and_scores_its_shard():
     late = await actor.evaluate(EvalRequest(5, 0, 2, min_version=PolicyVersion(0, 1)))
     assert (late.version, late.greedy.num_correct, late.greedy.num_scored) == ((0, 1), 3, 3)
     report = actor.report()
-    assert dict(report.rewards) == {0.0: 4, 1.0: 6}, "two prompts and three prompts, greedy and sampled"
+    assert report.rewards == {0.0: 4, 1.0: 6}, "two prompts and three prompts, greedy and sampled"
     assert len(report.answers) == 3
     assert all(text.endswith("reward 1.0") for text in report.answers)
     assert report.num_cut in (0, 10)

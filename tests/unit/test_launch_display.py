@@ -11,7 +11,7 @@ import pytest
 
 from leeway.launch.observe import display as module
 from leeway.launch.observe.display import PLAIN_INTERVAL_S, Display
-from leeway.launch.observe.status import Accuracy, read_status
+from leeway.launch.observe.status import read_status
 from leeway.launch.text import share_of
 from tests.unit.test_launch_top import RECORDED
 
@@ -134,12 +134,10 @@ FAILED = (
 
 @pytest.mark.parametrize("reasons", [REASONS, {}])
 def test_the_final_lines_state_the_share_of_failed_samples_and_the_reasons(capsys, tmp_path, reasons):
-    accuracy = Accuracy(versions="0.0", greedy=0.5, sampled=0.4, num_problems=64)
     ledger = {"issued": 1000, "failed": sum(reasons.values())}
     display = Display(folder_at(tmp_path))
-    display.finish(None, accuracy, {**SUMMARY, "ledger": ledger, "failed_by_reason": reasons})
+    display.finish({**SUMMARY, "ledger": ledger, "failed_by_reason": reasons})
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "held-out accuracy over 64 problems: greedy - -> 0.500, sampled - -> 0.400"
     assert [line for line in lines if "failed" in line] == [FAILED][: len(reasons)]
 
 

@@ -47,7 +47,10 @@ def test_the_page_of_a_complete_run_has_no_missing_data(page):
     assert re.findall(r'<section id="(\w+)">', page) == [*PARTS], "the parts are in order, and the questions come first"
     assert "No values in this run" not in page
     text = words(page)
-    assert "0.400 → 0.900" in text
+    assert text.index("Learned: greedy 0.40 -&gt; 0.90") < text.index("40 steps, trained on"), (
+        "it opens with the verdict"
+    )
+    assert text.count("In order: no alert.") == len(re.findall("<figcaption>", page))
     assert "maximum 3, max_lag 4" in text
     assert "finished" in text
     assert "exit status 0" in text
@@ -321,7 +324,7 @@ def answers(run):
 
 def test_the_four_questions_have_answers(whole):
     found = answers(collect(whole))
-    assert found["learning"].startswith("Yes: the mean reward changed by +0.600.")
+    assert found["learning"].startswith("Learned: greedy 0.40 -> 0.90 (+0.50 ± 0.07), sampled 0.30 -> 0.80 (+0.50")
     assert found["health"] == "Yes: no alert is active and every sample is accounted for."
     waits = "the learner waits 40% of the time for batches, an actor 5% for weights."
     assert found["waiting"] == f"The learner: {waits}"
@@ -331,12 +334,18 @@ def test_the_four_questions_have_answers(whole):
 def test_the_answers_of_a_bad_run_state_the_problem(tmp_path):
     run = make_run(tmp_path / "sums")
     status = read_status(run.status)
-    write_status(run.status, msgspec.structs.replace(status, alerts=["the reward falls"], ledger_gap=3))
+    status = msgspec.structs.replace(status, alerts=["the reward falls"], alert_kinds=["unstable"], ledger_gap=3)
+    write_status(run.status, msgspec.structs.replace(status, evaluations=[]))
     bad = {"time/wait_for_batch": 0.0, "time/wait_for_policy": 0.3, "off_policy/ess_sequence": 0.3}
     rows = [row(step, START_S + step, **bad, **{"reward/mean": 1 - step / 50}) for step in range(1, 41)]
     run.metrics.write_text("".join(json.dumps(each) + "\n" for each in rows))
     found = answers(collect(run))
-    assert found["learning"].startswith("No: the mean reward changed by -0.600.")
+    assert found["learning"].startswith("Worse: reward 0.89 -> 0.29 (-0.60 ± 0.03)")
+    text = words(render(collect(run)))
+    assert text.index("Worse: reward 0.89") < text.index("40 steps, trained on"), "the page opens with the verdict"
+    assert figure(run, "Reward").alerts == ["the reward falls"]
+    assert text.count("Not in order: the reward falls") == sum("unstable" in chart.alerts for chart in CHARTS.values())
+    assert figure(run, "Gradient norm").alerts == []
     assert found["health"] == "No: the reward falls; 3 samples are unaccounted for, which is a bug"
     assert found["waiting"] == "The actors: the learner waits 0% of the time for batches, an actor 50% for weights."
     assert found["lag"].startswith("Yes: 30% of a batch is effective")
@@ -350,9 +359,10 @@ def test_a_run_whose_launcher_was_killed_is_not_healthy(tmp_path):
 
 def test_noise_and_too_few_steps_give_no_answer(tmp_path):
     run = make_run(tmp_path / "sums")
+    write_status(run.status, msgspec.structs.replace(read_status(run.status), evaluations=[]))
     rows = [row(step, START_S + step, **{"reward/mean": 0.5 + (step % 2) / 10}) for step in range(1, 41)]
     run.metrics.write_text("".join(json.dumps(each) + "\n" for each in rows))
-    assert answers(collect(run))["learning"].startswith("Not visibly: ")
+    assert answers(collect(run))["learning"].startswith("No improvement: reward 0.5")
     assert all(each.startswith("Unknown") for each in answers(RunData("sums", Path())).values())
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from leeway.launch.report.charts import DASH, figures
 from leeway.launch.report.data import collect
-from leeway.launch.report.page import POOL_COLUMNS, pool_rows, render, tiles
+from leeway.launch.report.page import POOL_COLUMNS, pool_rows, render
 from tests.unit.report_run import START_S, make_run, row
 
 
@@ -47,16 +47,6 @@ def test_the_table_of_pools_has_means_and_the_last_value_of_counts(run):
     table = dict(zip(["actors", "precision", *POOL_COLUMNS], cells, strict=True))
     assert (name, table["precision"], table["tokens_per_s"], table["preempted"]) == ("actors", "float32", "200", "3")
     assert table["slots_used"] == DASH
-
-
-def test_the_reward_of_a_long_run_is_the_mean_of_its_steps_not_of_its_spikes(run):
-    rows = [
-        row(step, START_S + step, **{"reward/mean": (0.2 if step <= 3000 else 0.6) + (step % 100 == 0)})
-        for step in range(1, 6001)
-    ]
-    run.metrics.write_text("".join(json.dumps(each) + "\n" for each in rows))
-    (reward,) = [tile for tile in tiles(collect(run)) if tile.name == "Reward"]
-    assert reward.value == "0.210 → 0.610"
 
 
 def test_mismatches_of_pools_have_a_log_axis_and_undrawn_pools_are_named(run):

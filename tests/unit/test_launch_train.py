@@ -106,14 +106,15 @@ def test_during_an_evaluation_actors_are_polled_and_shown(tmp_path, monkeypatch)
     made.folder.create(made.config)
     run = _Run(made, context(made).facts.contract, None, supervisor, sinks, MagicMock())
     run._wait_for_evaluation(evaluation)
-    assert sinks.observer.ingest.call_args_list == 2 * [((supervisor.poll_actors(),),)]
-    assert sinks.observer.polled.call_count == 2
+    # twice during the evaluation, once after its end, and for the alerts of its result
+    assert sinks.observer.ingest.call_args_list == 3 * [((supervisor.poll_actors(),),)]
+    assert sinks.observer.polled.call_count == 4
 
 
 def test_training_does_not_wait_for_an_actor_to_evaluate(tmp_path, monkeypatch):
     monkeypatch.setattr("leeway.launch.train.EVALUATION_POLL_S", 0.0)
     supervisor, evaluation = MagicMock(), MagicMock()
-    supervisor.evaluate.return_value = evaluation
+    supervisor.evaluate.return_value, supervisor.poll_actors.return_value = evaluation, PollResult()
     supervisor.actors.ready.return_value = []
     made = plan(tmp_path / "run", "--actors.eval_every", "1")
     made.folder.create(made.config)
