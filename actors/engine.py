@@ -17,9 +17,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from leeway.actors.config import ActorsConfig
-from leeway.actors.engine_core import EngineCore, EngineDead, EngineError, EngineRequest, Generation, RequestRefused
+from leeway.actors.engine_core import (
+    Ends,
+    EngineCore,
+    EngineDead,
+    EngineError,
+    EngineRequest,
+    Generation,
+    RequestRefused,
+)
 from leeway.actors.engine_setup import EngineSockets, cache_of, engine_args, load_engine
 from leeway.actors.report import EngineStats
+from leeway.actors.tasks.chat import PromptCodec
 from leeway.buffer.schema import Prefix
 from leeway.common.hf_folder import check_model_folder
 from leeway.common.staleness import PolicyVersion
@@ -60,13 +69,15 @@ class Engine:
         stop_token_ids: list[int],
         stats: EngineStats,
         sockets: EngineSockets | None = None,
+        codec: PromptCodec | None = None,
     ) -> None:
         self._core: EngineCore | None = core
         self.stats = stats
         self._sockets = sockets
         self._config = config
         self.version = version
-        self._stop_token_ids = stop_token_ids
+        self._stop_token_ids = stop_token_ids + (codec.stop_token_ids if codec is not None else [])
+        self._codec = codec
         self._numbers = itertools.count()
         self._known_sampling: dict[float, SamplingParams] = {}
         self._running: dict[RequestKey, _Running] = {}
@@ -85,11 +96,13 @@ class Engine:
         version: PolicyVersion,
         seed: int,
         in_process: bool | None = None,
+        codec: PromptCodec | None = None,
     ) -> Engine:
         """Start an engine, which takes 20 to 30 s on CPU and blocks the event loop. Each actor needs its own seed.
 
         `model_path` is a checkpoint from `leeway.common.serving_model.prepare_serving_model`, with the weights of
         `version`. `in_process`: run vLLM on a thread of this process; default: without GPUs and tensor parallelism.
+        `codec` knows the texts and tokens of `task.stop`.
         Raises ModelFolderError if the checkpoint is incomplete, EngineDead if the engine does not start, and OSError if
         the folder of its sockets cannot be created.
         """
@@ -104,7 +117,7 @@ class Engine:
             core = EngineCore.start(vllm_config, stats, in_process=in_process)
             stats.cache = cache_of(vllm_config)
             await core.set_version(version.key)
-            engine = cls(core, config, version, list(facts.eos_token_ids), stats, sockets)
+            engine = cls(core, config, version, list(facts.eos_token_ids), stats, sockets, codec)
             # the first step of an engine takes seconds: run a step now, so that no weight update waits for the first
             await engine.generate([facts.eos_token_ids[0]], max_new_tokens=1)
         except Exception as error:
@@ -143,7 +156,8 @@ class Engine:
 
     def ended(self, prefix: Prefix) -> Literal["stop", "length"] | None:
         """Return the finish reason of a complete prefix; None if the sample needs more tokens."""
-        if prefix.token_ids[-1] in self._stop_token_ids:
+        ends = self._ends_after(prefix)
+        if prefix.token_ids[-1] in self._stop_token_ids or (ends is not None and ends([])):
             return "stop"
         return "length" if len(prefix.token_ids) >= self._config.max_new_tokens else None
 
@@ -177,7 +191,8 @@ class Engine:
         priority = 0 if prefix is None else -len(prefix.token_ids)
         try:
             # the cache salt prevents the reuse of a cached prefix under another policy version
-            request = core.submit(f"r{next(self._numbers)}", prompt_token_ids, params, version.key, priority)
+            ends = self._ends_after(prefix)
+            request = core.submit(f"r{next(self._numbers)}", prompt_token_ids, params, version.key, priority, ends)
         except ValueError as error:
             raise RequestRefused(f"vLLM refused a prompt of {len(prompt_token_ids)} tokens: {error}") from error
         if key is not None:
@@ -276,6 +291,14 @@ class Engine:
         params.seed = seed
         params.max_tokens = self._config.max_new_tokens if max_new_tokens is None else max_new_tokens
         return params
+
+    def _ends_after(self, prefix: Prefix | None) -> Ends:
+        """Return a function that finds texts of `task.stop` in the prefix and later tokens; None without texts."""
+        codec = self._codec
+        if codec is None or not codec.stop_window:
+            return None
+        before = [] if prefix is None else prefix.token_ids[-codec.stop_window :].tolist()
+        return lambda token_ids: codec.is_stopped([*before, *token_ids[-codec.stop_window :]])
 
     def _alive(self) -> EngineCore:
         if self._broken is not None or self._core is None or self._core.failure:

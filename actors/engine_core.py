@@ -86,13 +86,18 @@ class Generation:
         )
 
 
+Ends = Callable[[list[int]], bool] | None
+"""Whether a request ends after these tokens; None if only its sampling parameters end it."""
+
+
 class EngineRequest:
     """A request of an engine core. A thread appends tokens; the event loop may read the tokens at any time."""
 
-    def __init__(self, request_id: str, future: asyncio.Future[None]) -> None:
+    def __init__(self, request_id: str, future: asyncio.Future[None], ends: Ends = None) -> None:
         self.request_id = request_id
         self.future = future
         """Done once the request has ended."""
+        self._ends, self.has_ended = ends, False
         self.finish_reason = "abort"
         self.queued_s = 0.0
         """Seconds in the queue before the first step."""
@@ -115,7 +120,11 @@ class EngineRequest:
             if not self._starts or self._starts[-1][1] != version:
                 self._starts.append((len(self.token_ids), version))
             self._logprobs += output.new_logprobs.logprobs[:, 0].tolist()
-            self.token_ids += output.new_token_ids  # last, because `generation` counts these first
+            for token in output.new_token_ids:
+                self.token_ids.append(token)  # last, because `generation` counts these first
+                if self._ends is not None and self._ends(self.token_ids):
+                    self.has_ended = True
+                    break
         return num_preempted
 
     def generation(self, sent_under: PolicyVersion) -> Generation | None:
@@ -189,7 +198,7 @@ class EngineCore:
         return "" if self._error is None else str(self._error) or type(self._error).__name__
 
     def submit(
-        self, request_id: str, prompt: Sequence[int], params: SamplingParams, cache_salt: str, priority: int
+        self, request_id: str, prompt: Sequence[int], params: SamplingParams, cache_salt: str, priority: int, ends: Ends
     ) -> EngineRequest:
         """Start a request. Raise ValueError if the prompt does not fit the model."""
         from vllm.v1.engine import EngineCoreRequest
@@ -201,7 +210,7 @@ class EngineCore:
         new = EngineCoreRequest(
             request_id, list(prompt), None, params, None, wall_time(), None, cache_salt, None, priority=priority
         )
-        request = self._requests[request_id] = EngineRequest(request_id, self._events.create_future())
+        request = self._requests[request_id] = EngineRequest(request_id, self._events.create_future(), ends)
         self._commands.put(partial(self._add, new))
         return request
 
@@ -337,8 +346,10 @@ class EngineCore:
             num_preempted += request.add(output, version)
             if output.prefill_stats is not None:
                 num_prompt_tokens += output.prefill_stats.num_computed_tokens
-            if output.finish_reason is not None:
-                request.finish_reason = str(output.finish_reason)
+            if request.has_ended and output.finish_reason is None:  # aborted before the next step if in this process
+                self._commands.put(partial(self._client.abort_requests, [output.request_id]))
+            if request.has_ended or output.finish_reason is not None:
+                request.finish_reason = "stop" if request.has_ended else str(output.finish_reason)
                 ended.append(self._requests.pop(output.request_id))
         (last_version, last_s), self._last_step = self._last_step, (version, outputs.timestamp)
         # the time before the first step of a version includes the load of the weights

@@ -91,7 +91,8 @@ async def assemble(context: RunContext[ActorSections], number: int) -> ActorComp
         client = BufferClient(context.buffer_address, run_id=facts.run_id, role="actor", name=name, keys=context.keys)
         undo.push_async_callback(threads.run, client.close)
         served = await threads.run(prepare_serving_model, context.model_path, context.folder / "serving_models")
-        engine = await Engine.start(served, config.actors, version=PolicyVersion(0, 0), seed=facts.seed + number)
+        first, seed = PolicyVersion(0, 0), facts.seed + number
+        engine = await Engine.start(served, config.actors, version=first, seed=seed, codec=codec)
         undo.push_async_callback(engine.stop)
         # Connect last: after the connection, the buffer rejects messages of an older process with this name.
         await threads.run(client.connect)
@@ -156,7 +157,7 @@ class ActorLoop:
             self._name, parts.engine, parts.puller, sections.weight_sync, facts.contract, clock=self._clock
         )
         self._maker = SampleMaker(
-            facts.seed, config, sections.task.correct_at, parts.engine, self._follower, parts.scorer, parts.decoder
+            facts.seed, config, sections.task, parts.engine, self._follower, parts.scorer, parts.decoder
         )
         self._partial_rollouts = PartialRollouts(self._name, self._maker, parts.client)
         await self._follower.update()

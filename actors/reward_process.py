@@ -17,6 +17,7 @@ import json
 import logging
 import math
 import os
+import re
 import resource
 import select
 import signal
@@ -28,6 +29,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any, BinaryIO, cast
 
 import msgspec
@@ -38,7 +40,7 @@ from leeway.actors.config import ADDED_ENV
 from leeway.actors.sandbox import HINT, adopt_orphans, cut_network, die_with_parent
 from leeway.actors.tasks import Problem, RewardFunction, TaskError, load_reward
 from leeway.actors.tasks.config import Classifier, Judge, TaskConfig
-from leeway.actors.tasks.task import TOOK_TOO_LONG, Call, NoScore
+from leeway.actors.tasks.task import SAMPLED, TOOK_TOO_LONG, Call, FileReward, NoScore, Sampled
 
 MEMORY_BYTES = 16 * 2**30
 """Soft limit in bytes of a reward process's memory, except for classifiers. A reward file can raise the limit."""
@@ -93,6 +95,10 @@ class _Outcome(msgspec.Struct, omit_defaults=True):
     values: list[float | None] = []
     without: dict[int, tuple[str, str]] = {}
     """Maps the index of a sample without a value to a reason and details."""
+    logged: dict[str, float] = {}
+    """Mean of the values that the function logged by name."""
+    reads: list[str] = []
+    """After loading the function: the arguments of `SAMPLED` that it names."""
     why: str = ""
     detail: str = ""
     where: str = ""
@@ -123,6 +129,9 @@ class RewardProcess:
         self._reader = reader
         self._writer = writer
         self._is_ended = False
+        self._reads: Sequence[str] = ()
+        self.logged: dict[str, float] = {}
+        """Values that the last call logged."""
 
     @classmethod
     async def start(cls, function: RewardFunction, timeout_s: float) -> RewardProcess:
@@ -155,7 +164,9 @@ class RewardProcess:
         is_up = False
         try:
             async with asyncio.timeout(timeout_s):
-                (await started._request(setup)).values_or_failure()
+                loaded = await started._request(setup)
+                loaded.values_or_failure()
+            started._reads = loaded.reads
             is_up = True
         except TimeoutError:
             raise CallFailed(_NOT_STARTED, f"loading the function took longer than {timeout_s:g} s") from None
@@ -172,12 +183,16 @@ class RewardProcess:
     def is_alive(self) -> bool:
         return not self._is_ended and not self._reader.at_eof() and self._process.poll() is None
 
-    async def call(self, problems: Sequence[Problem], completions: Sequence[str]) -> list[Value]:
+    async def call(
+        self, problems: Sequence[Problem], completions: Sequence[str], sampled: Sequence[Sampled | None]
+    ) -> list[Value]:
         """Return each sample's value. If the caller stops waiting, the caller must also `end` the process.
 
         Raises CallFailed if the function fails or the process exits.
         """
-        return (await self._request(_call_message(problems, completions))).values_or_failure()
+        outcome = await self._request(_call_message(problems, completions, sampled, self._reads))
+        self.logged = outcome.logged
+        return outcome.values_or_failure()
 
     async def end(self) -> None:
         """Kill the process and its descendants; wait up to `_EXIT_S` for the exit. Idempotent."""
@@ -207,13 +222,18 @@ class RewardProcess:
         return status
 
 
-def _call_message(problems: Sequence[Problem], completions: Sequence[str]) -> dict[str, Any]:
+def _call_message(
+    problems: Sequence[Problem], completions: Sequence[str], sampled: Sequence[Sampled | None], reads: Sequence[str]
+) -> dict[str, Any]:
+    if reads and None in sampled:
+        raise CallFailed("the function reads sampled tokens", "set model.path to a folder with a tokenizer")
     distinct = {id(problem): problem for problem in problems}  # samples of a group share a problem
     place = {key: number for number, key in enumerate(distinct)}
     return {
         "problems": [[each.question, each.prompt, each.columns, each.index] for each in distinct.values()],
         "which": [place[id(problem)] for problem in problems],
         "completions": list(completions),
+        "sampled": {name: [each[name] for each in sampled if each] for name in reads},
     }
 
 
@@ -273,7 +293,7 @@ def serve(descriptor: str) -> None:
     except OSError as error:  # raised by the kernel: errors of the user's file are raised as TaskError
         reply(_Outcome(why="task.reward_network = false, but the kernel refuses isolation", detail=f"{error}; {HINT}"))
         return
-    reply(_Outcome())
+    reply(_Outcome(reads=[name for name in SAMPLED if isinstance(call, FileReward) and name in call.named]))
     with asyncio.Runner() as runner:
         while (request := _read(stream)) is not None:
             reply(_outcome(call, request, runner))
@@ -317,18 +337,30 @@ def _read(stream: BinaryIO) -> Any:  # noqa: ANN401 -- a message, or None at the
     return json.loads(stream.read(_LENGTH.unpack(head)[0])) if len(head) == _LENGTH.size else None
 
 
-def _outcome(call: Call, request: dict[str, Any], runner: asyncio.Runner) -> _Outcome:
+def _outcome(call: Call | FileReward, request: dict[str, Any], runner: asyncio.Runner) -> _Outcome:
     problems = [Problem(*each) for each in request["problems"]]
+    problems = [problems[number] for number in request["which"]]
     completions: list[str] = request["completions"]
+    logged: dict[str, list[float]] = {}
+
+    def log_metric(name: str, value: float) -> None:
+        if not re.fullmatch(r"\w[\w.-]{0,63}", str(name)) or name in ("mean", "std"):
+            raise CallFailed("log_metric got an invalid name", f"{name!r}; use letters, digits and _, not mean or std")
+        logged.setdefault(str(name), []).append(_finite(value))
 
     async def awaited(values: Any) -> Any:  # noqa: ANN401 -- the function is the user's
         return await values
 
     try:
-        values: Any = call([problems[number] for number in request["which"]], completions)
+        if isinstance(call, FileReward):
+            values: Any = call.call(problems, completions, {**request["sampled"], "log_metric": log_metric})
+        else:
+            values = call(problems, completions)
         if inspect.isawaitable(values):
             values = runner.run(awaited(values))
-        return _checked(values, len(completions))  # inside `try`: the check calls methods of the user's values
+        outcome = _checked(values, len(completions))  # inside `try`: the check calls methods of the user's values
+        outcome.logged = {name: fmean(found) for name, found in logged.items()}
+        return outcome  # noqa: TRY300 -- as above
     except CallFailed as failure:
         return _Outcome(why=failure.why, detail=_clean(str(failure).removeprefix(f"{failure.why}: ")))
     except BaseException as error:  # a user's function may raise any exception

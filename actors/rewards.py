@@ -1,15 +1,16 @@
 """Scoring of completions: a failure of a reward function is counted as an error, never scored 0.
 
-Functions have TRL's signature, f(prompts, completions, **columns), and return one number or None per sample. The values
-of several functions are summed and also kept by function name. None means that a function does not apply. If no
-function applies, the sample has no reward and is filtered. Each function runs in its own `RewardProcess`; another
-process starts only if calls wait. If a function raises, times out, ends its process or returns an invalid value, the
-call is logged with its prompt and retried. If the retry fails too, `RewardFailed` is raised.
+Functions have TRL's signature, f(prompts, completions, **columns), and return one number or None per sample. The
+weighted values of several functions are summed, and the values are kept by function name. None means that a function
+does not apply. If no function applies, the sample has no reward and is filtered. Each function runs in its own
+`RewardProcess`; another process starts only if calls wait. If a function raises, times out, ends its process or returns
+an invalid value, the call is logged with its prompt and retried. If the retry fails too, `RewardFailed` is raised.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import math
@@ -21,8 +22,9 @@ from typing import cast
 from leeway.actors.reward_process import CallFailed, RewardProcess, Value
 from leeway.actors.tasks.code import MAX_CONCURRENT
 from leeway.actors.tasks.config import Classifier, CodeRule, Judge
-from leeway.actors.tasks.task import Problem, RewardFunction, TaskError
+from leeway.actors.tasks.task import Problem, RewardFunction, Sampled, TaskError
 from leeway.buffer.ledger import REWARD_FAILED
+from leeway.common.run import LOGGED
 
 _log = logging.getLogger(__name__)
 
@@ -79,7 +81,7 @@ class ScorerLimits:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """The reward of one completion and each function's part."""
+    """The reward of one completion, which is the weighted sum, and each function's value and logged values."""
 
     reward: float | None
     parts: dict[str, float | None]
@@ -124,26 +126,28 @@ class Scorer:
         found = [lane.failing for lane in self._lanes]
         return [failing for failing in (*found, self._unscored) if failing is not None]
 
-    async def score(self, problem: Problem, completion: str) -> Scored:
+    async def score(self, problem: Problem, completion: str, sampled: Sampled | None = None) -> Scored:
         """Return the reward of one completion; raise RewardFailed if a function still fails after its retries."""
+        logged: dict[str, float | None] = {}
         outcomes = await asyncio.gather(
-            *(lane.value(problem, completion) for lane in self._lanes), return_exceptions=True
+            *(lane.value(problem, completion, sampled, logged) for lane in self._lanes), return_exceptions=True
         )
         # wait until all calls have ended before raising a failure, so that asyncio logs no unretrieved exception
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
                 raise outcome
         values = cast("list[float | None]", outcomes)
-        given = [value for value in values if value is not None]
         parts = {lane.function.name: value for lane, value in zip(self._lanes, values, strict=True)}
+        weights = self._lanes[0].function.task.weights(parts)
+        given = [weights[name] * value for name, value in parts.items() if value is not None]
         num = 1 if self._unscored is None else self._unscored.num_samples + 1
         shown = problem.text[:SHOWN_CHARACTERS], completion[:SHOWN_CHARACTERS]
         failing = FailingReward(", ".join(parts), "None instead of a reward", num, 0.0, 0.0, *shown)
         self._unscored = None if given else failing
-        try:
-            return Scored(math.fsum(given) if given else None, parts)
-        except OverflowError:
-            raise RewardFailed(", ".join(parts), "the sum of the rewards is not finite") from None
+        with contextlib.suppress(OverflowError, ValueError):  # ValueError: infinities of both signs
+            if math.isfinite(total := math.fsum(given)):
+                return Scored(total if given else None, parts | logged)
+        raise RewardFailed(", ".join(parts), "the sum of the rewards is not finite")
 
     async def close(self) -> None:
         await asyncio.gather(*(lane.close() for lane in self._lanes))
@@ -153,6 +157,8 @@ class Scorer:
 class _Waiting:
     problem: Problem
     completion: str
+    sampled: Sampled | None
+    logged: dict[str, float | None]
     value: asyncio.Future[float | None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
@@ -202,10 +208,12 @@ class _Lane:
         failing = self._failing
         return None if failing is None else replace(failing, for_s=self._clock() - self._failing_since_s)
 
-    async def value(self, problem: Problem, completion: str) -> float | None:
+    async def value(
+        self, problem: Problem, completion: str, sampled: Sampled | None, logged: dict[str, float | None]
+    ) -> float | None:
         if not self.function.applies_to(problem):
             return None
-        waiting = _Waiting(problem, completion)
+        waiting = _Waiting(problem, completion, sampled, logged)
         self._waiting.append(waiting)
         self._num_new += 1
         if self._num_new == 1:
@@ -291,8 +299,11 @@ class _Lane:
         limit_s = self._timeout_s
         try:
             async with asyncio.timeout(limit_s):
-                values = await process.call([one.problem for one in batch], [one.completion for one in batch])
+                problems, sampled = [one.problem for one in batch], [one.sampled for one in batch]
+                values = await process.call(problems, [one.completion for one in batch], sampled)
             is_lost = False
+            for one in batch:
+                one.logged.update({f"{LOGGED}{name}": value for name, value in process.logged.items()})
         except TimeoutError:
             raise CallFailed(f"took longer than {limit_s:g} s", lost=True, is_timeout=True) from None
         except CallFailed as failure:

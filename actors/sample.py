@@ -25,15 +25,18 @@ from leeway.actors.config import ActorsConfig, KvSample, admission_of
 from leeway.actors.engine import Engine, RequestKey
 from leeway.actors.engine_core import EngineDead, Generation
 from leeway.actors.report import BusyClock, Counts, EvalCounts, EvalRequest, EvalResult
-from leeway.actors.rewards import SHOWN_CHARACTERS, RewardFailed, Scorer
+from leeway.actors.rewards import SHOWN_CHARACTERS, RewardFailed, Scored, Scorer
 from leeway.actors.tasks import Problem
 from leeway.actors.tasks.chat import PromptCodec
+from leeway.actors.tasks.config import TaskConfig
+from leeway.actors.tasks.task import SAMPLED
 from leeway.actors.weights import ActorError, WeightFollower
 from leeway.buffer.client import BufferClient, Granted
 from leeway.buffer.ledger import GENERATION_FAILED
 from leeway.buffer.protocol import Lease
 from leeway.buffer.schema import REQUEUED, Prefix, Trajectory
 from leeway.common.process import wall_time
+from leeway.common.run import OVERLONG
 
 _log = logging.getLogger(__name__)
 
@@ -97,16 +100,16 @@ class SampleMaker:
         self,
         run_seed: int,
         config: ActorsConfig,
-        correct_at: float,
+        task: TaskConfig,
         engine: Engine,
         follower: WeightFollower,
         scorer: Scorer,
         decoder: PromptCodec,
     ) -> None:
-        """`config` bounds concurrency and length; `correct_at` is the minimum reward of a correct answer."""
+        """`config` bounds concurrency and length; `task` defines what rewards see, and penalties."""
         self._run_seed = run_seed
         self._config = config
-        self._correct_at = correct_at
+        self._task = task
         self.engine = engine
         self._follower = follower
         self._scorer = scorer
@@ -185,12 +188,13 @@ class SampleMaker:
     async def score(self, lease: Lease, problem: Problem, sample_index: int, completed: Completed) -> Trajectory:
         """Return the sample with its reward; raise SampleFailed if a reward function fails."""
         generation = completed.generation
-        text = self._decoder.decode(generation.token_ids.tolist())
         try:
-            scored = await self._scorer.score(problem, text)
+            scored = await self._scored(problem, generation)
         except RewardFailed as failure:
             raise SampleFailed(str(failure)) from failure
-        self._note(problem, text, scored.reward, generation)
+        penalty = self._task.length_penalty(len(generation.token_ids))
+        if penalty is not None and scored.reward is not None:
+            scored = Scored(scored.reward + penalty, {**scored.parts, OVERLONG: penalty})
         return replace(
             self.unfinished(lease, problem, sample_index, completed),
             reward=scored.reward,
@@ -198,6 +202,16 @@ class SampleMaker:
             reward_parts=scored.parts,
             columns=kept_columns(problem.columns),
         )
+
+    async def _scored(self, problem: Problem, generation: Generation) -> Scored:
+        ids, prefill = generation.token_ids.tolist(), self._task.prefill_in_completion
+        text, whole = self._decoder.completion(problem.token_ids, ids, prefill=prefill)
+        values = (problem.token_ids, ids, generation.finish_reason, whole)
+        scored = await self._scorer.score(problem, text, dict(zip(SAMPLED, values, strict=True)))
+        prompt, completion = problem.text[:SHOWN_CHARACTERS], text[:SHOWN_CHARACTERS]
+        shown = f"prompt {prompt!r}, completion {completion!r}, reward {scored.reward}"
+        self.newest.append((scored.reward, generation.finish_reason == "length", shown))
+        return scored
 
     def unfinished(self, lease: Lease, problem: Problem, sample_index: int, completed: Completed) -> Trajectory:
         """Return the sample without a reward, for requeuing."""
@@ -283,8 +297,7 @@ class SampleMaker:
             async with self._evaluation_slots, asyncio.timeout(2 * GENERATE_TIMEOUT_S):
                 seed = group_seed(self._run_seed, -1, 0) + index if temperature else None
                 completion = await self.engine.generate(problem.token_ids, temperature=temperature, seed=seed)
-            text = self._decoder.decode(completion.token_ids.tolist())
-            scored = await self._scorer.score(problem, text)
+            scored = await self._scored(problem, completion)
         except (ActorError, EngineDead):
             raise
         except RewardFailed:  # the scorer has logged the error
@@ -292,15 +305,9 @@ class SampleMaker:
         except Exception as error:  # an error of one problem must not fail the other problems
             _log.error("evaluation of held-out problem %d failed: %s: %s", index, type(error).__name__, error)
             return EvalCounts(num_failed=1)
-        self._note(problem, text, scored.reward, completion)
         if scored.reward is None:
             return EvalCounts(num_failed=1)
-        return EvalCounts(int(scored.reward >= self._correct_at), 1)
-
-    def _note(self, problem: Problem, text: str, reward: float | None, generation: Generation) -> None:
-        prompt, completion = problem.text[:SHOWN_CHARACTERS], text[:SHOWN_CHARACTERS]
-        shown = f"prompt {prompt!r}, completion {completion!r}, reward {reward}"
-        self.newest.append((reward, generation.finish_reason == "length", shown))
+        return EvalCounts(int(scored.reward >= self._task.correct_at), 1)
 
 
 # --- held leases and partial rollouts --------------------------------------------------------------

@@ -126,9 +126,14 @@ class LossInputs:
         total_B = total_G.index_add(0, self.group_B, values_B.double())[self.group_B]
         return (total_B / self.group_size_B).to(values_B.dtype)
 
-    def penalised_rewards_B(self, missing_eos_penalty: float) -> Tensor:
-        """Return the rewards minus the penalty for completions that reached the length limit: B."""
-        return self.rewards_B - missing_eos_penalty * (~self.finished_B).to(self.rewards_B.dtype)
+    def without_truncated(self) -> LossInputs:
+        """Return the batch with the tokens of truncated sequences as constants, so that their gradient is exactly 0."""
+        kept_T = self.finished_B[self.sequence_T]
+        logprobs_T = torch.where(kept_T, self.logprobs_T, self.logprobs_T.detach())
+        if self.values_T is None:
+            return replace(self, logprobs_T=logprobs_T)
+        values_T = torch.where(kept_T, self.values_T, self.values_T.detach())
+        return replace(self, logprobs_T=logprobs_T, values_T=values_T)
 
     def by_prompt(self) -> LossInputs:
         """Return the batch with all samples of a prompt in one group, across policy versions."""
@@ -248,6 +253,9 @@ class AlgorithmSection(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     type: str = Field(json_schema_extra={"fixed": "the checkpoint was trained with this loss"})
+    mask_truncated: bool = Field(
+        default=False, description="Let answers at the length limit add no gradient; they stay in all statistics."
+    )
 
     @property
     def needs(self) -> Needs:
@@ -304,7 +312,7 @@ def _algorithm_of(loss: Callable[[Any, LossInputs], LossOutput], needed: Needs) 
             return needed
 
     model = create_model(config_class.__name__, __base__=Section, **_fields_of(config_class))
-    names = [name for name in model.model_fields if name != "type"]
+    names = [name for name in model.model_fields if name not in AlgorithmSection.model_fields]
 
     def with_own_config(section: AlgorithmSection, inputs: LossInputs) -> LossOutput:
         return loss(config_class(**{name: getattr(section, name) for name in names}), inputs)

@@ -96,7 +96,7 @@ CRITICS: dict[str, CriticKind] = {"value_head": "head", "critic": "model"}
 """Maps each learned baseline to the source of the critic values."""
 
 UserBaseline = Callable[[LossInputs, Tensor], Tensor]
-"""A user's baseline: (batch, rewards after penalties [B]) -> advantage of each sequence [B]."""
+"""A user's baseline: (batch, rewards after a KL penalty [B]) -> advantage of each sequence [B]."""
 
 
 class OffPolicyPPOConfig(GroupSection):
@@ -135,9 +135,6 @@ class OffPolicyPPOConfig(GroupSection):
         description="Where the KL enters: 'reward', or the loss with estimator k2 ('loss') or k3 ('loss_k3').",
     )
     entropy_coef: NonNegativeFloat = Field(default=0.0, description="Weight of the entropy bonus.")
-    missing_eos_penalty: NonNegativeFloat = Field(
-        default=0.0, description="Reward penalty for answers at the length limit."
-    )
     gae_lambda: float = Field(default=0.95, ge=0, le=1, description="lambda of GAE.")
 
     @model_validator(mode="before")
@@ -273,15 +270,14 @@ def _shares(config: OffPolicyPPOConfig, inputs: LossInputs) -> Tensor:
 
 
 def _advantages(config: OffPolicyPPOConfig, inputs: LossInputs) -> Tensor:
-    rewards_B = inputs.penalised_rewards_B(config.missing_eos_penalty)
     penalty_T = torch.zeros_like(inputs.behaviour_logprobs_T)
     if config.shapes_reward:
         penalty_T = config.kl_beta * (inputs.proximal_logprobs_T - inputs.reference_logprobs_T).detach()
     if config.baseline in CRITICS:
         assert inputs.old_values_T is not None, "the config needs a critic, but the batch has no values"
-        rewards_T = rewards_per_token(inputs, rewards_B, penalty_T)
+        rewards_T = rewards_per_token(inputs, inputs.rewards_B, penalty_T)
         return gae(inputs, rewards_T, inputs.old_values_T.detach(), config.gae_lambda)
-    shaped_B = rewards_B - inputs.sum_per_sequence(penalty_T)
+    shaped_B = inputs.rewards_B - inputs.sum_per_sequence(penalty_T)
     return _sequence_advantages(config, inputs, shaped_B)[inputs.sequence_T]
 
 

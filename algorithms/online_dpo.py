@@ -11,7 +11,6 @@ Estimator:
     One pair per group, or per prompt with `compare = "prompt"`, where best and worst may come from different policy
     versions. Among equal rewards, the first sample in the group is used. A group with only equal rewards has no
     preference and no gradient: it is dropped, counted in `dpo/tied_frac`, and excluded from the mean.
-    `missing_eos_penalty` is subtracted from answers without an end-of-sequence token before the comparison.
 
 Where the off-policy correction enters:
     A preference between two answers does not depend on the policy that sampled them, so the loss has no correction. The
@@ -31,7 +30,7 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-from pydantic import Field, NonNegativeFloat, PositiveFloat
+from pydantic import Field, PositiveFloat
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -49,9 +48,6 @@ class OnlineDPOConfig(WeighedSection, GroupSection):
     variant: Literal["sigmoid", "ipo", "sigmoid_mean", "ipo_mean"] = Field(
         default="sigmoid",
         description="Loss of a pair, on log ratios summed over tokens; '_mean': averaged over tokens.",
-    )
-    missing_eos_penalty: NonNegativeFloat = Field(
-        default=1.0, description="Reward penalty for answers at the length limit."
     )
 
     @property
@@ -98,8 +94,7 @@ def online_dpo(config: OnlineDPOConfig, inputs: LossInputs) -> LossOutput:
     """
     lease_B = inputs.group_B
     inputs, weights_T, shares = weigh_gradient(config.compared(inputs), config.corrections)
-    rewards_B = inputs.penalised_rewards_B(config.missing_eos_penalty)
-    best_G, worst_G, tied_G = best_and_worst(rewards_B, inputs.group_B, inputs.num_groups)
+    best_G, worst_G, tied_G = best_and_worst(inputs.rewards_B, inputs.group_B, inputs.num_groups)
     reduce = inputs.sum_per_sequence if config.variant in ("sigmoid", "ipo") else inputs.mean_per_sequence
     log_ratio_B = reduce(inputs.logprobs_T - inputs.reference_logprobs_T)
     # keep a tensor, because reading the number would synchronize with the GPU

@@ -93,12 +93,16 @@ def loss_for(config: AlgorithmConfig) -> Loss:
     """
     loss = algorithm_of(config.type).loss
     needs = config.needs
+
+    def prepared(inputs: LossInputs) -> LossInputs:
+        return only_declared(inputs.without_truncated() if config.mask_truncated else inputs, needs)
+
     if not is_reference(config.type):
-        return lambda inputs: loss(config, only_declared(inputs, needs))
+        return lambda inputs: loss(config, prepared(inputs))
 
     def checked(inputs: LossInputs) -> LossOutput:
         with user_code_errors(setting := f"algorithm.type = '{config.type}'"):
-            output = loss(config, only_declared(inputs, needs))
+            output = loss(config, prepared(inputs))
         found = getattr(output, "loss", output)
         if isinstance(output, LossOutput) and isinstance(found, Tensor) and found.numel() == 1 and found.requires_grad:
             return output

@@ -170,6 +170,8 @@ class StoredSample(msgspec.Struct, frozen=True, gc=False):
 
     sample_index: int
     reward: float | None
+    judged: float | None
+    """Sum of the rewards that decide whether the rewards of a group are equal."""
     num_tokens: int
     num_completion_tokens: int
     is_cut: bool
@@ -242,6 +244,8 @@ class Groups:
             index = sample.sample_index
             group.sample_states[index] = "filtered" if sample.reward is None else "waiting"
             group.records[index], group.rewards[index] = record, sample.reward
+            if sample.judged != sample.reward:
+                group.judged[index] = sample.judged
             group.lengths[index], group.completion_lengths[index] = sample.num_tokens, sample.num_completion_tokens
             if sample.is_cut:
                 group.cut.append(index)

@@ -26,7 +26,7 @@ from leeway.buffer.errors import BadBody, BufferRefused
 from leeway.buffer.groups import Groups, StoredSample
 from leeway.buffer.leases import Leases, is_name
 from leeway.buffer.protocol import Push, PushReply, Refused, RowResult
-from leeway.buffer.rows import RowBytes, flat_values, list_bounds
+from leeway.buffer.rows import RowBytes, flat_values, list_bounds, part_values
 from leeway.buffer.schema import COMPLETE
 from leeway.buffer.tables import Actor, Group, StoreState
 from leeway.buffer.transaction import Transaction
@@ -84,7 +84,7 @@ class Ingest:
         """Decide the outcome of every row, in order. `refusals` maps positions of refused messages to the reasons."""
         known = known_versions(tx.state, updates_per_step=self._facts.updates_per_step)
         bad = faults(pushes.batch, self._facts, known)
-        all_rows = enumerate(pushes.rows)
+        all_rows = enumerate(judged(pushes.rows, pushes.batch, self._facts.informative_rewards))
         replies: list[PushReply | Refused] = []
         for place, (message, opened) in enumerate(pushes.opened):
             rows = {} if isinstance(opened, BadBody) else dict(islice(all_rows, opened))
@@ -263,9 +263,19 @@ def rows_of(batch: pa.RecordBatch) -> Iterator[PushedRow]:
         oldest = zip([0] * batch.num_rows, [0] * batch.num_rows, strict=True)
     is_cut = pc.equal(column["finish_reason"], "length").to_pylist()
     values = {
-        **plain, "num_tokens": lengths[0], "num_completion_tokens": lengths[1], "is_cut": is_cut, "oldest": oldest
+        **plain, "num_tokens": lengths[0], "num_completion_tokens": lengths[1], "is_cut": is_cut, "oldest": oldest,
+        "judged": plain["reward"],
     }  # fmt: skip
     return map(PushedRow, *(values[name] for name in PushedRow.__struct_fields__))
+
+
+def judged(rows: Sequence[PushedRow], batch: pa.RecordBatch, informative: Mapping[str, float]) -> Sequence[PushedRow]:
+    """Return the rows of a batch, judged by the weighted sum of the rewards that `informative` names, if any."""
+    if not informative:
+        return rows
+    parts = batch.column("reward_parts")
+    sums = np.sum([weight * np.nan_to_num(part_values(parts, name)) for name, weight in informative.items()], axis=0)
+    return [msgspec.structs.replace(row, judged=float(each)) for row, each in zip(rows, sums, strict=True)]
 
 
 def faults(

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
 SCHEMA_VERSION = 10
 """Version of the message schema and of the format on disk."""
@@ -77,6 +78,16 @@ def list_bounds(column: pa.Array) -> npt.NDArray[np.int64]:
     """Return the bounds of each row of a list column without nulls in its flat values, from 0 (num_rows + 1)."""
     offsets = column.offsets.to_numpy()
     return offsets.astype(np.int64) - offsets[0]
+
+
+def part_values(parts: pa.Array, name: str) -> npt.NDArray[np.float64]:
+    """Return a part of the rewards of each row by its name; NaN if the row lacks the part or it is null."""
+    names, values = parts.flatten().flatten()
+    places = np.flatnonzero(pc.equal(names, name).to_numpy(zero_copy_only=False))
+    found = np.full(len(parts), np.nan)
+    rows = np.searchsorted(list_bounds(parts), places, side="right") - 1
+    found[rows] = values.to_numpy(zero_copy_only=False)[places]
+    return found
 
 
 class RowBytes:

@@ -35,6 +35,7 @@ DATA = "data.mdb"
 PORT = "port"
 """File with the port of the service; exists once the store has been served."""
 RESTORE = "restore it from a copy, or start a new run folder"
+_MUTABLE = ("max_tokens", "token_budget", "normalised_rewards", "informative_rewards")
 _OWNER = "owner.lock"
 _MIN_FREE_BYTES = 2**20
 _MAX_READERS = 1024
@@ -359,4 +360,4 @@ def _difference(stored: str, current: str) -> str:
 def _immutable(facts: str) -> dict[str, Any]:
     """Return the facts that must not change; length limits may change, as too long samples are filtered when drawn."""
     known = msgspec.json.decode(facts)
-    return {name: value for name, value in known.items() if name not in ("max_tokens", "token_budget")}
+    return {name: value for name, value in known.items() if name not in _MUTABLE}

@@ -230,6 +230,8 @@ class Group(msgspec.Struct):
     """The last `MAX_TRAINED_AT` steps that trained on the group, oldest first; a redone step is listed once."""
     held: int = 0
     """Number of recorded draws with this group; if above 0, the group's records are kept."""
+    judged: dict[int, float | None] = {}
+    """Sums of `task.informative_rewards` that differ from the reward, by sample."""
 
     @classmethod
     def new(cls, group_id: int, prompt_id: int, size: int, failures: int = 0, predicted: int = 0) -> Group:
@@ -282,9 +284,9 @@ class Group(msgspec.Struct):
 
     @property
     def is_uninformative(self) -> bool:
-        """True if all usable samples have the same reward; False for a single sample, which has no comparison."""
+        """True if all usable samples have the same judged reward; False for a single sample."""
         usable = self.usable()
-        return len(usable) > 1 and len({self.rewards[index] for index in usable}) == 1
+        return len(usable) > 1 and len({self.judged.get(index, self.rewards[index]) for index in usable}) == 1
 
     def oldest_effective(self, state: StoreState) -> int:
         """Return the effective version of the oldest token, in flight or committed, which defines the group's age."""

@@ -25,6 +25,9 @@ STARTUP_S = 1800.0
 """Timeout in seconds for all roles to become ready, and for the export of the model. Loading a large model takes 20
 minutes, and a GPU engine without a cache then compiles and captures graphs. The exit of a role is detected at once."""
 
+OVERLONG, LOGGED = "overlong_penalty", "log/"
+"""Name of the length penalty, and prefix of values that functions log, among the parts of a reward."""
+
 
 class RunFacts(BaseModel):
     """Identity of a run; written to a new store of its buffer and validated whenever the store is opened."""
@@ -47,6 +50,12 @@ class RunFacts(BaseModel):
         default=None, description="Maximum tokens of a sample used for training; may change later. None: max_tokens."
     )
     correct_at: float = Field(default=1.0, description="Minimum reward of a sample that counts as a success.")
+    normalised_rewards: dict[str, float] = Field(
+        default={}, description="Weight of each reward that the learner standardises by group; empty: none is."
+    )
+    informative_rewards: dict[str, float] = Field(
+        default={}, description="Weight of each reward that decides whether a group's rewards are equal; empty: all."
+    )
     staleness: StalenessConfig
 
     @property

@@ -81,6 +81,8 @@ class Plan:
             max_tokens=config.actors.max_model_tokens,
             token_budget=config.learner.token_budget,
             correct_at=config.task.correct_at,
+            normalised_rewards=config.task.weights(config.task.reward_names * config.task.normalise_rewards),
+            informative_rewards=config.task.weights(config.task.informative_rewards),
             staleness=config.weight_sync.staleness(),
         )
 

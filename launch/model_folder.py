@@ -126,10 +126,10 @@ def _check_layers(config: Config, path: Path, num_layers: int) -> None:
 
 def model_notes(config: Config, model: ModelFacts | None, task: TaskFacts) -> Iterator[str]:
     """Yield a warning for each setting of model and tokenizer that is valid but probably unintended."""
-    if task.answer_start:
+    if task.answer_start and not config.task.prefill_in_completion:
         yield (
-            f"the chat template ends each prompt with {task.answer_start!r}, the start of the answer: completions "
-            "begin after that text, so a reward that searches for the text fails"
+            f"the chat template ends each prompt with {task.answer_start!r}, the start of the answer: rewards receive "
+            "only the text after it; set task.prefill_in_completion = true"
         )
     if task.unread_kwargs:
         yield (

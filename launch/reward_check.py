@@ -10,13 +10,16 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import mean, median
 from typing import NamedTuple
 
 from leeway.actors.reward_process import CallFailed
 from leeway.actors.rewards import RewardFailed, Scorer, ScorerLimits
-from leeway.actors.tasks import Problem, RewardFunction, TaskError, load_task
+from leeway.actors.tasks import Problem, RewardFunction, Task, TaskError, codec_of, load_task
+from leeway.actors.tasks.chat import OPEN_TAG, PromptCodec
 from leeway.actors.tasks.prompts import value_at
+from leeway.actors.tasks.task import SAMPLED
 from leeway.launch.config import Config
 from leeway.launch.errors import ExitStatus, as_config_error
 from leeway.launch.text import progress_line, shortened
@@ -84,7 +87,8 @@ def check_rewards(config: Config, num: int | None, given: Sequence[str]) -> Exit
         task = load_task(config.task)
         limit = num or NUM_PROBLEMS
         problems = task.train[:: max(1, len(task.train) // limit)][:limit]
-        check = RewardCheck(problems, config.actors.reward_timeout_s, config.task.correct_at, None if num else BUDGET_S)
+        codec, limit_s = _codec(config, task), None if num else BUDGET_S
+        check = RewardCheck(problems, config.actors.reward_timeout_s, config.task.correct_at, limit_s, codec)
         logger.setLevel(logging.CRITICAL)  # the results contain the messages of this logger
         try:
             with progress_line() as progress:
@@ -101,6 +105,18 @@ def check_rewards(config: Config, num: int | None, given: Sequence[str]) -> Exit
     return ExitStatus.FAILED if sentences else ExitStatus.OK
 
 
+def _codec(config: Config, task: Task) -> PromptCodec | None:
+    """Return the codec of the model's folder if rewards may need it: for tokens, or for the start of an answer."""
+    folder, files = Path(config.model.path), {each.reference.rpartition(":")[0] for each in task.rewards} - {""}
+    may_read = any(name in Path(file).read_text(errors="replace") for file in files for name in SAMPLED)
+    may_read |= config.task.chat or task.has_messages or bool(OPEN_TAG.search(task.train[0].text))
+    if not (may_read and folder.is_dir()):
+        return None
+    codec = codec_of(config.task, folder)
+    codec.is_chat |= task.has_messages
+    return codec
+
+
 @dataclass
 class RewardCheck:
     """Results of the tests, and the problems found in them."""
@@ -110,6 +126,8 @@ class RewardCheck:
     correct_at: float
     budget_s: float | None = None
     """Time limit per function, in seconds; None means no limit."""
+    codec: PromptCodec | None = None
+    """Makes the tokens that rewards see; None if rewards see only text."""
     results: list[Result] = field(default_factory=list)
     cut: dict[str, str] = field(default_factory=dict)
     """Function -> sentence with the reason why its test stopped early."""
@@ -161,8 +179,15 @@ class RewardCheck:
     async def _score(self, scorer: Scorer, function: RewardFunction, number: int, completion: Completion) -> Result:
         started_s = time.perf_counter()
         reward, error, lost = None, "", False
+        problem, text, sampled = self.problems[number], completion[1], None
+        if self.codec is not None:
+            (prompt_ids,), (ids,) = self.codec.encode([problem.prompt]), self.codec.ids([text], special=False)
+            start = self.codec.prefill(prompt_ids) * function.task.prefill_in_completion
+            start += "</think>" * start.rstrip().endswith("<think>")  # a completion of known quality ends its thoughts
+            text = start + text
+            sampled = dict(zip(SAMPLED, (prompt_ids, ids, "stop", text), strict=True))
         try:
-            reward = (await scorer.score(self.problems[number], completion[1])).reward
+            reward = (await scorer.score(problem, text, sampled)).reward
         except RewardFailed as failed:
             error = str(failed)
             if isinstance(call := failed.__cause__, CallFailed):

@@ -12,8 +12,9 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from leeway.algorithms.base import LossInputs
-from leeway.buffer.rows import flat_values
+from leeway.algorithms.base import LossInputs, group_advantages
+from leeway.buffer.rows import flat_values, part_values
+from leeway.common.run import OVERLONG
 from leeway.common.staleness import PolicyVersion, effective_version
 from leeway.learner.packing import IntArray, PackedBatch, PackingRule, pack
 
@@ -64,9 +65,18 @@ class StepBatch:
     abandoned_T: npt.NDArray[np.bool_]
     """Tokens sampled by versions that a restart discarded; their lag is counted from the resumed checkpoint."""
     single_version_B: npt.NDArray[np.bool_]
+    normalised: Mapping[str, float]
+    """Weights of the rewards to standardise by group, as in the run's facts; empty: use the rewards of the rows."""
 
     @classmethod
-    def build(cls, rows: pa.RecordBatch, version: int, resumed_at: Mapping[int, int], rule: PackingRule) -> StepBatch:
+    def build(
+        cls,
+        rows: pa.RecordBatch,
+        version: int,
+        resumed_at: Mapping[int, int],
+        rule: PackingRule,
+        normalised: Mapping[str, float] | None = None,
+    ) -> StepBatch:
         """Flatten and pack rows of `leeway.buffer.schema.SCHEMA`; each row has a reward.
 
         Raises ValueError if a sequence exceeds the token budget, or if there is no sequence.
@@ -89,11 +99,12 @@ class StepBatch:
             counted_T=counted_T,
             abandoned_T=counted_T < np.repeat(version_S, end_S - start_S),
             single_version_B=np.bincount(versions_of_rows[0], minlength=rows.num_rows) == 1,
+            normalised=normalised or {},
         )
 
     def part(self, sequences: IntArray, version: int) -> StepBatch:
         """Return a batch of these sequences: ascending indices that form whole groups."""
-        return StepBatch.build(self.rows.take(sequences), version, self.resumed_at, self.rule)
+        return StepBatch.build(self.rows.take(sequences), version, self.resumed_at, self.rule, self.normalised)
 
     def pack(self, sequences: IntArray) -> PackedBatch:
         """Pack these sequences for a scoring pass. Groups and prompts may be split: scoring is a single pass."""
@@ -142,7 +153,7 @@ class StepBatch:
 
         column = self.rows.column
         prompts, prompt_B = np.unique(self.prompt_B, return_inverse=True)
-        return LossInputs(
+        inputs = LossInputs(
             logprobs_T=leaves.logprobs_T.detach().clone().requires_grad_(),
             proximal_logprobs_T=old.logprobs_T.detach(),
             behaviour_logprobs_T=floats(column("logprobs").flatten()),
@@ -159,6 +170,23 @@ class StepBatch:
             lag_T=integers(self.lag_T),
             progress=progress,
         )
+        if not self.normalised:
+            return inputs
+        return replace(inputs, rewards_B=normalised_rewards_B(inputs, column("reward_parts"), self.normalised))
+
+
+def normalised_rewards_B(inputs: LossInputs, parts: pa.Array, weights: Mapping[str, float]) -> Tensor:
+    """Return the weighted sum of the rewards, each standardised in its group as for 'grpo', plus the length penalty: B.
+
+    A reward that does not apply to a sample adds 0.
+    """
+    total_B = torch.from_numpy(np.nan_to_num(part_values(parts, OVERLONG))).to(inputs.rewards_B)
+    for name, weight in weights.items():
+        value_B = torch.from_numpy(part_values(parts, name)).to(inputs.rewards_B)
+        known_B = ~value_B.isnan()
+        own = replace(inputs, group_B=inputs.group_B[known_B], rewards_B=value_B[known_B])
+        total_B[known_B] += weight * group_advantages(own, own.rewards_B, "grpo")
+    return total_B
 
 
 def lag0_by_actor(batch: StepBatch, logprobs_T: Tensor) -> Lag0ByActor:

@@ -17,6 +17,7 @@ from leeway.algorithms.base import BadInputs, Needs, check_inputs
 from leeway.algorithms.corrections import Metrics
 from leeway.buffer.ledger import LEDGER_METRICS
 from leeway.buffer.lengths import LengthFidelity
+from leeway.common.run import LOGGED
 from leeway.learner.batch import Lag0ByActor, LagByActor, Leaves, StepBatch, lag_by_actor
 from leeway.learner.packing import IntArray
 
@@ -33,7 +34,7 @@ Report = dict[str, float | int | bool | Lag0ByActor | LagByActor | None]
 """Metrics by name, and tables by actor, which readers join with the pools of the actors."""
 
 MAX_PARTS = 16
-"""Maximum number of reward functions that get a metric each."""
+"""Maximum number of reward functions, and of logged values, that get a metric each."""
 
 
 @dataclass(frozen=True)
@@ -94,12 +95,15 @@ def uninformative_frac(start: StepBatch) -> float:
 
 
 def part_metrics(start: StepBatch) -> Metrics:
-    """Return the mean of each reward function over the samples it applies to; {} if there is only one function."""
+    """Return the means of logged values, and of several reward functions over the samples they apply to."""
     names, values = start.rows.column("reward_parts").flatten().flatten()
     parts = pa.table({"name": names, "value": values})
     means = parts.group_by("name", use_threads=False).aggregate([("value", "mean")])  # keeps the order of appearance
     found = dict(zip(means["name"].to_pylist(), means["value_mean"].to_pylist(), strict=True))
-    return {f"reward/part/{name}": found[name] for name in [*found][:MAX_PARTS]} if len(found) > 1 else {}
+    logged = [name for name in found if name.startswith(LOGGED)][:MAX_PARTS]
+    own = [name for name in found if not name.startswith(LOGGED)][:MAX_PARTS]
+    metrics = {f"reward/part/{name}": found[name] for name in own} if len(own) > 1 else {}
+    return metrics | {f"reward/{name.removeprefix(LOGGED)}": found[name] for name in logged}
 
 
 def _ends(batch: StepBatch) -> tuple[IntArray, IntArray]:

@@ -263,7 +263,9 @@ class Stage:
         started_s = wall_time()
         own = received if isinstance(received, Batch) else None  # only the coordinator receives a Batch
         rows, body = (read_stream(received), None) if isinstance(received, bytes) else (received.rows, received.body)
-        batch = StepBatch.build(rows, self._progress.version, self._resumed_at, self._packing)
+        batch = StepBatch.build(
+            rows, self._progress.version, self._resumed_at, self._packing, self._context.facts.normalised_rewards
+        )
         newest = self._coordinator.newest_published if self._coordinator is not None else None
         try:
             check_samples(batch, self._context.config.algorithm.needs, None if own is None else own.record_ids)

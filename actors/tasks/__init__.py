@@ -27,7 +27,17 @@ from leeway.actors.tasks.config import Classifier, CodeRule, FileTask, Judge, Re
 from leeway.actors.tasks.functions import arguments_of, check_functions, load_function, try_imports
 from leeway.actors.tasks.prompts import Template, file_problems, held_out, split_field, teachers_of
 from leeway.actors.tasks.rules import ANSWERS, check_rule, load_rule
-from leeway.actors.tasks.task import PROMPTS, Call, Codec, Problem, RewardFunction, Task, TaskError, TaskFacts
+from leeway.actors.tasks.task import (
+    PROMPTS,
+    Call,
+    Codec,
+    FileReward,
+    Problem,
+    RewardFunction,
+    Task,
+    TaskError,
+    TaskFacts,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -38,6 +48,7 @@ __all__ = [
     "TaskError",
     "TaskFacts",
     "check_task",
+    "codec_of",
     "held_out",
     "load_encoded",
     "load_reward",
@@ -62,7 +73,7 @@ def check_task(
     With `teachers`, a list of names, each prompt must name one of these teachers.
     """
     reads = None if teachers else _read_columns(config)
-    codec = None if model_folder is None else _codec(config, model_folder)
+    codec = None if model_folder is None else codec_of(config, model_folder)
     skips = isinstance(config, FileTask) and config.on_long_prompt == "skip"
     reads = None if reads is None else reads | {PROMPTS}
     task = load_task(config, reads, codec if skips else None, max_prompt_tokens)
@@ -74,6 +85,7 @@ def check_task(
     if codec is not None:
         codec.is_chat |= task.has_messages
         task.check_prompts(codec, max_prompt_tokens, vocab_size)
+        codec.check_stop(vocab_size)
         end_of_turn, answer_start = codec.end_of_turn(), codec.answer_start(task.train[0].text)
         unread_kwargs = codec.unread_kwargs()
     if import_limit_s is not None:
@@ -91,9 +103,10 @@ def check_task(
     )
 
 
-def _codec(config: TaskConfig, model_folder: Path) -> PromptCodec:
+def codec_of(config: TaskConfig, model_folder: Path) -> PromptCodec:
+    """Return the codec of a model folder; raise TaskError if its tokenizer does not fit the task."""
     kwargs = config.chat_template_kwargs
-    return PromptCodec(model_folder, config.chat, config.system_prompt, _chat_template(config), kwargs)
+    return PromptCodec(model_folder, config.chat, config.system_prompt, _chat_template(config), kwargs, config.stop)
 
 
 def _chat_template(config: TaskConfig) -> str:
@@ -125,10 +138,11 @@ def load_encoded(
     config: TaskConfig, model_path: Path, max_prompt_tokens: int, *, all_columns: bool = False
 ) -> tuple[Task, PromptCodec]:
     """Return a task for actors, with encoded prompts and the columns that rewards read, and the prompt codec."""
-    codec = _codec(config, model_path)
+    codec = codec_of(config, model_path)
     started_s = time.perf_counter()
     task = load_task(config, None if all_columns else _read_columns(config), codec, max_prompt_tokens)
     task.check_lengths(max_prompt_tokens)
+    codec.is_chat |= task.has_messages
     tokenising_s = 0.0 if task.store is None else task.store.tokenising_s
     read_s = time.perf_counter() - started_s - tokenising_s
     _log.info("rows: %s; read in %.1f s, tokenised in %.1f s", task.rows, read_s, tokenising_s)
@@ -188,7 +202,7 @@ def _read_columns(config: ReasoningGymTask | FileTask) -> frozenset[str] | None:
     return frozenset(found) if config.rewards else None
 
 
-def load_reward(function: RewardFunction) -> Call:
+def load_reward(function: RewardFunction) -> Call | FileReward:
     """Load a reward into this process: run the user's file, or load the model; raise TaskError if the load fails."""
     named = function.named
     if function.reference:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ _ANSWER = {"role": "assistant", "content": "the-answer"}
 """An example turn for rendering a chat template."""
 OPEN_TAG = re.compile(r"(<(?:think|thinking|thought|reasoning|answer)>)\s*$", re.IGNORECASE)
 """Pattern for a prompt whose end is the start of the answer."""
+_TAIL_TOKENS = 64
+"""Number of tokens at the end of a prompt that may contain the start of the answer."""
 _TOKENIZER_FILES = ("tokenizer.json", "*.model", "vocab.*", "merges.txt")
 """File name patterns; a folder with a tokenizer has at least one matching file."""
 
@@ -61,6 +64,7 @@ class PromptCodec:
         system_prompt: str | None,
         chat_template: str = "",
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        stop: Sequence[str | int] = (),
     ) -> None:
         """Load the tokenizer of a local folder; `chat` wraps each prompt of text in the chat template.
 
@@ -94,6 +98,15 @@ class PromptCodec:
         """Whether prompts are chats; of messages, the task sets this after it has read the rows."""
         self._system_prompt = system_prompt
         self._num_ends = self._num_trailing_ends()
+        added = self._tokenizer.added_tokens_decoder
+        special = {str(each): number for number, each in added.items() if each.special}
+        ends = [special.get(each, each) if isinstance(each, str) else each for each in stop]
+        self.stop_token_ids = [each for each in ends if isinstance(each, int)]
+        """Tokens of `stop`, of which some are given by the text of a special token."""
+        self.stop_texts = [each for each in ends if isinstance(each, str)]
+        # each byte of a text takes at most one token; two more tokens give the first of them its usual context
+        self.stop_window = max((len(each.encode()) + 2 for each in self.stop_texts), default=0)
+        """Number of tokens in which a text of `stop` must end an answer; 0 without texts."""
 
     def encode(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         """Return the token ids of each prompt, with the special tokens that the tokenizer prepends to text.
@@ -102,9 +115,9 @@ class PromptCodec:
         """
         texts = [each for each in prompts if isinstance(each, str)]
         if len(texts) == len(prompts) and not self.is_chat:
-            return self._ids(texts, special=True)
+            return self.ids(texts, special=True)
         # The chat template writes special tokens as text, so the encoding must not add special tokens.
-        return self._ids([self._chat_text(self._turns(each)) for each in prompts], special=False)
+        return self.ids([self._chat_text(self._turns(each)) for each in prompts], special=False)
 
     def _chat_text(self, turns: list[Message]) -> str:
         """Render a chat up to the start of the answer, or to the end of a last message of the assistant."""
@@ -132,11 +145,43 @@ class PromptCodec:
             return []
         return [name for name in self._kwargs if name not in read]
 
+    def check_stop(self, vocab_size: int) -> None:
+        """Raise TaskError if the model cannot generate a token of `stop`, or the tokenizer cannot write a text."""
+        if wrong := [each for each in self.stop_token_ids if not 0 <= each < vocab_size]:
+            raise TaskError(f"task.stop: the model has no token {wrong[0]}, its vocabulary has {vocab_size}; remove it")
+        for text in self.stop_texts:
+            ids = self.ids([text], special=False)[0]
+            if text not in self.decode(ids) and text not in self.decode(self.ids([f"1{text}"], special=False)[0]):
+                raise TaskError(f"task.stop: the tokenizer cannot write {text!r}, so it ends no answer; remove it")
+
+    def is_stopped(self, token_ids: Sequence[int]) -> bool:
+        """Return whether a text of `stop` ends with the last of these tokens."""
+        tail = self.decode(token_ids[-self.stop_window :])
+        return any(each in tail for each in self.stop_texts)
+
+    def completion(self, prompt_ids: Sequence[int], token_ids: Sequence[int], *, prefill: bool) -> tuple[str, str]:
+        """Return a completion without special tokens up to a text of `stop`, and the whole text with special tokens.
+
+        With `prefill`, both begin with the start of the answer at the prompt's end.
+        """
+        start = self.prefill(prompt_ids) if prefill else ""
+        text = self.decode(token_ids[:-1] if {*token_ids[-1:]} & {*self.stop_token_ids} else token_ids)
+        ends = [place for each in self.stop_texts if (place := text.find(each)) >= 0]
+        return start + text[: min(ends, default=None)], start + self.decode(token_ids, special=True)
+
+    def prefill(self, prompt_ids: Sequence[int]) -> str:
+        """Return the start of the answer at the end of a prompt, with its white space; empty if there is none."""
+        tail, start = self.decode(prompt_ids[-_TAIL_TOKENS:], special=True), self._chat_start
+        if start and tail.endswith(start):
+            return start
+        found = OPEN_TAG.search(tail)
+        return "" if found is None else found[0]
+
     def end_of_turn(self) -> tuple[int, str, str] | None:
         """Return the token after an answer, its text and its source, for `TaskFacts`; None if there is no token."""
         tokens = self._tokenizer.added_tokens_decoder
         _, found, suffix = self._example(_ANSWER).rpartition(_ANSWER["content"])
-        ends = [each for each in self._ids([suffix], special=False)[0] if each in tokens] if found else []
+        ends = [each for each in self.ids([suffix], special=False)[0] if each in tokens] if found else []
         end = ends[0] if ends else self._tokenizer.eos_token_id
         source = "chat template" if ends else "tokenizer"
         return None if end is None else (end, str(self._tokenizer.convert_ids_to_tokens(end)), source)
@@ -148,10 +193,16 @@ class PromptCodec:
         before the answer is the start of the answer. Without an addition, return an open tag at the prompt's end.
         """
         prompt = self._example(add_generation_prompt=True) if self.is_chat else text
+        return self._chat_start.strip() or "".join(OPEN_TAG.findall(prompt))
+
+    @cached_property
+    def _chat_start(self) -> str:
+        """What the chat template adds to a prompt after the head of an answer, with its white space."""
+        prompt = self._example(add_generation_prompt=True)
         answered = (self._example(_ANSWER), self._example(_ANSWER, *self._turns("")[-1:]))
         heads = [head for head, found, _ in (chat.partition(_ANSWER["content"]) for chat in answered) if found]
-        starts = [prompt[len(head) :].strip() for head in heads if prompt.startswith(head)]
-        return max(starts, key=len, default="") or "".join(OPEN_TAG.findall(prompt))
+        starts = [prompt[len(head) :] for head in heads if prompt.startswith(head) and prompt[len(head) :].strip()]
+        return max(starts, key=len, default="")
 
     def _example(self, *answered: Message, **options: bool) -> str:
         """Render a question and these turns; return '' without a chat template, or if the template rejects them."""
@@ -170,7 +221,8 @@ class PromptCodec:
         render = self._tokenizer.apply_chat_template
         return [render(chat, tokenize=False, **self._kwargs, **options) for chat in chats]
 
-    def _ids(self, texts: list[str], special: bool) -> list[list[int]]:
+    def ids(self, texts: list[str], *, special: bool) -> list[list[int]]:
+        """Return the token ids of each text; with `special`, as of a prompt of text."""
         ids: list[list[int]]
         if self._tokenizer.is_fast:  # no offsets or masks; `_num_trailing_ends` has disabled truncation and padding
             backend = self._tokenizer.backend_tokenizer
@@ -187,7 +239,9 @@ class PromptCodec:
             length -= 1
         return len(ids) - length
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of a completion, without special tokens."""
-        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    def decode(self, token_ids: Sequence[int], *, special: bool = False) -> str:
+        """Return the text of tokens, without special tokens unless `special` is set."""
+        text: str = self._tokenizer.decode(
+            token_ids, skip_special_tokens=not special, clean_up_tokenization_spaces=False
+        )
         return text

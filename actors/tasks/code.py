@@ -110,7 +110,7 @@ async def _reward(rule: CodeRule, isolation: _Isolation, source: str, tests: lis
     if unjudged and (rule.partial or False not in results):
         return unjudged
     share = results.count(True) / len(tests)  # tests that were not run count as failed
-    return rule.weight * (share if rule.partial else float(share == 1.0))
+    return share if rule.partial else float(share == 1.0)
 
 
 # --- tests --------------------------------------------------------------------------------------------

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, field_validator, model_validator
@@ -23,8 +24,6 @@ DATA_SOURCE = "data_source"
 
 class _NamedReward(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-    weight: float = Knob(1.0, "Factor of the reward in the sum.")
 
 
 class Judge(_NamedReward):
@@ -165,6 +164,16 @@ class _TaskConfig(BaseModel):
     )
     reward_rules: dict[str, RewardRule] = Knob({}, "Rules with options: tables [task.reward_rules.NAME].")
     reward_models: dict[str, RewardModel] = Knob({}, "Reward models: tables [task.reward_models.NAME].")
+    reward_weights: dict[str, float] = Knob({}, "Weight of each reward in the sum, by its name; unset: 1.")
+    normalise_rewards: bool = Knob(False, "Standardise each reward within its group before the sum, in training.")
+    informative_rewards: tuple[str, ...] = Knob((), "Rewards that decide whether a group has equal rewards; unset: all")
+    overlong_penalty: dict[Literal["from", "to"], PositiveInt] | None = Knob(
+        None, "Training penalty of long answers: 0 up to `from` tokens, linearly to -1 at `to`."
+    )
+    stop: tuple[Annotated[str, Field(min_length=1)] | int, ...] = Knob(
+        (), "Texts and token ids that also end an answer."
+    )
+    prefill_in_completion: bool = Knob(True, "Start completions with what the prompt has of the answer, as <think>.")
     reward_network: bool = Knob(
         True,
         "Whether reward functions have network access; judges always do.",
@@ -194,6 +203,33 @@ class _TaskConfig(BaseModel):
         if twice := sorted(self.reward_models.keys() & self.reward_rules.keys()):
             raise ValueError(f"{twice[0]} is in both reward_models and reward_rules; rename one table")
         return self
+
+    @model_validator(mode="after")
+    def _weights_and_limits_are_valid(self) -> _TaskConfig:
+        names, limits = self.reward_names, self.overlong_penalty
+        for key in ("reward_weights", "informative_rewards"):
+            if unknown := [name for name in getattr(self, key) if name not in names]:
+                raise ValueError(f"{key} names '{unknown[0]}', but rewards has only {', '.join(names)}")
+        if names and math.isclose(math.fsum(self.weights(names).values()), 0.0, abs_tol=1e-9):
+            raise ValueError("reward_weights: the weights of all rewards sum to 0; change a weight, or remove a reward")
+        if limits is not None and not (len(limits) == 2 and limits["from"] < limits["to"]):
+            raise ValueError("overlong_penalty needs two numbers of tokens, as in { from = 512, to = 640 }")
+        return self
+
+    @property
+    def reward_names(self) -> list[str]:
+        """Return the names of the rewards, as in metrics; a dataset that scores answers itself has its own name."""
+        return [each.rpartition(":")[2] for each in self.rewards] or [getattr(self, "name", "")]
+
+    def weights(self, names: Iterable[str]) -> dict[str, float]:
+        return {name: self.reward_weights.get(name, 1.0) for name in names}
+
+    def length_penalty(self, num_tokens: int) -> float | None:
+        """Return the penalty of an answer, from -1 to 0 (arXiv 2503.14476, equation 13); None if unset."""
+        if self.overlong_penalty is None:
+            return None
+        low, high = self.overlong_penalty["from"], self.overlong_penalty["to"]
+        return -min(1.0, max(0, num_tokens - low) / (high - low))
 
     @property
     def named_rewards(self) -> dict[str, RewardModel | RewardRule]:
@@ -250,7 +286,7 @@ class FileTask(_TaskConfig):
     def _prompt_and_sources_are_consistent(self) -> FileTask:
         if self.template is not None and self.question_column is not None:
             raise ValueError("template and question_column both define the prompt; remove one of them")
-        names = [name.rpartition(":")[2] for name in self.rewards]
+        names = self.reward_names
         if unknown := [name for name in self.reward_by_source.values() if name not in names]:
             raise ValueError(f"reward_by_source names '{unknown[0]}', but rewards has only {', '.join(names)}")
         return self

@@ -1,8 +1,9 @@
 """Reward functions from files: `FILE.py:FUNCTION` with TRL's signature, f(prompts, completions, **columns).
 
 A function declares only the arguments that it needs: `prompts`, `completions`, any column of the
-task, or `**kwargs` for all arguments. Each argument is a list with one entry per sample. The function
-returns one number per sample, or None for a sample to which it does not apply.
+task, `**kwargs` for all of these, or an argument of `SAMPLED`. Each argument is a list with one entry per
+sample. The function returns one number per sample, or None for a sample to which it does not apply.
+`log_metric(name, value)` logs a number; the mean of the numbers of a step is the metric `reward/NAME`.
 
 A file may import modules from its own folder. The folder is appended to `sys.path`, so that these
 modules do not shadow libraries.
@@ -18,15 +19,15 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from leeway.actors.sandbox import HINT, cut_network_error
-from leeway.actors.tasks.task import Call, Problem, TaskError, among_known
+from leeway.actors.tasks.task import SAMPLED, FileReward, Problem, TaskError, among_known
 from leeway.common.user_input import UserFileError, imported, split
 
-_ALWAYS = ("prompts", "completions")
+_ALWAYS = ("prompts", "completions", "log_metric", *SAMPLED)
 
 
 def parse_reference(reference: str) -> tuple[Path, str]:
@@ -169,7 +170,7 @@ def try_imports(
     raise TaskError(f"task.rewards: importing {files} ended the process with status {done.returncode}: {last}")
 
 
-def load_function(reference: str, columns: Collection[str], *, has_messages: bool = False) -> Call:
+def load_function(reference: str, columns: Collection[str], *, has_messages: bool = False) -> FileReward:
     """Run the file of a function, and wrap the function; with `has_messages`, completions are messages too.
 
     Raises TaskError if the file or the function is missing, an argument has no column, or the import fails.
@@ -185,7 +186,9 @@ def load_function(reference: str, columns: Collection[str], *, has_messages: boo
     return _in_trl_shape(function, reference, columns, has_messages)
 
 
-def _in_trl_shape(function: Callable[..., Any], reference: str, columns: Collection[str], has_messages: bool) -> Call:
+def _in_trl_shape(
+    function: Callable[..., Any], reference: str, columns: Collection[str], has_messages: bool
+) -> FileReward:
     parameters = inspect.signature(function).parameters.values()
     takes_all = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters)
     named = {one.name for one in parameters if one.kind is not inspect.Parameter.VAR_KEYWORD}
@@ -194,7 +197,7 @@ def _in_trl_shape(function: Callable[..., Any], reference: str, columns: Collect
     _check_arguments(reference, required, columns)
     needed = [name for name in columns if takes_all or name in named]
 
-    def call(problems: Sequence[Problem], completions: Sequence[str]) -> Any:  # noqa: ANN401 -- the user's
+    def call(problems: Sequence[Problem], completions: Sequence[str], added: Mapping[str, Any]) -> Any:  # noqa: ANN401 -- the user's
         # copy the values: samples of a group share a problem, and a function may modify its arguments
         values: dict[str, Any] = {name: [copy.deepcopy(one.columns.get(name)) for one in problems] for name in needed}
         if takes_all or "prompts" in named:
@@ -202,6 +205,6 @@ def _in_trl_shape(function: Callable[..., Any], reference: str, columns: Collect
         if takes_all or "completions" in named:
             chats = [[{"role": "assistant", "content": each}] for each in completions]
             values["completions"] = chats if has_messages else list(completions)
-        return function(**values)
+        return function(**values, **{name: value for name, value in added.items() if name in named})
 
-    return call
+    return FileReward(frozenset(named), call)

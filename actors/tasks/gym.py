@@ -18,7 +18,7 @@ from reasoning_gym.utils import extract_answer
 
 from leeway.actors.tasks.config import ReasoningGymTask
 from leeway.actors.tasks.prompts import HELDOUT_SHARE, Split
-from leeway.actors.tasks.task import Codec, Problem, TaskError, among_known
+from leeway.actors.tasks.task import Codec, Problem, TaskError, after_thoughts, among_known
 
 COLUMNS = ("question", "answer", "metadata")
 
@@ -86,7 +86,7 @@ def gym_scorer(config: ReasoningGymTask) -> Callable[[Sequence[Problem], Sequenc
                     f"dataset {config.name} generates a different item {problem.index} in each process: start the "
                     "command with PYTHONHASHSEED=0 in its environment"
                 )
-            answer = extract_answer(completion, config.answer_tag) if config.answer_tag else completion.strip()
+            answer = extract_answer(completion, config.answer_tag) if config.answer_tag else after_thoughts(completion)
             values.append(_score(dataset, answer, item))
         return values
 

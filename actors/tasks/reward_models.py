@@ -139,7 +139,7 @@ def _reward(answer: str, config: Judge) -> float | NoScore:
     rating = _rating(answer, low, high)
     if rating is None or not low <= rating <= high:
         return NoScore("the judge gave no rating", f"no single number from {low:g} to {high:g} ends {answer[-200:]!r}")
-    return config.weight * (rating - config.worst) / (config.best - config.worst)
+    return (rating - config.worst) / (config.best - config.worst)
 
 
 def _rating(answer: str, low: float, high: float) -> float | None:
@@ -313,7 +313,7 @@ def load_classifier(name: str, config: Classifier) -> Call:
         # without a separate padding token, a classifier cannot find the end of a shorter text
         for batch in [fit] if pads and fit else [[number] for number in fit]:
             for number, value in zip(batch, score([encoded[number] for number in batch]), strict=True):
-                values[number] = config.weight * value
+                values[number] = value
         return values
 
     return call

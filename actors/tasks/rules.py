@@ -22,7 +22,7 @@ import numpy as np
 from leeway.actors.tasks.code import check_code, check_tests, load_code
 from leeway.actors.tasks.config import CodeRule, ContainsRule, ExactRule, MathRule, RegexRule, RewardRule
 from leeway.actors.tasks.prompts import Template, split_field, value_at
-from leeway.actors.tasks.task import Call, NoScore, Problem, TaskError, among_known
+from leeway.actors.tasks.task import Call, NoScore, Problem, TaskError, after_thoughts, among_known
 
 ANSWERS = ("answer", "solution", "ground_truth", "reward_model[ground_truth]")
 TESTS = ("tests", "test_list")
@@ -70,8 +70,8 @@ def load_rule(name: str, rule: RewardRule, columns: Collection[str]) -> Call:
         texts = dict.fromkeys(text for one in answers if one is not None for text in _texts(one, rule))
         found = [matches(text, completion) for text in texts]
         if unknown := [one for one in found if isinstance(one, NoScore)]:
-            return rule.weight if True in found else unknown[0]
-        return rule.weight * (True in found) if found else None
+            return 1.0 if True in found else unknown[0]
+        return float(True in found) if found else None
 
     def call(problems: Sequence[Problem], completions: Sequence[str]) -> list[float | NoScore | None]:
         return [value_of(problem, completion) for problem, completion in zip(problems, completions, strict=True)]
@@ -134,7 +134,7 @@ def _matches_of(rule: MathRule | ExactRule | ContainsRule | RegexRule) -> _Match
 def _between(completion: str, tag: str | None) -> str:
     """Return the text between the last pair of tags; empty if there is no pair."""
     if tag is None:
-        return completion.strip()
+        return after_thoughts(completion)
     head, closed, _ = completion.rpartition(f"</{tag}>")
     _, opened, text = head.rpartition(f"<{tag}>")
     return text.strip() if opened and closed else ""
@@ -269,8 +269,8 @@ def _load_math(tag: str | None) -> _Matches:
         right, formulas = expected(answer)
         if not formulas:
             return NoScore("the row's answer is not mathematics", repr(answer[:200]))
-        text = _between(completion, tag)
-        text = text.rpartition("</think>")[2].strip() or text
+        text = completion.strip() if tag is None else _between(completion, tag)
+        text = after_thoughts(text) or text
         given, formula = _answer(text)
         if right and given:
             (share, per), (number, one) = (right, given) if right[1] > given[1] else (given, right)

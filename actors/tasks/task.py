@@ -59,6 +59,11 @@ class NoScore:
     detail: str = ""
 
 
+def after_thoughts(completion: str) -> str:
+    """Return the text after the model's thoughts, if any, without white space around it."""
+    return completion.rpartition("</think>")[2].strip()
+
+
 TOOK_TOO_LONG = "took too long"
 """The reason for no score if a sample exceeded its own timeout; the sample is not retried."""
 Scores = Sequence[float | NoScore | None]
@@ -94,8 +99,25 @@ class Problem:
         return texts[0][1] if len(texts) == 1 else "\n\n".join(f"{role}: {content}" for role, content in texts)
 
 
+SAMPLED = ("prompt_ids", "completion_ids", "finish_reasons", "completions_with_special_tokens")
+"""Arguments that a function of a file receives only if it names them; they are sent to its process only then."""
+Sampled = Mapping[str, Any]
+"""The values of one sample for the arguments of `SAMPLED`."""
+
+
 Render = Callable[[Mapping[str, Any]], Prompt]
 Call = Callable[[Sequence[Problem], Sequence[str]], Scores | Awaitable[Scores]]
+
+
+@dataclass(frozen=True, slots=True)
+class FileReward:
+    """A user's function; `call` also receives the arguments of `SAMPLED` that the function names, and `log_metric`."""
+
+    named: frozenset[str]
+    call: Callable[[Sequence[Problem], Sequence[str], Mapping[str, Any]], Any]
+
+    def __call__(self, problems: Sequence[Problem], completions: Sequence[str]) -> Any:  # noqa: ANN401 -- the user's
+        return self.call(problems, completions, {})
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ import pyarrow.parquet as pq
 from leeway.buffer.config import MAX_GROUP_SIZE, BufferConfig
 from leeway.buffer.core import BufferCore
 from leeway.buffer.errors import StoreError
-from leeway.buffer.ingest import PushedRow, faults, rows_of
+from leeway.buffer.ingest import PushedRow, faults, judged, rows_of
 from leeway.buffer.offline.inspect import Inspection, batches_of, joined
 from leeway.buffer.rows import RowBytes, flat_values, list_array
 from leeway.buffer.schema import SCHEMA, Trajectory, VersionSpan, to_batch
@@ -222,7 +222,7 @@ def _enter(core: BufferCore, batch: pa.RecordBatch, tx: Transaction) -> None:
     scores = SCHEMA.get_field_index("reference_logprobs")
     # Drop scores of the other run's reference model; this run computes its own scores.
     batch = batch.set_column(scores, SCHEMA.field(scores), pa.nulls(batch.num_rows, SCHEMA.field(scores).type))
-    rows, as_bytes, state = list(rows_of(batch)), RowBytes(batch), tx.state
+    rows, as_bytes, state = judged([*rows_of(batch)], batch, core.facts.informative_rewards), RowBytes(batch), tx.state
     first, _ = _groups(batch)
     for start, end in pairwise([*first.tolist(), len(rows)]):
         group = _group_of(rows[start:end], batch.column("prompt_id")[start].as_py())

@@ -40,6 +40,7 @@ METRICS: dict[str, str] = {
     "reward/mean": "Mean of the step's rewards.",
     "reward/part/NAME": "Mean of reward function NAME over the step's samples to which NAME applies. Absent "
     "with a single function; at most 16 functions have this metric.",
+    "reward/NAME": "Mean of the values that reward functions logged as NAME; at most 16 names.",
     "reward/std": "Standard deviation of the step's rewards.",
     "reward/max": "Maximum of the step's rewards.",
     "length/trained_mean": "Mean completion length in the step, in tokens.",

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ import torch
 
 from leeway.actors.engine import Engine, UpdateRefused
 from leeway.actors.engine_core import EngineDead, Generation, RequestRefused
+from leeway.actors.tasks.chat import PromptCodec
 from leeway.buffer.schema import COMPLETE, REQUEUED, Prefix
 from leeway.common.hf_folder import HEAD
 from leeway.common.serving_model import prepare_serving_model
@@ -38,6 +40,7 @@ from tests.e2e.engine_world import (
     tiny_llama,
     transformers_logprobs,
 )
+from tests.world.chats import byte_tokenizer
 from tests.world.serving import serving
 
 pytestmark = [
@@ -82,6 +85,33 @@ async def test_a_stopped_completion_ends_with_the_end_of_sequence_token(world: W
     assert stopped
     assert all(c.token_ids[-1] == EOS and EOS not in c.token_ids[:-1] for c in stopped)
     assert all(len(c.token_ids) == 100 for c in completions if c.finish_reason == "length")
+
+
+async def test_a_stop_text_ends_an_answer_with_the_token_that_completes_the_text(world: World, tmp_path, monkeypatch):
+    """The answer has exactly the tokens of an answer without stop text, up to this token; also after a prefix."""
+    byte_tokenizer(tmp_path)
+    plain = PromptCodec(tmp_path, chat=False, system_prompt=None)
+    for prompt in make_prompts(32):
+        whole = await world.engine.generate(prompt, temperature=0)
+        text = plain.decode(whole.token_ids.tolist())
+        places = [i for i in range(4, len(text) - 3) if text.find(text[i : i + 3]) == i]
+        if places:
+            break
+    place, end = places[0], places[0] + 3
+    codec = PromptCodec(tmp_path, chat=False, system_prompt=None, stop=(text[place:end],))
+    monkeypatch.setattr(world.engine, "_codec", codec)
+    stopped = await world.engine.generate(prompt, temperature=0)
+    assert (stopped.finish_reason, len(stopped.token_ids)) == ("stop", end)
+    assert stopped.token_ids.tolist() == whole.token_ids[:end].tolist()
+    assert stopped.logprobs.tolist() == pytest.approx(whole.logprobs[:end].tolist(), abs=1e-5)
+    assert_spans_cover(stopped)
+    assert codec.completion([], stopped.token_ids.tolist(), prefill=True)[0] == text[:place]
+    prefix = Prefix(whole.token_ids[: end - 1], whole.logprobs[: end - 1], (replace(whole.spans[0], end=end - 1),), 0.0)
+    assert world.engine.ended(prefix) is None
+    resumed = await world.engine.generate(prompt, temperature=0, prefix=prefix)
+    assert resumed.token_ids.tolist() == stopped.token_ids.tolist()
+    again = Prefix(stopped.token_ids, stopped.logprobs, stopped.spans, 0.0)
+    assert world.engine.ended(again) == "stop"
 
 
 async def test_temperature_zero_takes_the_likeliest_token(world: World):

@@ -17,7 +17,7 @@ import pytest
 
 from leeway.actors import reward_process, sandbox
 from leeway.actors.config import ADDED_ENV
-from leeway.actors.rewards import RewardFailed, Scorer, ScorerLimits
+from leeway.actors.rewards import RewardFailed, Scored, Scorer, ScorerLimits
 from leeway.actors.tasks import Problem, RewardFunction, TaskError, load_task
 from leeway.actors.tasks.config import FileTask, ReasoningGymTask
 from tests.unit.fake_actor import FakeBuffer, K, make_actor, run_to_end
@@ -381,14 +381,21 @@ async def test_an_actor_loses_only_faulty_samples_and_accounts_for_all(folder):
 
 async def test_messages_reach_the_function_in_its_process(tmp_path):
     path = tmp_path / "reward.py"
-    path.write_text("def reward(prompts, completions): return [len(prompts[0]) + len(completions[0][0]['content'])]\n")
+    path.write_text(
+        "def reward(prompts, completions, prompt_ids, completion_ids, log_metric):\n"
+        "    log_metric('num_prompt_ids', len(prompt_ids[0]))\n"
+        "    return [len(prompts[0]) + len(completions[0][0]['content']) + len(completion_ids[0])]\n"
+    )
     task = FileTask(type="file", path="rows.jsonl", rewards=(f"{path}:reward",))
     function = RewardFunction("reward", task, [], f"{path}:reward", has_messages=True)
     scores = Scorer([function], ScorerLimits(1, 20.0, start_timeout_s=20.0))
     await scores.start()
     try:
         chat = [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]
-        assert (await scores.score(Problem("q", chat, {}), "four")).reward == 6.0
+        sampled = {"prompt_ids": [1, 2, 3], "completion_ids": [4, 5]}
+        assert await scores.score(Problem("q", chat, {}), "four", sampled) == Scored(
+            8.0, {"reward": 8.0, "log/num_prompt_ids": 3.0}
+        )
     finally:
         await scores.close()
 

@@ -260,8 +260,9 @@ class FakeBuffer:
 class TextDecoder:
     """Decodes token ids to decimal numbers, separated by spaces."""
 
-    def decode(self, token_ids):
-        return " ".join(map(str, token_ids))
+    def completion(self, prompt_ids, token_ids, *, prefill):
+        text = " ".join(map(str, token_ids))
+        return text, text
 
 
 def done(result):
@@ -276,7 +277,7 @@ def half(problems, completions):
 
 def make_actor(
     buffer, engine=None, store=None, reward=half, config=None, weight_sync=None, clock=time.monotonic, rewards=None,
-    **changes,
+    task_config=None, **changes,
 ):  # fmt: skip
     """Return an actor whose run context has the given changes.
 
@@ -293,7 +294,7 @@ def make_actor(
         Path("run"),
         run_facts(run_id="run", seed=7, group_size=K, staleness=knobs.staleness()),
         actors=ActorsConfig(**{"group_size": K, "max_running_samples": 16, **(config or {})}),
-        task=TASK,
+        task=task_config or TASK,
         weight_sync=knobs,
         **changes,
     )

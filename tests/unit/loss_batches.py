@@ -41,7 +41,7 @@ GROUP_CONFIGS = {
     "rloo without corrections": OffPolicyPPOConfig(corrections=[]),
     "rloo by prompt": OffPolicyPPOConfig(compare="prompt", corrections=[]),
     "grpo": OffPolicyPPOConfig(baseline="grpo", kl_beta=0.2, clip_low=0.1, clip_high=0.4, corrections=[]),
-    "dr_grpo with eos penalty": OffPolicyPPOConfig(baseline="dr_grpo", missing_eos_penalty=0.5, corrections=[]),
+    "dr_grpo without corrections": OffPolicyPPOConfig(baseline="dr_grpo", corrections=[]),
     "dr_grpo": OffPolicyPPOConfig(baseline="dr_grpo", mean_over=4.0, corrections=[TIGHT]),
     "proximal behaviour": OffPolicyPPOConfig(proximal="behaviour"),
     "interpolated": OffPolicyPPOConfig(

@@ -91,10 +91,7 @@ def gae_by_definition(rewards, values, lam):
 
 def advantages(inputs, proximal_T, config):
     """Return the advantage of every token."""
-    unfinished = [not done for done in inputs.finished_B.tolist()]
-    rewards = [
-        r - config.missing_eos_penalty * late for r, late in zip(inputs.rewards_B.tolist(), unfinished, strict=True)
-    ]
+    rewards = inputs.rewards_B.tolist()
     found, penalty = [0.0] * len(proximal_T), [0.0] * len(proximal_T)
     if config.kl_beta > 0 and config.kl_in == "reward":
         penalty = [config.kl_beta * x for x in difference(proximal_T, inputs.reference_logprobs_T)]

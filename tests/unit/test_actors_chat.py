@@ -173,6 +173,39 @@ def test_arguments_reach_the_chat_template_and_ignored_ones_are_noted(write, mod
         check_task(write(trl_rows(), chat_template_kwargs={"tokenize": True}), **model)
 
 
+def test_rewards_receive_the_start_of_the_answer_that_the_template_writes(write, model):
+    config = write(trl_rows(), chat_template_kwargs={"enable_thinking": False})
+    task, codec = load_encoded(config, model["model_folder"], 400)
+    ids = codec.ids(["4<|im_end|>"], special=False)[0]
+    start = "<think>\n\n</think>\n\n"
+    prompt_ids = task.train[0].token_ids
+    assert codec.completion(prompt_ids, ids, prefill=True) == (f"{start}4", f"{start}4<|im_end|>")
+    assert codec.completion(prompt_ids, ids, prefill=False) == ("4", "4<|im_end|>")
+    continued = codec.encode([[USER, ANSWER]])[0]
+    assert codec.completion(continued, ids, prefill=True)[0] == "4", "the row wrote this start, not the template"
+    assert load_reward(load_task(write(trl_rows())).rewards[0])([task.train[0]], [f"{start}2"]) == [
+        float(task.train[0].columns["ground_truth"] == "2")
+    ]
+
+
+def test_answers_stop_at_texts_and_tokens(write, model):
+    config = write(trl_rows(), stop=("\n\nUser:", "é!", "<|im_end|>", 7))
+    check_task(config, **model)
+    _, codec = load_encoded(config, model["model_folder"], 400)
+    end = codec.ids(["<|im_end|>"], special=False)[0]
+    assert codec.stop_token_ids == [*end, 7], "the text of a special token is that token"
+    ids = codec.ids(["4 é!\n\nUser: x"], special=False)[0]
+    stopped = [codec.is_stopped(ids[:number]) for number in range(1, len(ids) + 1)]
+    first = stopped.index(True) + 1
+    assert codec.decode(ids[:first]) == "4 é!"
+    assert codec.is_stopped(codec.ids(["x" * 50 + "\n\nUser:"], special=False)[0])
+    assert codec.completion([], ids[:first], prefill=True) == ("4 ", "4 é!")
+    with pytest.raises(TaskError, match=r"task\.stop: the model has no token 300"):
+        check_task(config.model_copy(update={"stop": [300]}), **model)
+    with pytest.raises(TaskError, match=r"task\.stop: the tokenizer cannot write 'x', so it ends no answer"):
+        PromptCodec(DEMO, chat=False, system_prompt=None, stop=("7", "x")).check_stop(16)
+
+
 def test_a_template_file_replaces_that_of_the_tokenizer(write, model, tmp_path):
     path = tmp_path / "mine.jinja"
     path.write_text("{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}")

@@ -54,14 +54,14 @@ def task(folder, **changes):
 @pytest.mark.parametrize("chat", [True, False])
 def test_the_reward_equals_the_model_output_for_each_text_alone(tmp_path, pads, chat):
     model, tokenizer = make(tmp_path, pads=pads, chat=chat)
-    (function,) = load_task(task(tmp_path, chat=chat, weight=2.0)).rewards
+    (function,) = load_task(task(tmp_path, chat=chat)).rewards
     prompts, completions = ["42+17", "1+1", "42+17"], ["59", "12345678", "5"]
     values = load_reward(function)([Problem(text, text, {}) for text in prompts], completions)
     for value, prompt, completion in zip(values, prompts, completions, strict=True):
         text = f"+{prompt}={completion}" if chat else prompt + completion
         with torch.no_grad():
             alone = model(torch.tensor([tokenizer(text)["input_ids"]])).logits.item()
-        assert value == pytest.approx(2 * alone, abs=1e-5)
+        assert value == pytest.approx(alone, abs=1e-5)
     assert len({round(value, 4) for value in values}) == 3
 
 

@@ -113,10 +113,8 @@ def test_only_a_rating_at_the_end_of_a_reply_is_a_reward(answer, reward):
 
 def test_a_request_has_prompt_completion_and_columns_and_the_rating_is_scaled():
     with judge_server(lambda text: "2") as server:
-        config = task(
-            server.endpoint, worst=5, best=1, weight=3, system_prompt="Be strict.", request={"seed": 7}, max_tokens=9
-        )
-        assert rate(config, "four") == [pytest.approx(3 * 0.75)]
+        config = task(server.endpoint, worst=5, best=1, system_prompt="Be strict.", request={"seed": 7}, max_tokens=9)
+        assert rate(config, "four") == [pytest.approx(0.75)]
         (request,) = server.requests
     assert [turn["content"] for turn in request["messages"]] == ["Be strict.", "Rate four to What is 2+2? (right: 4)"]
     assert (request["model"], request["temperature"], request["max_tokens"], request["seed"]) == ("judge-8b", 0.0, 9, 7)
@@ -215,9 +213,9 @@ def test_samples_that_arrive_during_a_call_share_the_next_call():
     sizes, called, may_rate = [], asyncio.Event(), asyncio.Event()
 
     class Slow:
-        is_alive = True
+        is_alive, logged = True, {}
 
-        async def call(self, problems, completions):
+        async def call(self, problems, completions, sampled):
             sizes.append(len(completions))
             called.set()
             await may_rate.wait()

@@ -33,7 +33,7 @@ from tests.unit.fake_actor import (
     wait_clock,
 )
 from tests.unit.small_models import tiny_checkpoint
-from tests.world.reward_callers import scorer
+from tests.world.reward_callers import TASK, scorer
 from tests.world.run_context import run_context
 
 
@@ -53,6 +53,18 @@ async def test_each_sample_is_pushed_once_with_its_own_seed_until_the_buffer_dra
     assert all(start <= end for start, end in report.busy_intervals)
     assert buffer.closed
     assert engine.stopped
+
+
+async def test_a_long_answer_is_penalised_in_training_but_not_in_evaluations():
+    buffer, engine = FakeBuffer(1), FakeEngine(0.001)
+    changes = {"overlong_penalty": {"from": 2, "to": 6}, "correct_at": 0.5}
+    actor = make_actor(buffer, engine, task_config=TASK.model_copy(update=changes))
+    await actor.start()
+    assert (await actor.evaluate(EvalRequest(num_problems=2))).greedy.num_correct == 2
+    await actor.run()
+    await actor.stop()
+    one = buffer.pushed[0]
+    assert (one.reward, one.reward_parts) == (0.0, {"half": 0.5, "overlong_penalty": -0.5}), "4 of 2 to 6 tokens"
 
 
 async def test_the_reported_task_fingerprint_covers_the_teachers_of_prompts():

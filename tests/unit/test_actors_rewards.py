@@ -7,14 +7,16 @@ import threading
 
 import numpy as np
 import pytest
+import torch
 
 from leeway.actors.reward_process import CallFailed
-from leeway.actors.rewards import RewardFailed, Scored
-from leeway.actors.tasks import Problem, TaskError
-from leeway.actors.tasks.task import TOOK_TOO_LONG, NoScore
+from leeway.actors.rewards import RewardFailed, Scored, Scorer, ScorerLimits
+from leeway.actors.tasks import Problem, RewardFunction, TaskError
+from leeway.actors.tasks.config import FileTask
+from leeway.actors.tasks.task import SAMPLED, TOOK_TOO_LONG, NoScore
 from leeway.common.process import DaemonThreads, ThreadsExhausted
 from tests.unit.fake_actor import Clock, jump, until
-from tests.world.reward_callers import scorer
+from tests.world.reward_callers import TASK, InThisProcess, scorer
 
 PROBLEM = Problem("q", "q", {})
 
@@ -40,6 +42,81 @@ async def test_values_are_summed_and_kept_by_name_and_none_is_skipped():
     assert await both.score(PROBLEM, "please") == Scored(7.0, {"length": 6.0, "polite": 1.0})
     assert await both.score(PROBLEM, "now") == Scored(3.0, {"length": 3.0, "polite": None})
     assert await scorer(polite).score(PROBLEM, "now") == Scored(None, {"polite": None})
+
+
+async def test_weights_scale_the_sum_but_not_the_values_of_functions():
+    def length(problems, completions):
+        return [len(one) for one in completions]
+
+    def polite(problems, completions):
+        return [1 if "please" in one else None for one in completions]
+
+    task = TASK.model_copy(update={"reward_weights": {"length": -0.5}})
+    weighed = scorer(length, polite, task=task)
+    assert await weighed.score(PROBLEM, "please") == Scored(-2.0, {"length": 6.0, "polite": 1.0})
+    assert await weighed.score(PROBLEM, "now") == Scored(-1.5, {"length": 3.0, "polite": None})
+
+
+@pytest.mark.parametrize(
+    ("returned", "reward"),
+    [
+        ("[1, True]", [1.0, 1.0]),
+        ("(0.5, None)", [0.5, None]),
+        ("numpy.array([0.5, 2])", [0.5, 2.0]),
+        ("torch.tensor([0.5, 2.0])", [0.5, 2.0]),
+        ("['0.5', numpy.float32(2)]", [0.5, 2.0]),
+        ("1.0", "did not return a list"),
+        ("None", "did not return a list"),
+        ("{'a': 1.0, 'b': 1.0}", "did not return a list"),
+        ("[1.0]", "wrong number of values"),
+        ("[[1.0], [2.0]]", "did not return a number"),
+        ("['good', 'bad']", "did not return a number"),
+        ("[float('nan'), 1.0]", "returned a value that is not finite"),
+        ("[float('inf'), 1.0]", "returned a value that is not finite"),
+        ("1 / 0", "ZeroDivisionError"),
+    ],
+)
+@pytest.mark.parametrize("is_async", [False, True])
+async def test_return_values_of_the_table_in_the_docs(returned, reward, is_async):
+    names = {"numpy": np, "torch": torch}
+    exec(f"{'async ' if is_async else ''}def judge(problems, completions):\n    return {returned}\n", names)
+    call = InThisProcess(names["judge"]).call([PROBLEM] * 2, ["a", "b"], [None] * 2)
+    if isinstance(reward, list):
+        assert await call == reward
+    else:
+        with pytest.raises(CallFailed, match=f"^{reward}"):
+            await call
+
+
+async def test_a_function_receives_the_sampled_tokens_that_it_names_and_logs_metrics(tmp_path):
+    path = tmp_path / "reward.py"
+    path.write_text(
+        "def tokens(completion_ids, prompt_ids, finish_reasons, completions_with_special_tokens, log_metric):\n"
+        "    log_metric('num_ids', len(completion_ids[0]))\n"
+        "    log_metric('num_ids', 4)\n"
+        "    seen = [completion_ids, prompt_ids, finish_reasons, completions_with_special_tokens]\n"
+        "    assert seen == [[[7, 2]], [[3, 4]], ['length'], ['7<eos>']], seen\n"
+        "    return [1.0]\n"
+        "def text(completions, **columns):\n"
+        "    assert set(columns) == {'prompts', 'answer'}, columns\n"
+        "    return [0.5]\n"
+        "def wrong(log_metric):\n"
+        "    log_metric('mean', 1)\n"
+    )
+    values = [3, 4], [7, 2], "length", "7<eos>"
+    problem, sampled = Problem("q", "q", {"answer": "7"}), dict(zip(SAMPLED, values, strict=True))
+
+    async def scored(*names):
+        rewards = tuple(f"{path}:{name}" for name in names)
+        task = FileTask(type="file", path="rows.jsonl", rewards=rewards)
+        functions = [RewardFunction(each.rpartition(":")[2], task, ["answer"], each) for each in rewards]
+        limits = ScorerLimits(1, 20.0, start_timeout_s=20.0)
+        scores = Scorer(functions, limits, retries=0, start=InThisProcess.load)
+        return await scores.score(problem, "7", sampled)
+
+    assert await scored("tokens", "text") == Scored(1.5, {"tokens": 1.0, "text": 0.5, "log/num_ids": 3.0})
+    with pytest.raises(RewardFailed, match="log_metric got an invalid name"):
+        await scored("wrong")
 
 
 async def test_a_sum_that_is_not_finite_fails_the_sample():
@@ -181,9 +258,9 @@ class Process:
         self._behave = behave
         self.calls = []
         self.is_alive = True
-        self.ended = False
+        self.ended, self.logged = False, {}
 
-    async def call(self, problems, completions):
+    async def call(self, problems, completions, sampled):
         self.calls.append(list(completions))
         for completion in completions:
             await self._behave(completion)

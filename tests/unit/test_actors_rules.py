@@ -42,7 +42,6 @@ def reward(completion, rule="exact", answer="42", columns=None, **keys):
         ("exact", "c", ["a", "b"], {}, 0.0),
         ("exact", "<a>1</a> so <a> 42 </a>", "42", {"answer_tag": "a"}, 1.0),
         ("exact", "42", "42", {"answer_tag": "a"}, 0.0),
-        ("exact", "42", "42", {"weight": 0.5}, 0.5),
         ("exact", "42", None, {}, None),
         ("exact", "0.00005", 5e-05, {}, 1.0),
         ("exact", "5e-05", 5e-05, {}, 1.0),
@@ -78,9 +77,9 @@ def test_a_rule_reads_a_common_answer_column_or_the_configured_one():
 
 
 def test_rules_are_scored_under_their_own_names():
-    task = load_task(gym("exact", "form", reward_rules={"form": {"type": "regex", "pattern": "^4", "weight": 0.2}}))
+    task = load_task(gym("exact", "form", reward_rules={"form": {"type": "regex", "pattern": "^4"}}))
     problem = Problem("q", "q", {"answer": "42"})
-    assert {each.name: load_reward(each)([problem], ["40"]) for each in task.rewards} == {"exact": [0.0], "form": [0.2]}
+    assert {each.name: load_reward(each)([problem], ["40"]) for each in task.rewards} == {"exact": [0.0], "form": [1.0]}
 
 
 @pytest.mark.parametrize(

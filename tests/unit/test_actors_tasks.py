@@ -476,6 +476,29 @@ def test_columns_are_converted_to_json():
     assert json_safe({"a": (1, 2), ("k",): 1, "s": {3}}) == {"a": [1, 2], "s": [3]}
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"reward_weights": {"exact": 0.0}}, "weights of all rewards sum to 0"),
+        ({"rewards": ("exact", "math"), "reward_weights": {"math": -1.0}}, "weights of all rewards sum to 0"),
+        ({"reward_weights": {"math": 1.0}}, "reward_weights names 'math', but rewards has only exact"),
+        ({"informative_rewards": ("math",)}, "informative_rewards names 'math', but rewards has only exact"),
+        ({"overlong_penalty": {"from": 6, "to": 6}}, "overlong_penalty needs two numbers of tokens"),
+        ({"overlong_penalty": {"from": 6}}, "overlong_penalty needs two numbers of tokens"),
+        ({"stop": ("",)}, "at least 1 character"),
+    ],
+)
+def test_weights_limits_and_stops_are_checked(changes, message):
+    with pytest.raises(ValueError, match=message):
+        FileTask(**{"type": "file", "path": "rows.jsonl", "rewards": ("exact",), **changes})
+
+
+def test_a_long_answer_loses_reward_linearly_between_two_limits():
+    config = FileTask(type="file", path="r.jsonl", rewards=("exact",), overlong_penalty={"from": 512, "to": 640})
+    found = [config.length_penalty(number) for number in (0, 512, 513, 576, 640, 641, 9999)]
+    assert found == [0.0, 0.0, -1 / 128, -0.5, -1.0, -1.0, -1.0]
+
+
 def test_prompts_are_encoded_plain_or_as_chat_and_decoding_drops_special_tokens(tmp_path):
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast

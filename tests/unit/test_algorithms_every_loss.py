@@ -49,6 +49,21 @@ def test_a_loss_does_not_depend_on_the_order_of_sequences(config):
 
 
 @every(CONFIGS)
+def test_a_truncated_sample_adds_no_gradient_if_masked_but_stays_in_the_statistics(config):
+    inputs = make_inputs()
+    cut_T = ~inputs.finished_B[inputs.sequence_T]
+    loss, slope_T, value_slope_T, metrics = evaluate(config, inputs)
+    assert slope_T[cut_T].abs().max() > 0
+    masked = config.model_copy(update={"mask_truncated": True})
+    masked_loss, masked_T, masked_value_T, masked_metrics = evaluate(masked, inputs)
+    assert (masked_loss, masked_metrics) == (loss, metrics)
+    assert not masked_T[cut_T].any()
+    assert not masked_value_T[cut_T].any()
+    assert torch.equal(masked_T[~cut_T], slope_T[~cut_T])
+    assert torch.equal(masked_value_T[~cut_T], value_slope_T[~cut_T])
+
+
+@every(CONFIGS)
 def test_a_loss_does_not_depend_on_the_ids_of_groups_and_prompts(config):
     inputs = make_inputs()
     renamed = replace(inputs, group_B=torch.tensor([2, 0, 1])[inputs.group_B], prompt_B=100 - inputs.prompt_B)

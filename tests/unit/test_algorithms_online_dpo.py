@@ -14,11 +14,9 @@ from tests.unit.loss_batches import LENGTHS, PROMPTS, evaluate, gradient, make_i
 BETA = 0.7
 
 
-def pairs_by_hand(inputs, penalty, keys):
+def pairs_by_hand(inputs, keys):
     """Return the best and the worst sequence of every group or prompt whose rewards are not all equal."""
-    finished = inputs.finished_B.tolist()
-    rewards = [r - penalty * (not done) for r, done in zip(inputs.rewards_B.tolist(), finished, strict=True)]
-    pairs = []
+    rewards, pairs = inputs.rewards_B.tolist(), []
     for key in sorted(set(keys)):
         own = [b for b, other in enumerate(keys) if other == key]
         best, worst = max(own, key=lambda b: rewards[b]), min(own, key=lambda b: rewards[b])
@@ -30,12 +28,12 @@ def pairs_by_hand(inputs, penalty, keys):
 @pytest.mark.parametrize("compare", ["group", "prompt"])
 @pytest.mark.parametrize("variant", ["sigmoid", "ipo", "sigmoid_mean", "ipo_mean"])
 def test_the_best_sample_is_compared_with_the_worst(variant, compare):
-    config = OnlineDPOConfig(beta=BETA, variant=variant, compare=compare, missing_eos_penalty=0.3, corrections=[])
+    config = OnlineDPOConfig(beta=BETA, variant=variant, compare=compare, corrections=[])
     inputs = make_inputs()
     counts = [max(1, length) if variant.endswith("_mean") else 1 for length in LENGTHS]
     totals = sums(inputs, inputs.logprobs_T - inputs.reference_logprobs_T)
     log_ratio = [total / count for total, count in zip(totals, counts, strict=True)]
-    pairs = pairs_by_hand(inputs, 0.3, inputs.group_B.tolist() if compare == "group" else PROMPTS)
+    pairs = pairs_by_hand(inputs, inputs.group_B.tolist() if compare == "group" else PROMPTS)
     assert len(pairs) == (3 if compare == "group" else 2)
     expected, slope_B, margins = 0.0, [0.0] * 9, []
     for best, worst in pairs:
@@ -118,20 +116,6 @@ def test_the_first_sample_is_chosen_among_equal_rewards():
     inputs = make_inputs(groups=[0, 0, 0, 0], lengths=[1, 1, 1, 1], rewards_B=rewards_B)
     inputs = replace(inputs, finished_B=torch.ones(4, dtype=torch.bool))
     assert gradient(OnlineDPOConfig(), inputs)[1].sign().tolist() == [1, -1, 0, 0]
-
-
-def test_an_answer_truncated_by_length_is_penalised_before_the_comparison():
-    rewards_B = torch.tensor([0.9, 0.5], dtype=torch.float64)
-    inputs = make_inputs(groups=[0, 0], lengths=[2, 3], rewards_B=rewards_B)
-    finished = replace(inputs, finished_B=torch.tensor([True, True]))
-    truncated = replace(inputs, finished_B=torch.tensor([False, True]))
-    _, slope_T = gradient(OnlineDPOConfig(), finished)
-    assert torch.equal(gradient(OnlineDPOConfig(missing_eos_penalty=0.0), truncated)[1], slope_T)
-    _, penalised_T = gradient(OnlineDPOConfig(missing_eos_penalty=1.0), truncated)
-    torch.testing.assert_close(penalised_T.sign(), -slope_T.sign())
-    # if a penalty makes both rewards equal, neither sample is preferred
-    level = replace(truncated, rewards_B=torch.tensor([1.0, 0.5], dtype=torch.float64))
-    assert loss_for(OnlineDPOConfig(missing_eos_penalty=0.5))(level).metrics["dpo/tied_frac"] == 1
 
 
 def test_the_ipo_gradient_is_zero_at_a_margin_of_half_over_beta():

@@ -1,5 +1,7 @@
 """Refill: groups of equal rewards are set aside before a step, up to a bound, and replaced by other groups."""
 
+from dataclasses import replace
+
 import pytest
 
 from leeway.buffer.config import BufferConfig
@@ -52,6 +54,22 @@ def test_groups_of_equal_rewards_are_set_aside_and_replaced_by_others(make):
     assert counted(buffer, "uninformative", "trained", "trained_uninformative", "waiting") == [4, 4, 0, 0]
     phases = buffer.store.read(lambda tx: [tx.groups.require(group).phase for group in aside])
     assert phases == ["closed", "closed"]
+
+
+def test_informative_rewards_decide_which_groups_are_equal(make):
+    """A length reward makes the rewards of both groups differ; the groups are judged without this reward."""
+    buffer, actor = started(make, informative_rewards={"exact": 2.0})
+    taken = []
+    for values in ((1.0, 1.0), (0.0, 1.0)) * 2:
+        (lease,) = actor.lease(1)
+        parts = [{"exact": value, "short": -index / 8} for index, value in enumerate(values)]
+        rows = actor.rows(lease)
+        buffer.push(
+            [replace(row, reward_parts=each, reward=sum(each.values())) for row, each in zip(rows, parts, strict=True)]
+        )
+        taken += [lease.group_id] * (values[0] != values[1])
+    assert train(buffer, 1).group_ids == taken
+    assert counted(buffer, "uninformative", "trained", "trained_uninformative") == [4, 4, 0]
 
 
 def test_prompts_of_set_aside_groups_are_not_leased_again(make):

@@ -13,6 +13,7 @@ from leeway.launch import reward_check
 from leeway.launch.cli import main
 from leeway.launch.errors import ExitStatus
 from tests.unit.fake_actor import Clock
+from tests.world.chats import byte_tokenizer
 from tests.world.command import leeway_here
 from tests.world.reward_callers import InThisProcess
 
@@ -174,3 +175,18 @@ def test_a_slow_function_is_tested_within_the_time_budget(check, monkeypatch):
     status, output = check(code, "slowly", num=None)
     assert status == ExitStatus.OK, output
     assert re.search(r"slowly was tested on only \d completions: stopped after 0.3 s; set the number", output), output
+
+
+def test_a_reward_that_reads_tokens_is_checked_with_the_tokenizer_of_the_model(check, tmp_path):
+    code = (
+        "def exact(completions, answer, completion_ids, prompt_ids, finish_reasons, log_metric):\n"
+        "    log_metric('num_ids', len(completion_ids[0]))\n"
+        "    assert (bool(completion_ids[0]), finish_reasons) == (bool(completions[0]), ['stop']) and prompt_ids[0]\n"
+        "    return [float(c == a) for c, a in zip(completions, answer)]\n"
+    )
+    status, output = check(code, "exact")
+    assert status == ExitStatus.FAILED
+    assert "the function reads sampled tokens: set model.path to a folder with a tokenizer" in output
+    byte_tokenizer(tmp_path / "model")
+    status, output = check(code, "exact")
+    assert status == ExitStatus.OK, output

@@ -1,18 +1,21 @@
 """Packing by cost and over replicas; step batches; reference scores and step reports."""
 
 from dataclasses import replace
+from statistics import fmean, stdev
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from leeway.buffer.ledger import Ledger
 from leeway.buffer.lengths import LengthFidelity
 from leeway.buffer.schema import Trajectory, VersionSpan, to_batch
 from leeway.common.staleness import PolicyVersion
 from leeway.launch.observe.metrics import METRICS
-from leeway.learner.batch import StepBatch
+from leeway.learner.batch import Leaves, StepBatch
 from leeway.learner.mesh import MeshPlace
 from leeway.learner.model import DeviceBatch
 from leeway.learner.networks import Reference
@@ -407,6 +410,51 @@ def test_a_step_reports_the_mean_of_each_of_several_reward_functions():
     assert part_metrics(StepBatch.build(to_batch(alone, "run"), 3, {0: 0}, RULE)) == {}, "reward/mean has a single part"
     many = [trajectory(one, reward_parts={f"f{number}": 1.0 for number in range(MAX_PARTS + 9)})]
     assert len(part_metrics(StepBatch.build(to_batch(many, "run"), 3, {0: 0}, RULE))) == MAX_PARTS
+
+
+def test_logged_values_are_metrics_beside_the_reward():
+    one = [((0, 3), 0, 4)]
+    parts = [{"exact": 1.0, "log/num_steps": 3.0}, {"exact": 0.0, "log/num_steps": 4.0}, {"exact": 0.0}]
+    batch = StepBatch.build(to_batch([trajectory(one, reward_parts=each) for each in parts], "run"), 3, {0: 0}, RULE)
+    assert part_metrics(batch) == {"reward/num_steps": 3.5}, "a single reward has no metric of its own"
+
+
+def plain_normalised(groups, parts, weights):
+    """Return the normalised reward of each sample, by the definition."""
+    found = [part.get("overlong_penalty", 0.0) for part in parts]
+    for name, weight in weights.items():
+        for group in set(groups):
+            own = [i for i, each in enumerate(groups) if each == group and parts[i].get(name) is not None]
+            values = [parts[i][name] for i in own]
+            spread = stdev(values) if len(values) > 1 else 0.0
+            for i in own:
+                found[i] += weight * (parts[i][name] - fmean(values)) / (spread + 1e-6)
+    return found
+
+
+VALUES = st.sampled_from([None, -1.0, 0.0, 0.25, 1.0, 300.0])
+
+
+@given(
+    samples=st.lists(st.tuples(st.integers(0, 2), VALUES, VALUES, st.sampled_from([0.0, -0.5])), min_size=1),
+    weights=st.tuples(st.floats(-2, 2), st.floats(-2, 2)),
+)
+@settings(deadline=None, max_examples=50)
+def test_each_reward_is_standardised_in_its_group_before_the_sum(samples, weights):
+    samples.sort(key=lambda each: each[0])
+    parts = [{"exact": a, "short": b, "overlong_penalty": c} for _, a, b, c in samples]
+    rows = [
+        trajectory([((0, 3), 0, 4)], group_id=group + 1, sample_index=index, reward_parts=part, reward=0.0)
+        for index, ((group, *_), part) in enumerate(zip(samples, parts, strict=True))
+    ]
+    by_name = dict(zip(("exact", "short"), weights, strict=True))
+    batch = StepBatch.build(to_batch(rows, "run"), 3, {0: 0}, RULE, by_name)
+    leaves = Leaves(torch.zeros(len(batch.sequence_T), dtype=torch.float64))
+    inputs = batch.loss_inputs(leaves, leaves, leaves.logprobs_T)
+    expected = plain_normalised([group for group, *_ in samples], parts, by_name)
+    assert inputs.rewards_B.tolist() == pytest.approx(expected, abs=1e-10, rel=1e-10)
+    half = batch.part(np.flatnonzero(batch.group_B == 0), 3).loss_inputs(leaves, leaves, leaves.logprobs_T)
+    assert half.rewards_B.tolist() == pytest.approx(inputs.rewards_B[: len(half.rewards_B)].tolist())
 
 
 def counts_of(ledger: Ledger) -> dict[str, int]:

@@ -9,6 +9,7 @@ from leeway.actors import reward_process
 from leeway.actors.rewards import RETRIES, Scorer, ScorerLimits
 from leeway.actors.tasks import RewardFunction, TaskError, load_reward
 from leeway.actors.tasks.config import ReasoningGymTask
+from leeway.actors.tasks.task import SAMPLED
 from leeway.common.process import DaemonThreads
 
 TASK = ReasoningGymTask(type="reasoning_gym", name="chain_sum")
@@ -20,7 +21,7 @@ class InThisProcess:
     def __init__(self, function):
         self._function = function
         self._threads = DaemonThreads("reward", 100)
-        self.is_alive = True
+        self.is_alive, self.logged = True, {}
 
     @classmethod
     async def load(cls, function, timeout_s):
@@ -30,9 +31,12 @@ class InThisProcess:
         except TaskError as error:
             raise reward_process.CallFailed("its process did not start", str(error)) from error
 
-    async def call(self, problems, completions):
-        message = json.loads(json.dumps(reward_process._call_message(problems, completions)))
-        return (await self._threads.run(self._outcome, message)).values_or_failure()
+    async def call(self, problems, completions, sampled):
+        reads = [name for name in SAMPLED if name in getattr(self._function, "named", ())]
+        message = json.loads(json.dumps(reward_process._call_message(problems, completions, sampled, reads)))
+        outcome = await self._threads.run(self._outcome, message)
+        self.logged = outcome.logged
+        return outcome.values_or_failure()
 
     def _outcome(self, message):
         with asyncio.Runner() as runner:
@@ -43,13 +47,13 @@ class InThisProcess:
         self.is_alive = False
 
 
-def scorer(*functions, retries=RETRIES, timeout_s=60.0, num_processes=4, start=None, **options):
+def scorer(*functions, retries=RETRIES, timeout_s=60.0, num_processes=4, start=None, task=TASK, **options):
     """Return a Scorer of plain functions (problems, completions) -> values."""
     by_name = {function.__name__: function for function in functions}
 
     async def call(function, timeout_s):
         return InThisProcess(by_name[function.name])
 
-    rewards = [RewardFunction(name, TASK, ()) for name in by_name]
+    rewards = [RewardFunction(name, task, ()) for name in by_name]
     limits = ScorerLimits(num_processes, timeout_s, start_timeout_s=5.0)
     return Scorer(rewards, limits, retries=retries, start=start or call, **options)
