@@ -19,6 +19,7 @@ from leeway.common.errors import LeewayError
 from leeway.launch.host import leeway_command
 from leeway.launch.observe.status import RunStatus, StatusView, view_run
 from leeway.launch.run_folder import RunFolder, choose_root, find_config, open_run, owner_of, read_json_lines
+from leeway.launch.text import TextOf
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -91,7 +92,7 @@ class Run:
         from leeway.buffer.offline.inspect import Inspection, samples
 
         with Inspection.open(self.path) as inspection:
-            table = samples(inspection, columns)
+            table = samples(inspection, columns, TextOf(inspection.folder))
             for message in dict.fromkeys(inspection.damaged):
                 warnings.warn(f"left out: {message}", stacklevel=2)
             return table
@@ -104,7 +105,7 @@ class Run:
             TimeoutError: the run is still active after `timeout_s` seconds; the run continues.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        while (view := self.view()).resuming or (view.status.ended is None and not view.gone):
+        while (view := self.view()).is_active:
             if deadline is not None and time.monotonic() > deadline:
                 raise TimeoutError(f"the run {self.path} is still {view.status.phase} after {timeout_s:g} s")
             time.sleep(_POLL_S)

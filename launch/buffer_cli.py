@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -17,7 +17,7 @@ import typer
 
 from leeway.buffer.errors import BufferError
 from leeway.buffer.ledger import COUNTS
-from leeway.buffer.offline.inspect import GroupView, Inspection, Sample, check_store, joined
+from leeway.buffer.offline.inspect import Decode, GroupView, Inspection, Sample, check_store, joined
 from leeway.buffer.offline.inspect import export as export_samples
 from leeway.buffer.rows import SCHEMA_VERSION
 from leeway.buffer.store import RESTORE
@@ -36,7 +36,6 @@ _WIDTH = 116
 _MAX_KEY = 2**63 - 1
 """Largest id that the store accepts."""
 
-Decode = Callable[[Sequence[int]], str | None]
 BufferPath = Annotated[Path, run_argument("Folder of the run or its buffer, or the run's name within runs/.")]
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
@@ -119,9 +118,9 @@ def verify(run: BufferPath) -> int:
 
 @app.command()
 def export(run: BufferPath, out: Annotated[Path, typer.Argument(metavar="OUT.parquet")]) -> int:
-    """Write the stored trajectories as a Parquet file."""
+    """Write the stored trajectories, with their text, as a Parquet file."""
     with _opened(run) as inspection:
-        done, folder = export_samples(inspection, out), inspection.folder
+        done, folder = export_samples(inspection, out, TextOf(inspection.folder)), inspection.folder
     print(f"{done.num_rows} trajectories of {done.num_groups} groups in {out} ({done.size_bytes / 2**20:.1f} MiB)")
     return _report_damage(done.damaged, folder)
 

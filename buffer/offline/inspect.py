@@ -2,8 +2,8 @@
 
 Inspection  groups and their samples. Transactions last a fraction of a second and resume by key, so that a running
             service can reuse pages; each group is read in its state at that moment
-export      writes a Parquet file with one row per stored trajectory: the columns of `schema.SCHEMA`, then `STATE`, in
-            the order of the groups, in row groups of a few megabytes, so that memory stays bounded
+export      writes a Parquet file with one row per stored trajectory: the columns of `schema.SCHEMA`, then `STATE` and
+            `TEXT`, in the order of the groups, in row groups of a few megabytes, so that memory stays bounded
 verify      checks every checksum, the tables against each other, and the ledger against the tables
 """
 
@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from math import inf
 from pathlib import Path
@@ -57,6 +57,11 @@ STATE = pa.schema(
     ]
 )
 """Columns of a trajectory's state in the store; see docs/buffer.md."""
+TEXT = pa.schema([pa.field("prompt", pa.string()), pa.field("completion", pa.string())])
+"""Columns of a trajectory's text, with special tokens; null without a tokenizer."""
+Decode = Callable[[Sequence[int]], str | None]
+NUM_NEWEST = 1024
+"""Number of newest groups among which `newest_trained` looks for the newest step."""
 
 ROW_GROUP_BYTES = 16 * 2**20
 ROW_GROUP_ROWS = 65536
@@ -118,10 +123,10 @@ class Inspection:
         return read_store(self.store, lambda tx: tx.groups.count)
 
     def groups(
-        self, *, prompt_id: int | None = None, phase: str | None = None, with_samples: bool = False
+        self, *, prompt_id: int | None = None, phase: str | None = None, with_samples: bool = False, first: int = 0
     ) -> Iterator[GroupView]:
-        """Yield the groups in order of ids, filtered by prompt and phase, with their stored samples if requested."""
-        position: int | None = 0
+        """Yield the groups from id `first` on, filtered by prompt and phase, with their stored samples if requested."""
+        position: int | None = first
         while position is not None:
             found, position = read_store(self.store, partial(self._some, first=position, with_samples=with_samples))
             yield from (
@@ -217,19 +222,19 @@ class ParquetExport(NamedTuple):
     """A message for each value that was skipped because it does not match its checksum."""
 
 
-def export(inspection: Inspection, path: Path) -> ParquetExport:
+def export(inspection: Inspection, path: Path, decode: Decode = lambda token_ids: None) -> ParquetExport:
     """Write the stored trajectories to a Parquet file, replacing an existing file; raise StoreError on failure."""
     if not path.name or path.is_dir():
         raise StoreError(f"{path} is a folder: pass the name of a file for the export, such as samples.parquet")
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")  # another process may export to the same name
     state, facts = inspection.state(), inspection.store.facts
     metadata = {**(SCHEMA.metadata or {}), b"run_id": facts.run_id, b"facts": facts.model_dump_json()}
-    schema = pa.schema([*SCHEMA, *STATE], metadata=metadata)
+    schema = pa.schema([*SCHEMA, *STATE, *TEXT], metadata=metadata)
     num_groups = num_rows = 0
     try:
         with pq.ParquetWriter(partial, schema, compression="zstd") as writer:
             for groups in batches_of(inspection.groups(with_samples=True)):
-                table = _table(groups, state, schema)
+                table = _table(groups, state, schema, decode)
                 writer.write_table(table)
                 num_groups += len(groups)
                 num_rows += table.num_rows
@@ -244,14 +249,29 @@ def export(inspection: Inspection, path: Path) -> ParquetExport:
     return ParquetExport(num_groups, num_rows, path.stat().st_size, list(dict.fromkeys(inspection.damaged)))
 
 
-def samples(inspection: Inspection, columns: Sequence[str] | None = None) -> pa.Table:
+def samples(inspection: Inspection, columns: Sequence[str] | None, decode: Decode) -> pa.Table:
     """Return the stored trajectories as a table of these or all columns; raise StoreError if a column is unknown."""
-    schema, state = pa.schema([*SCHEMA, *STATE]), inspection.state()
+    schema, state = pa.schema([*SCHEMA, *STATE, *TEXT]), inspection.state()
     names = schema.names if columns is None else list(columns)
     if unknown := sorted({*names} - {*schema.names}):
         raise StoreError(f"samples have no such column: {', '.join(unknown)}; docs/buffer.md lists the columns")
-    tables = (_table(each, state, schema).select(names) for each in batches_of(inspection.groups(with_samples=True)))
-    return pa.concat_tables([schema.empty_table().select(names), *tables])
+    schema = pa.schema([schema.field(name) for name in names])
+    tables = (_table(each, state, schema, decode) for each in batches_of(inspection.groups(with_samples=True)))
+    return pa.concat_tables([schema.empty_table(), *tables])
+
+
+def newest_trained(inspection: Inspection, limit: int, decode: Decode) -> list[dict[str, Any]]:
+    """Return one sample of each of up to `limit` groups of the newest step, with text, reward, lag and step."""
+    state, fields = inspection.state(), pa.schema([*SCHEMA, *STATE, *TEXT])
+    groups = inspection.groups(first=max(0, state.next_group - NUM_NEWEST))
+    step_of = {each.row.group_id: each.row.trained_at[-1].step for each in groups if each.row.trained_at}
+    newest = [group_id for group_id, step in step_of.items() if step == max(step_of.values())][:limit]
+    views = []
+    for view in filter(None, map(inspection.group, newest)):
+        trained = [each for each in view.samples if view.row.sample_states[each.sample_index] == "trained"]
+        views += [replace(view, samples=trained[:1])] * bool(trained)
+    schema = pa.schema([fields.field(name) for name in (*TEXT.names, "reward", "lag", "trained_step")])
+    return _table(views, state, schema, decode).to_pylist() if views else []
 
 
 def version_bounds(spans: pa.Array, starts: Sequence[dict[int, int]]) -> tuple[list[int], list[int]]:
@@ -281,11 +301,16 @@ def batches_of(groups: Iterator[GroupView]) -> Iterator[list[GroupView]]:
         yield batch
 
 
-def _table(groups: Sequence[GroupView], state: StoreState, schema: pa.Schema) -> pa.Table:
+def _table(groups: Sequence[GroupView], state: StoreState, schema: pa.Schema, decode: Decode) -> pa.Table:
     rows = [(group, sample) for group in groups for sample in group.samples]
     batch = joined([sample for _, sample in rows])
     columns = {name: batch.column(i) for i, name in enumerate(batch.schema.names)}
     columns |= _state_columns(rows, columns["spans"], state)
+    if {*schema.names} & {*TEXT.names}:
+        lengths = batch.column("prompt_length").to_pylist()
+        tokens = list(zip(batch.column("token_ids").to_pylist(), lengths, strict=True))
+        columns["prompt"] = [decode(token_ids[:length]) for token_ids, length in tokens]
+        columns["completion"] = [decode(token_ids[length:]) for token_ids, length in tokens]
     arrays = [pa.array(columns[field.name], field.type) for field in schema]
     return pa.Table.from_arrays(arrays, schema=schema)
 

@@ -328,6 +328,19 @@ class StatusView:
     """If another launcher is resuming the run and has not written a status, a text about that launcher; else empty."""
 
     @property
+    def is_active(self) -> bool:
+        return bool(self.resuming) or (self.status.ended is None and not self.gone)
+
+    @property
+    def outcome(self) -> str:
+        """State or outcome of the run in a few words."""
+        ended = None if self.resuming else self.status.ended
+        if ended is not None:
+            names = {0: "finished", 1: "failed", 130: "interrupted"}
+            return names.get(ended.exit_status, f"ended with {ended.exit_status}")
+        return "resuming" if self.resuming else "no end recorded" if self.gone else self.status.phase
+
+    @property
     def is_healthy(self) -> bool:
         if self.resuming:
             return True

@@ -242,11 +242,8 @@ class RunData:
     @property
     def ended(self) -> str:
         """State or outcome of the run in one or two words."""
-        if self.exit_status is not None:
-            known = {0: "finished", 1: "failed", 130: "interrupted"}
-            return known.get(self.exit_status, f"ended with {self.exit_status}")
         if self.seen is not None and not self.seen.gone:
-            return "running"
+            return "running" if self.seen.is_active else self.seen.outcome
         return "failed" if self.failed else "no end recorded"
 
     @property

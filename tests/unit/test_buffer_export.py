@@ -13,7 +13,7 @@ from leeway.buffer import protocol as p
 from leeway.buffer import schema
 from leeway.buffer.errors import StoreError
 from leeway.buffer.offline import inspect as inspecting
-from leeway.buffer.offline.inspect import STATE, Inspection, export, version_bounds
+from leeway.buffer.offline.inspect import STATE, TEXT, Inspection, export, newest_trained, version_bounds
 from leeway.buffer.rows import SPAN
 from leeway.buffer.store import Store
 from leeway.buffer.tables import Tries
@@ -61,7 +61,7 @@ def test_every_stored_trajectory_is_exported_with_its_state(run, tmp_path):
     out = tmp_path / "out.parquet"
     done = exported(run, out)
     table = pq.read_table(out)
-    assert table.schema.names == [*schema.SCHEMA.names, *STATE.names]
+    assert table.schema.names == [*schema.SCHEMA.names, *STATE.names, *TEXT.names]
     assert (done.num_rows, done.num_groups, table.num_rows) == (16, 8, 16)
     rows = table.to_pylist()
     assert [(row["state"], row["trained_step"], row["trained_version"], row["lag"]) for row in rows[::2]] == [
@@ -75,6 +75,31 @@ def test_every_stored_trajectory_is_exported_with_its_state(run, tmp_path):
     assert [row["reference_logprobs"] for row in rows[:5:2]] == [[-0.25] * 2, [-0.25] * 3, None]
     assert {row["group_phase"] for row in rows} == {"closed", "ready"}
     assert table.schema.metadata[b"run_id"] == b"r"
+
+
+def words(token_ids):
+    return " ".join(map(str, token_ids))
+
+
+def test_an_export_has_the_text_of_prompt_and_completion_or_null_without_a_tokenizer(run, tmp_path):
+    with Inspection.open(run) as inspection:
+        export(inspection, tmp_path / "out.parquet", words)
+    rows = pq.read_table(tmp_path / "out.parquet").to_pylist()
+    assert len(rows) == 16
+    for row in rows:
+        assert f"{row['prompt']} {row['completion']}" == words(row["token_ids"])
+        assert row["prompt"] == words(row["token_ids"][: row["prompt_length"]])
+    texts = Run(RunFolder(run)).samples(["completion", "prompt"])  # the folder has no tokenizer
+    assert (texts.column_names, texts["prompt"].null_count) == (["completion", "prompt"], 16)
+
+
+def test_the_newest_trained_samples_are_one_of_each_group_of_the_last_step(run):
+    with Inspection.open(run) as inspection:
+        found = newest_trained(inspection, 8, words)
+        assert newest_trained(inspection, 1, words) == found[:1]
+    assert [(row["trained_step"], row["reward"], row["lag"]) for row in found] == [(2, 0.5, 1), (2, 0.75, 1)]
+    assert list(found[0]) == ["prompt", "completion", "reward", "lag", "trained_step"]
+    assert all(row["prompt"] and row["completion"] for row in found)
 
 
 def test_the_training_step_of_a_sample_is_known_after_a_durable_checkpoint(run, tmp_path):
