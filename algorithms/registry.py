@@ -22,9 +22,34 @@ from leeway.common.user_input import UserFileError, is_reference, load_object, u
 
 FILES = ("trajectory_balance", "online_dpo", "off_policy_ppo", "oapl", "distillation")
 
+RECIPES: dict[str, dict[str, Any]] = {
+    "grpo": {"type": "off_policy_ppo", "baseline": "grpo", "mean_over": "sequences"},
+    "dr_grpo": {"type": "off_policy_ppo", "baseline": "dr_grpo"},  # and mean_over = actors.max_new_tokens
+    "rloo": {
+        "type": "off_policy_ppo",
+        "baseline": "rloo",
+        "mean_over": "sequences",
+        "corrections": ["sequence_tis", "sequence_clip"],
+        "kl_beta": 0.05,
+    },
+    "dpo": {"type": "online_dpo", "variant": "sigmoid", "corrections": [], "missing_eos_penalty": 0.0},
+}
+"""Common names -> keys of `[algorithm]` that mean them; docs/algorithms/README.md has the formulas."""
+
 Loss = Callable[[LossInputs], LossOutput]
 
 ALGORITHMS: dict[str, Algorithm] = {name: import_module(f"leeway.algorithms.{name}").ALGORITHM for name in FILES}
+
+
+def expanded(section: Any, max_new_tokens: object) -> Any:  # noqa: ANN401 -- from TOML
+    """Return an `[algorithm]` table with the keys of the recipe that its type names; keys of the table win."""
+    name = section.get("type") if isinstance(section, dict) else None
+    if not isinstance(name, str) or name not in RECIPES:
+        return section
+    found = RECIPES[name] | {"mean_over": max_new_tokens} if name == "dr_grpo" else RECIPES[name]
+    if name in ("grpo", "dr_grpo") and section.get("kl_beta"):  # without a KL, kl_in is an error
+        found = found | {"kl_in": "loss_k3"}
+    return {**found, **section, "type": found["type"]}
 
 
 def algorithm_of(name: str) -> Algorithm:

@@ -58,7 +58,7 @@ BASE = (
     *("--actors.max_new_tokens", "56", "--learner.num_stages", "1", "--learner.token_budget", "4096"),
     *("--learner.groups_per_step", "8", "--actors.group_size", "8", "--learner.learning_rate", "1e-9"),
     *("--actors.cpus", "0.05", "--learner.cpus", "0.1", "--actors.reward_processes", "1"),
-    *("--learner.checkpoint_every", "100000", "--task.num_heldout", "16", "--tracking.wandb", "disabled"),
+    *("--learner.checkpoint_every", "100000", "--task.num_heldout", "16", "--tracking.to", "[]"),
     *("--weight_sync.max_actor_lag", "0"),
 )
 TWO_POOLS = (

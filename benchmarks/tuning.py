@@ -40,7 +40,7 @@ SAMPLES_PER_STEP = GROUP_SIZE * GROUPS_PER_STEP
 """Group size, groups per step, and samples per step of the demo."""
 
 Overrides = tuple[str, ...]
-EVERY_RUN: Overrides = ("--tracking.wandb", "disabled", "--actors.cpus", "0.25")
+EVERY_RUN: Overrides = ("--tracking.to", "[]", "--actors.cpus", "0.25")
 """Overrides of every run. With the default CPU reservations, Ray would not place a third actor on two cores."""
 
 Results = Mapping[str, Mapping[int, Figures]]

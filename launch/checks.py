@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import uuid
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
@@ -166,8 +168,7 @@ def check(config: Config, root: Path, *, resumed: RunIdentity | None = None) -> 
         check_weights_folder(Path(config.weight_sync.folder))
     _check_port(config)
     _check_ray(config)
-    if config.tracking.wandb == "online" and not has_wandb_login():
-        raise ConfigError(NO_WANDB_LOGIN)
+    _check_trackers(config)
     model = None if (path := config.model.folder) is None else check_model(config, path, MODEL_KEY)
     task = _check_task(config, path, model)
     check_frozen(config, model)
@@ -184,6 +185,18 @@ def check(config: Config, root: Path, *, resumed: RunIdentity | None = None) -> 
     with as_config_error(kind=StoreError):
         check_config(config.buffer, plan.facts(vocab_size=1))  # the check does not use the vocabulary
     return plan
+
+
+def _check_trackers(config: Config) -> None:
+    for name in config.tracking.to:
+        found = find_spec(name)
+        if found is None or found.origin is None:  # without an origin: a folder of this name
+            raise ConfigError(
+                f"tracking.to names '{name}', which is not installed: run `pip install 'leeway-rl[{name}]'`, or remove "
+                "the name"
+            )
+    if "wandb" in config.tracking.to and os.environ.get("WANDB_MODE") == "online" and not has_wandb_login():
+        raise ConfigError(NO_WANDB_LOGIN)
 
 
 def with_limits(plan: Plan) -> Plan:

@@ -51,6 +51,9 @@ SCALE_TIMEOUT_S = 30.0
 MAX_COUNT = 1024
 """Maximum pool size that `scale` accepts; a larger count is probably a typing error: each actor runs an engine."""
 LAZY_VERBS = {
+    "ls": ("leeway.launch.run_verbs:app", "List the runs of a folder."),
+    "logs": ("leeway.launch.run_verbs:app", "Print the last lines of the logs of a run."),
+    "stop": ("leeway.launch.run_verbs:app", "End a run after its current step and a checkpoint."),
     "buffer": ("leeway.launch.buffer_cli:app", "Inspect, verify or export the buffer of a run."),
     "profile": ("leeway.planning.verbs:app", "Measure the costs of a run on this machine."),
     "plan": ("leeway.planning.verbs:app", "Find the fastest configuration, using a profile."),
@@ -116,8 +119,19 @@ def _sentence(error: typer.TyperException) -> str:
     return text if context is None else f"{text}{end} See `{context.command_path} --help`"
 
 
+def print_version(is_given: bool) -> None:
+    if is_given:
+        from importlib.metadata import version
+
+        print(f"leeway {version('leeway-rl')}")
+        raise typer.Exit
+
+
 @app.callback()
-def prepare(context: typer.Context) -> None:
+def prepare(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", callback=print_version, is_eager=True)] = False,
+) -> None:
     """Asynchronous off-policy reinforcement learning for language models."""
     from leeway.launch.host import ensure_home
 

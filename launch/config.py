@@ -29,7 +29,7 @@ from pydantic.fields import FieldInfo
 
 from leeway.actors.config import ActorsConfig
 from leeway.actors.tasks.config import HUB_DATA, TaskConfig
-from leeway.algorithms.registry import AlgorithmConfig
+from leeway.algorithms.registry import AlgorithmConfig, expanded
 from leeway.buffer.config import BufferConfig
 from leeway.common.user_input import Knob, did_you_mean, is_reference
 from leeway.launch.config_errors import dotted, explain, models_of, shortened
@@ -182,12 +182,17 @@ class LaunchConfig(_Section):
 class TrackingConfig(_Section):
     """`[tracking]`: destinations of metrics."""
 
-    wandb: Literal["offline", "online", "disabled"] = Knob(
-        "offline", "Mode of Weights & Biases; offline writes into the run folder.", basic=True
+    to: tuple[Literal["wandb", "tensorboard", "mlflow", "trackio"], ...] = Knob(
+        ("wandb",), "Trackers that receive metrics, evaluations and samples; []: none.", basic=True
     )
     prometheus_port: int | None = Knob(
         None, "Loopback port that serves all metrics to Prometheus; unset: none.", basic=True, ge=1, le=65535
     )
+
+    @field_validator("to", mode="before")
+    @classmethod
+    def _accept_one_name(cls, to: object) -> object:
+        return [to] if isinstance(to, str) else to
 
 
 class Config(_Section):
@@ -236,6 +241,9 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
         _check_values(patch, "--")
         _resolve_paths(patch, current_folder(), "--")
         _merge(tree, patch, origin=f"--{key}")
+    if "algorithm" in tree:
+        limit = _at(tree, "actors.max_new_tokens") or ActorsConfig.model_fields["max_new_tokens"].default
+        tree["algorithm"] = expanded(tree["algorithm"], limit)
     try:
         return Config.model_validate(tree)
     except ValidationError as error:

@@ -8,12 +8,19 @@ from typing import Annotated, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
+from leeway.algorithms.registry import RECIPES
 from leeway.common.user_input import did_you_mean
 
 TRUNCATING_KEYS = frozenset(
     {"top_p", "top_k", "min_p", "min_tokens", "logit_bias", "presence_penalty", "frequency_penalty"}
     | {"repetition_penalty"}
 )
+
+
+REMOVED_KEYS = {
+    "tracking.wandb": "it became tracking.to = ['wandb'] (the default; [] for none), with the mode in WANDB_MODE"
+}
+"""Keys of earlier versions -> what replaced them."""
 
 
 def explain(error: ValidationError, root: type[BaseModel]) -> str:
@@ -23,6 +30,8 @@ def explain(error: ValidationError, root: type[BaseModel]) -> str:
     key, kind, context = ".".join(keys), first["type"], first.get("ctx", {})
     if kind == "extra_forbidden" and keys[-1] in TRUNCATING_KEYS:
         text = f"{key} is not supported: training samples use temperature only, for exact log-probabilities; remove it"
+    elif kind == "extra_forbidden" and key in REMOVED_KEYS:
+        text = f"{key} was removed: {REMOVED_KEYS[key]}"
     elif kind == "extra_forbidden":
         text = f"unknown key {key}{_suggest(keys, models, root)}"
     elif kind == "missing":
@@ -30,8 +39,10 @@ def explain(error: ValidationError, root: type[BaseModel]) -> str:
     elif kind == "union_tag_not_found":
         text = f"{key}.type is missing: set it to one of {', '.join(map(_tag, models))}"
     elif kind == "union_tag_invalid":
-        hint = did_you_mean(str(context["tag"]), map(_tag, models))
-        text = f"{key}.type is '{context['tag']}', but must be one of {context['expected_tags']}{hint}"
+        names = RECIPES if key == "algorithm" else ()
+        hint = did_you_mean(str(context["tag"]), [*map(_tag, models), *names])
+        expected = ", ".join([context["expected_tags"], *map(repr, names)])
+        text = f"{key}.type is '{context['tag']}', but must be one of {expected}{hint}"
     elif kind == "value_error":
         text = f"[{key}] {context['error']}" if key else str(context["error"])
     else:  # several errors at one key come from the branches of a union

@@ -32,8 +32,8 @@ CONNECT_S = 3.0
 _QUIET_S = 3600.0
 WANDB_HOST = "https://api.wandb.ai"
 NO_WANDB_LOGIN = (
-    "tracking.wandb = 'online' needs a login of Weights & Biases, but there is none: run 'wandb login', set "
-    "WANDB_API_KEY, or use tracking.wandb = 'offline' and 'wandb sync' later"
+    "WANDB_MODE=online needs a login of Weights & Biases, but there is none: run 'wandb login', set WANDB_API_KEY, or "
+    "use WANDB_MODE=offline and 'wandb sync' later"
 )
 OWNER_ONLY = 0o077  # umask of a run
 _ROLE_LOG = re.compile(r"(buffer|weights|ranker|stage|actor)\.\d+\.log")
@@ -83,14 +83,12 @@ def role_processes() -> Iterator[FoundProcess]:
             yield FoundProcess(output.parent.parent, output.stem, process)
 
 
-def leeway_command(*arguments: str, first: str = "pass") -> list[str]:
+def leeway_command(*arguments: str, first: str = "pass", module: str = "leeway.launch.cli") -> list[str]:
     """Return a command line that runs this copy of `leeway`, whatever the current folder and installed packages are.
 
-    `first` is a Python statement that the new process runs before `leeway`.
+    `first` is a Python statement that the new process runs before `main` of `module`.
     """
-    begin = (
-        "import sys; sys.path.insert(0, sys.argv[1]); from leeway.launch.cli import main; sys.exit(main(sys.argv[2:]))"
-    )
+    begin = f"import sys; sys.path.insert(0, sys.argv[1]); from {module} import main; sys.exit(main(sys.argv[2:]))"
     code = f"{first}; {begin}"
     return [sys.executable, "-P", "-c", code, str(Path(__file__).parents[2]), *arguments]
 

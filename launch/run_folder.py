@@ -99,6 +99,7 @@ class RunFolder:
         self.events = self.root / "events.jsonl"
         self.evaluations = self.root / "eval.jsonl"
         self.timeline = self.root / "timeline.json"
+        self.calls = self.root / "trackers.jsonl"
         self.status = self.root / "status.json"
         self.control = self.root / "control"
         self.summary = self.root / "summary.json"

@@ -147,7 +147,7 @@ def _prepare(plan: Plan, earlier: History | None, stack: ExitStack) -> _Prepared
 
 @dataclass(frozen=True)
 class Sinks:
-    """The sinks of the events of a run: files and W&B, the terminal, the trace, and `status.json` with its views."""
+    """The sinks of the events of a run: files, trackers, terminal, trace, and `status.json` with its views."""
 
     tracker: Tracker
     display: Display

@@ -379,7 +379,7 @@ def _check(config: Config, root: Path) -> None:
 
 
 _BASELINE = (
-    *("--tracking.wandb", "disabled", "--learner.learning_rate", "1e-12", "--actors.eval_every", "0"),
+    *("--tracking.to", "[]", "--learner.learning_rate", "1e-12", "--actors.eval_every", "0"),
     *("--learner.num_steps", "1000000", "--learner.checkpoint_every", "1000000"),
 )
 """Overrides of all runs: a learning rate too small to change lengths; no checkpoints, no W&B, and no last step."""

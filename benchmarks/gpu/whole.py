@@ -71,7 +71,7 @@ def run(place: Place, name: str, config: Path, overrides: Sequence[str], **facts
         train(
             config,
             folder,
-            ["--tracking.wandb", "disabled", *overrides, *engine_args],
+            ["--tracking.to", "[]", *overrides, *engine_args],
             log=log,
             limit_s=place.limit_s - KEEP_S,
         )

@@ -166,7 +166,7 @@ learning_rate = 1e-8
 checkpoint_every = 1000
 
 [tracking]
-wandb = "disabled"
+to = []
 
 [run]
 seed = {SEED}

@@ -1,4 +1,4 @@
-"""Outputs besides metrics.jsonl: actors.jsonl, events.jsonl, eval.jsonl, Weights & Biases and Prometheus.
+"""Outputs besides metrics.jsonl: actors.jsonl, events.jsonl, eval.jsonl, external trackers and Prometheus.
 
 The metric `lag/token_mean` becomes the gauge `leeway_lag_token_mean`; `pool/NAME/lag_mean` becomes
 `leeway_pool_lag_mean{pool="NAME"}`, and `reward/part/NAME` becomes `leeway_reward_part{function="NAME"}`.
@@ -10,8 +10,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import select
+import signal
+import subprocess
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from math import isfinite
+from pathlib import Path
 from typing import Any, BinaryIO
 
 import msgspec
@@ -23,21 +29,33 @@ from leeway.buffer.ledger import LEDGER_METRICS
 from leeway.common.process import wall_time
 from leeway.launch.config import Config, TrackingConfig
 from leeway.launch.errors import ConfigError
+from leeway.launch.host import leeway_command
 from leeway.launch.observe.metrics import METRICS, cut_torn_line, is_of_actors, labelled
 from leeway.launch.observe.status import Accuracy, ActorStatus, RunStatus
+from leeway.launch.observe.trackers import CALL_TIMEOUT_S, READY, TrackedRun
 from leeway.launch.run_folder import RunFolder
 
 log = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 180.0
+"""Time limit of the start of a tracker; the first start of MLflow creates a database."""
+FINISH_TIMEOUT_S = CALL_TIMEOUT_S + 5.0
+"""Time limit of the final upload of all trackers together."""
+START_HINT = "Fix the cause, or remove it from tracking.to"
+START_HINTS = {
+    "wandb": "Check the network and 'wandb login', or set WANDB_MODE=offline and run 'wandb sync' later",
+    "mlflow": "Check MLFLOW_TRACKING_URI, or remove it from tracking.to",
+}
 
 
 class Tracker(contextlib.AbstractContextManager["Tracker"]):
     """Writes events, evaluations and the columns of the actors. Flushes every line, so that a crash loses no line."""
 
     def __init__(self, config: Config, folder: RunFolder, run_id: str = "", last_step: int = 0) -> None:
-        """Open the files and, if configured, Weights & Biases, where the steps up to `last_step` are already logged.
+        """Open the files and the trackers of `tracking.to`, which already have the steps up to `last_step`.
 
         Raises:
-            ConfigError: Weights & Biases is unreachable, or rejects the login.
+            ConfigError: a tracker does not start, for example because its server is unreachable or rejects the login.
         """
         paths = folder.actors, folder.events, folder.evaluations
         for path in paths:
@@ -45,25 +63,35 @@ class Tracker(contextlib.AbstractContextManager["Tracker"]):
         folder.metrics.touch()  # the learner's coordinator writes this file, possibly on another host
         self._stack = ExitStack()  # closes every file, even if closing one fails on a full disk
         self._actors, self._events, self._evaluations = (self._stack.enter_context(path.open("ab")) for path in paths)
-        self._wandb: Any = None
-        self._wandb_step = last_step
-        if config.tracking.wandb != "disabled":
-            self._wandb = start_wandb(config, folder, run_id)
-            self._stack.callback(self._with_wandb, lambda run: run.finish())
+        self._logged_step = last_step
+        self._trackers: list[TrackerProcess] = []
+        self._stack.callback(folder.calls.unlink, missing_ok=True)
+        self._calls = self._stack.enter_context(folder.calls.open("wb"))
+        _append(self._calls, TrackedRun(folder.name, str(folder.root), run_id, config.model_dump(mode="json")))
+        try:
+            for name in dict.fromkeys(config.tracking.to):
+                self._trackers.append(TrackerProcess(name, folder.calls, folder.log(name, 0)))
+            for each in self._trackers:
+                each.wait_until_ready()
+        except BaseException:
+            for each in self._trackers:
+                each.kill()
+            self._stack.close()
+            raise
 
     def step(self, row: Mapping[str, Any]) -> None:
-        """Write the actor columns of a step to actors.jsonl, and the whole row to Weights & Biases."""
+        """Write the actor columns of a step to actors.jsonl, and the whole row to the trackers."""
         _append(self._actors, {name: value for name, value in row.items() if name == "step" or is_of_actors(name)})
-        if row["step"] >= self._wandb_step:
-            # Weights & Biases only appends: if a restarted learner repeats a step, the first row of this step is kept
+        if row["step"] >= self._logged_step:
+            # trackers only append: if a restarted learner repeats a step, the first row of this step is kept
             self._log(row, row["step"])
 
     def evaluated(self, accuracy: Accuracy, step: int, wall_s: float) -> None:
-        """Write the row of an evaluation at `step`; in Weights & Biases, at the newest logged step if that is later."""
+        """Write the row of an evaluation at `step`; in trackers, at the newest logged step if that is later."""
         row = accuracy.row()
         values = {name.removeprefix("eval/"): value for name, value in row.items()}
         _append(self._evaluations, {"time_s": wall_time(), "wall_s": wall_s, "step": step, **values})
-        self._log(row, max(step, self._wandb_step))
+        self._log(row, max(step, self._logged_step))
 
     def event(self, kind: str, text: str, **details: object) -> None:
         """Write an event of the run, such as a restart, an evaluation or an error."""
@@ -71,77 +99,74 @@ class Tracker(contextlib.AbstractContextManager["Tracker"]):
         _append(self._events, {"time_s": wall_time(), "kind": kind, "text": text, **details})
 
     def summary(self, values: Mapping[str, Any]) -> None:
-        self._with_wandb(lambda run: run.summary.update(dict(values)))
+        self._send("summary", values)
 
     def _log(self, row: Mapping[str, Any], step: int) -> None:
-        self._wandb_step = step
-        known = {key: value for key, value in row.items() if value is not None}
-        self._with_wandb(lambda run: run.log(known, step=step))
+        self._logged_step = step
+        numbers = {name: value for name, value in row.items() if isinstance(value, int | float) and isfinite(value)}
+        numbers.pop("step", None)  # the axis, and a reserved name in trackio
+        self._send("log", numbers, step)
 
-    def _with_wandb(self, call: Callable[[Any], object]) -> None:
-        """Call Weights & Biases if enabled; after a failure, disable Weights & Biases, as the files have all data."""
-        if self._wandb is None:
-            return
-        try:
-            call(self._wandb)
-        except Exception as error:  # wandb raises errors of many types, mostly because its process died
-            self._wandb = None
-            import wandb
-
-            with contextlib.suppress(Exception, SystemExit):  # otherwise wandb's exit hook calls the dead process
-                wandb.teardown()
-            self.event(
-                "wandb",
-                f"Weights & Biases does not respond ({type(error).__name__}: {error}): logging to it stops, "
-                "but metrics.jsonl continues",
-            )
+    def _send(self, *call: object, deadline: float | None = None) -> None:
+        """Append a call for the trackers, and drop the trackers that failed, as the files have all data."""
+        if self._trackers:
+            _append(self._calls, call)
+        for each in [*self._trackers]:
+            if why := each.failure(deadline):
+                self._trackers.remove(each)
+                each.kill()
+                text = f"{each.name} does not respond ({why}): logging to it stops, but metrics.jsonl continues"
+                self.event("tracker", text)
 
     def __exit__(self, *error: object) -> None:
-        self._stack.close()
+        with self._stack:
+            self._send("finish", deadline=time.monotonic() + FINISH_TIMEOUT_S)
+            for each in self._trackers:
+                each.kill()
 
 
-def _append(file: BinaryIO, row: Mapping[str, Any]) -> None:
+class TrackerProcess:
+    """The launcher's end of a tracker, whose process is `leeway.launch.observe.trackers`."""
+
+    def __init__(self, name: str, calls: Path, output: Path) -> None:
+        self.name = name
+        command = leeway_command(name, str(calls), module="leeway.launch.observe.trackers")
+        with output.open("ab") as file:
+            self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=file, start_new_session=True)
+        assert self._process.stdout is not None
+        self._replies = self._process.stdout
+
+    def wait_until_ready(self) -> None:
+        is_readable, *_ = select.select([self._replies], [], [], START_TIMEOUT_S)
+        reply = self._replies.readline().decode().strip() if is_readable else f"no answer within {START_TIMEOUT_S:g} s"
+        if reply != READY:
+            raise ConfigError(
+                f"tracking.to: {self.name} cannot start: {reply}. {START_HINTS.get(self.name, START_HINT)}"
+            )
+
+    def failure(self, deadline: float | None = None) -> str:
+        """Return why the process ended, or "" if it works; with a deadline, wait until it has sent all rows."""
+        try:
+            status = self._process.wait(max(0.0, deadline - time.monotonic())) if deadline else self._process.poll()
+        except subprocess.TimeoutExpired:
+            return f"rows are unsent after {FINISH_TIMEOUT_S:g} s"
+        if status == -signal.SIGALRM:
+            return f"a call took over {CALL_TIMEOUT_S} s"
+        reply = self._replies.readline().decode().strip() if status else ""
+        return reply or (f"its process exited with status {status}" if status else "")
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)  # also ends the service of wandb
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(CLOSE_S)
+        self._replies.close()
+
+
+def _append(file: BinaryIO, row: object) -> None:
     """Append a row; msgspec encodes NaN and infinity as null."""
     file.write(msgspec.json.encode(row) + b"\n")
     file.flush()
-
-
-INIT_TIMEOUT_S = 30.0
-"""Timeout of the first connection to the server."""
-FINISH_TIMEOUT_S = 60.0
-"""Timeout of the final upload; unsent rows stay on disk for `wandb sync`."""
-
-
-def start_wandb(config: Config, folder: RunFolder, run_id: str) -> Any:  # noqa: ANN401 -- wandb's Run
-    """Start a Weights & Biases run, or resume the run `run_id`; '' lets the server assign an id.
-
-    Raises:
-        ConfigError: the connection timed out, or the login was rejected. The wandb process has ended.
-    """
-    import wandb
-
-    tracking = config.tracking
-    settings = wandb.Settings(
-        silent=True, console="off", init_timeout=INIT_TIMEOUT_S, finish_timeout=FINISH_TIMEOUT_S, x_disable_stats=True
-    )
-    try:
-        return wandb.init(
-            project=os.environ.get("WANDB_PROJECT", "leeway"),
-            name=folder.name,
-            dir=str(folder.root),
-            mode=tracking.wandb,
-            id=run_id or None,
-            resume="allow" if run_id and tracking.wandb == "online" else None,  # offline runs cannot be resumed
-            config=config.model_dump(mode="json"),
-            settings=settings,
-        )
-    except wandb.errors.Error as error:
-        wandb.teardown()
-        reason = str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__
-        raise ConfigError(
-            f"tracking.wandb = 'online' failed: {reason}. Check the network and 'wandb login', or set "
-            "tracking.wandb = 'offline' and run 'wandb sync' later"
-        ) from error
 
 
 PROMETHEUS_HOST = "127.0.0.1"

@@ -526,7 +526,7 @@ def test_another_run_trains_on_the_samples_of_a_run_with_any_loss_and_without_ac
         *("train", "examples/demo.toml", "--from", run.folder, "--run.dir", tmp_path, "--run.name", "offline"),
         *("--algorithm.type", loss, "--weight_sync.max_lag", "unbounded", "--actors.num_actors", 0),
         *("--learner.num_steps", 3, "--learner.groups_per_step", 8, "--learner.num_stages", 1),
-        *("--tracking.wandb", "disabled"),
+        *("--tracking.to", "[]"),
     )
     trained = subprocess.run(
         [*map(str, command)], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=False

@@ -88,7 +88,7 @@ def start_run(tmp_path):
     runs = []
 
     def start(*overrides: str) -> LiveRun:
-        runs.append(LiveRun(tmp_path, "--tracking.wandb", "offline", *overrides))
+        runs.append(LiveRun(tmp_path, "--tracking.to", "wandb", *overrides))
         return runs[-1]
 
     yield start

@@ -19,7 +19,7 @@ DEMO = Path(__file__).parents[1] / "world" / "demo.toml"
 
 
 def plan(folder: Path, *overrides: str) -> Plan:
-    return check(load_config(DEMO, ["--tracking.wandb", "disabled", *overrides]), folder)
+    return check(load_config(DEMO, ["--tracking.to", "[]", *overrides]), folder)
 
 
 def context(made: Plan) -> RunContext:

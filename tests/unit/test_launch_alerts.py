@@ -303,7 +303,7 @@ def run(tmp_path, request):
     """Return a function that makes a run that only handles polls; `quarantined` lists its removed actors."""
 
     def make(*overrides: str) -> SimpleNamespace:
-        plan = check(load_config(DEMO, ["--tracking.wandb", "disabled", *overrides]), tmp_path / "run")
+        plan = check(load_config(DEMO, ["--tracking.to", "[]", *overrides]), tmp_path / "run")
         plan.folder.create(plan.config)
         quarantined: list[str] = []
         actors = SimpleNamespace(quarantine=lambda name, why: quarantined.append(name), wait_until_ready=lambda: None)

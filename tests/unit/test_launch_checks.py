@@ -214,6 +214,23 @@ def test_every_example_passes_a_dry_run(capsys, tmp_path, monkeypatch, path):
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("to", "neptune", "tracking.to.0 = 'neptune': input should be 'wandb', 'tensorboard', 'mlflow' or 'trackio'"),
+        ("to", "mlflow", "tracking.to names 'mlflow', which is not installed: run `pip install 'leeway-rl[mlflow]'`"),
+        ("wandb", "offline", "tracking.wandb was removed: it became tracking.to = ['wandb']"),
+    ],
+)
+def test_an_unknown_a_missing_and_a_removed_tracker_are_one_sentence(
+    capsys, tmp_path, monkeypatch, key, value, expected
+):
+    monkeypatch.setattr("leeway.launch.checks.find_spec", lambda name: None)
+    status, error = run(capsys, DEMO, "--run.dir", tmp_path / "runs", f"--tracking.{key}", value)
+    assert (status, expected in error, error.count("\n")) == (WRONG_INPUT, True, 1), error
+    assert not (tmp_path / "runs").exists()
+
+
 def test_a_missing_model_folder_is_reported_with_the_script_that_creates_it(capsys, tmp_path):
     (tmp_path / "sums.toml").write_text((ROOT / "examples" / "sums.toml").read_text())
     status, error = run(capsys, tmp_path / "sums.toml", "--dry-run")
@@ -229,8 +246,10 @@ def test_a_dry_run_reports_a_missing_wandb_login_and_a_port_in_use(capsys, tmp_p
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
-    status, error = run(capsys, DEMO, "--run.dir", tmp_path / "runs", "--dry-run", "--tracking.wandb", "online")
-    assert (status, "tracking.wandb = 'online' needs a login" in error) == (WRONG_INPUT, True)
+    monkeypatch.setenv("WANDB_MODE", "online")
+    status, error = run(capsys, DEMO, "--run.dir", tmp_path / "runs", "--dry-run")
+    assert (status, "WANDB_MODE=online needs a login" in error) == (WRONG_INPUT, True)
+    monkeypatch.setenv("WANDB_MODE", "offline")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

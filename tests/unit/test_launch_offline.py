@@ -22,7 +22,7 @@ from tests.world.command import leeway_here
 DEMO = Path(__file__).parents[2] / "examples" / "demo.toml"
 SMALL = (
     *("--task.num_train", "64", "--task.num_heldout", "8"),
-    *("--tracking.wandb", "disabled", "--learner.groups_per_step", "2", "--learner.num_steps", "3"),
+    *("--tracking.to", "[]", "--learner.groups_per_step", "2", "--learner.num_steps", "3"),
 )
 UNBOUNDED = ("--weight_sync.max_lag", "unbounded")
 

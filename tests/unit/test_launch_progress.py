@@ -62,7 +62,7 @@ def config(tmp_path):
             "model": {"path": str(tmp_path)},
             "task": {"type": "reasoning_gym", "name": "chain_sum"},
             "algorithm": {"type": "trajectory_balance"},
-            "tracking": {"wandb": "disabled"},
+            "tracking": {"to": []},
         }
     )
 
@@ -177,42 +177,43 @@ def test_time_before_the_launch_does_not_count_as_a_wait_of_the_actors(config, t
     assert row["time/wait_for_policy"] == pytest.approx(0.5)
 
 
-class RecordedRun:
-    """Fake run of Weights & Biases."""
+class WorkingTracker:
+    """Fake of an external tracker."""
 
-    def __init__(self) -> None:
-        self.steps: list[int] = []
-        self.rows: list[dict] = []
+    name = "wandb"
 
-    def log(self, values, step):
-        self.steps.append(step)
-        self.rows.append(values)
+    def failure(self, deadline=None) -> str:
+        return ""
 
-    def finish(self):
-        pass
+    def kill(self) -> None: ...
+
+
+def logged(folder: RunFolder) -> list[tuple[dict, int]]:
+    """Return the rows and the steps that trackers received."""
+    return [call[1:] for call in read(folder.calls) if isinstance(call, list)]
 
 
 def read(path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_wandb_keeps_the_first_row_of_a_repeated_step_and_files_keep_the_newest(config, tmp_path):
+def test_trackers_keep_the_first_row_of_a_repeated_step_and_files_keep_the_newest(config, tmp_path):
     folder = RunFolder(tmp_path)
     with Tracker(config, folder) as tracker:
-        tracker._wandb = wandb = RecordedRun()
+        tracker._trackers = [WorkingTracker()]
         for step, restarts in ((2, 0), (4, 0), (6, 0), (4, 1), (6, 1), (8, 1)):
             tracker.step({"step": step, "restarts": restarts, "loss": 1.0, "actors/waiting": restarts})
+        assert [step for _, step in logged(folder)] == [2, 4, 6, 6, 8]
     assert read(folder.actors)[-1] == {"step": 8, "actors/waiting": 1}, "the learner writes the other metrics"
     write_rows(folder, *({"step": step, "loss": 1.0} for step in (2, 4, 6, 8, 10)))
     assert [(row["step"], row.get("actors/waiting")) for row in joined(folder)] == [
         *((2, 0), (4, 1), (6, 1), (8, 1), (10, None)),
     ]
-    assert wandb.steps == [2, 4, 6, 6, 8]
     with Tracker(config, folder, last_step=8) as tracker:
-        tracker._wandb = wandb = RecordedRun()
+        tracker._trackers = [WorkingTracker()]
         for step in (7, 8):
             tracker.step({"step": step})
-    assert wandb.steps == [8]
+        assert [step for _, step in logged(folder)] == [8]
 
 
 def test_rows_are_read_as_they_arrive_and_a_partial_line_is_left(tmp_path):
@@ -236,16 +237,17 @@ def accuracy(greedy: float, version: int = 0, start: int = 0) -> Accuracy:
     )
 
 
-def test_an_evaluation_after_a_rollback_reaches_wandb_at_its_newest_step(config, tmp_path):
+def test_an_evaluation_after_a_rollback_reaches_trackers_at_their_newest_step(config, tmp_path):
     with Tracker(config, RunFolder(tmp_path)) as tracker:
-        tracker._wandb = wandb = RecordedRun()
+        tracker._trackers = [WorkingTracker()]
         for step in (2, 4, 2):
             tracker.step({"step": step, "loss": 1.0})
         tracker.evaluated(accuracy(0.5), 3, 1.0)
         tracker.evaluated(accuracy(0.6), 5, 2.0)
-    assert wandb.steps == [2, 4, 4, 5]
-    assert [row["eval/accuracy_greedy"] for row in wandb.rows[2:]] == [0.5, 0.6]
-    assert wandb.rows[2]["eval/policy_version"] == 0
+        rows = logged(RunFolder(tmp_path))
+    assert [step for _, step in rows] == [2, 4, 4, 5]
+    assert [row["eval/accuracy_greedy"] for row, _ in rows[2:]] == [0.5, 0.6]
+    assert rows[2][0]["eval/policy_version"] == 0
 
 
 def test_an_evaluation_is_a_row_of_numbers_in_its_own_file(config, tmp_path):

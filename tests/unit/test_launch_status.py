@@ -1,9 +1,11 @@
 """`leeway status` of live, finished and failed runs, and of runs whose launcher is gone."""
 
 import contextlib
+import importlib.metadata
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -201,3 +203,75 @@ def test_an_accuracy_has_three_digits(run, capsys):
     with claimed(folder):
         _, out, _ = leeway_status(capsys)
     assert "held-out accuracy at version 12 (start 2): greedy 0.123, sampled - (81 problems)" in out
+
+
+def test_ls_lists_the_runs_of_a_folder_with_state_steps_reward_and_accuracy(run, capsys, tmp_path):
+    folder, observer = run
+    (tmp_path / "runs" / "broken").mkdir()
+    (tmp_path / "runs" / "broken" / "config.toml").touch()
+    os.utime(folder.config, (1, 1))
+    observer.evaluated(Accuracy(versions="0", greedy=0.625, sampled=None, num_problems=8))
+    with claimed(folder):
+        observer.polled()
+        _, out, _ = leeway_here(capsys, "ls")
+    head, mine, broken = out.splitlines()
+    assert head.split() == ["run", "state", "steps", "reward", "accuracy"]
+    assert mine.split() == ["mine", "training", "1/120", "-", "0.625"]
+    assert broken.split() == ["broken", "no", "status"]
+    assert " no end recorded " in leeway_here(capsys, "ls")[1]
+    observer.end("done", 0)
+    _, out, _ = leeway_here(capsys, "ls", str(tmp_path / "runs"))
+    assert " finished " in out.splitlines()[1]
+    status, _, error = leeway_here(capsys, "ls", "elsewhere")
+    assert (status, error) == (2, "leeway: elsewhere is not a folder: pass the parent folder of the runs\n")
+
+
+def test_logs_prints_the_last_lines_of_a_role_and_lists_the_logs_without_one(run, capsys):
+    folder, _ = run
+    for name in ("actor.0", "actor.1", "stage.0"):
+        (folder.logs / f"{name}.log").write_text("".join(f"{name} line {i}\n" for i in range(100)))
+    assert leeway_here(capsys, "logs", "mine")[1].split() == [
+        str(folder.logs / f"{name}.log") for name in ("actor.0", "actor.1", "stage.0")
+    ]
+    _, out, _ = leeway_here(capsys, "logs", "mine", "actor", "--lines", "2")
+    assert out.splitlines() == [
+        *(f"==> {folder.logs}/actor.0.log <==", "actor.0 line 98", "actor.0 line 99"),
+        *(f"==> {folder.logs}/actor.1.log <==", "actor.1 line 98", "actor.1 line 99"),
+    ]
+    assert len(leeway_here(capsys, "logs", "mine", "stage.0")[1].splitlines()) == 51
+    status, _, error = leeway_here(capsys, "logs", "mine", "learner")
+    assert (status, error) == (2, "leeway: the run mine has no log of 'learner'; it has actor.0, actor.1, stage.0\n")
+
+
+def test_stop_reports_what_it_waits_for_until_the_run_has_ended(run, capsys, monkeypatch):
+    folder, observer = run
+    monkeypatch.setattr("leeway.launch.run_verbs.POLL_S", 0.0)
+    signals, phases = [], iter(["exporting the model", ""])
+    monkeypatch.setattr("os.kill", lambda pid, number: signals.append((pid, number)))
+    with claimed(folder):
+        observer.polled()
+        status, out, error = leeway_here(capsys, "stop", "mine", "--timeout", "0")
+        assert (status, out) == (1, "")
+        assert error.startswith(f"leeway: {folder.root} has not ended within 0 s: ")
+        assert "step 1/120" in error
+
+        def go_on(seconds):
+            if phase := next(phases):
+                observer.phase(phase)
+            else:
+                observer.end("interrupted; ended with a checkpoint", 130)
+
+        monkeypatch.setattr("leeway.launch.run_verbs.time.sleep", go_on)
+        status, out, _ = leeway_here(capsys, "stop", "mine")
+    assert signals == [(os.getpid(), signal.SIGINT)] * 2
+    first, second, last = out.splitlines()
+    assert (status, last) == (0, "mine: interrupted")
+    assert first.startswith("waiting for mine to end: ")
+    assert "exporting the model" in second
+    assert leeway_here(capsys, "stop", "mine")[:2] == (0, "mine: interrupted\n")
+    assert len(signals) == 2, "an ended run receives no signal"
+    assert leeway_here(capsys, "stop", "other")[0] == 2
+
+
+def test_the_version_is_that_of_the_package(capsys):
+    assert leeway_here(capsys, "--version")[:2] == (0, f"leeway {importlib.metadata.version('leeway-rl')}\n")

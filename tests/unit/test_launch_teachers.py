@@ -34,7 +34,7 @@ type = "distillation"
 max_prompt_tokens = 8
 max_new_tokens = 8
 [tracking]
-wandb = "disabled"
+to = []
 """
 
 
