@@ -120,11 +120,8 @@ class EngineRequest:
             if not self._starts or self._starts[-1][1] != version:
                 self._starts.append((len(self.token_ids), version))
             self._logprobs += output.new_logprobs.logprobs[:, 0].tolist()
-            for token in output.new_token_ids:
-                self.token_ids.append(token)  # last, because `generation` counts these first
-                if self._ends is not None and self._ends(self.token_ids):
-                    self.has_ended = True
-                    break
+            self.token_ids += output.new_token_ids  # last, because `generation` counts these first
+            self.has_ended = self._ends is not None and self._ends(self.token_ids)
         return num_preempted
 
     def generation(self, sent_under: PolicyVersion) -> Generation | None:

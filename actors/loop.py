@@ -23,7 +23,7 @@ from typing import Any
 from leeway.actors.config import ActorSections
 from leeway.actors.engine import Engine
 from leeway.actors.report import ActorReport, EvalRequest, EvalResult, actor_name
-from leeway.actors.rewards import Scorer, ScorerLimits
+from leeway.actors.rewards import SHOWN_CHARACTERS, Scorer, ScorerLimits
 from leeway.actors.sample import (
     SHUTDOWN_GRACE_S,
     Completed,
@@ -261,8 +261,8 @@ class ActorLoop:
             waiting_s=waiting_s,
             engine=parts.engine.stats.report(),
             rewards=dict(Counter(reward for reward, *_ in newest)),
-            num_cut=sum(is_cut for _, is_cut, _ in newest),
-            answers=[text for *_, text in newest[-3:]],
+            num_cut=sum(is_cut for _, is_cut, *_ in newest),
+            answers=[_shown(reward, prompt, text) for reward, _, prompt, text in newest[-3:]],
         )
 
     def _waiting_for(self) -> tuple[str, float]:
@@ -447,3 +447,7 @@ class ActorLoop:
             assert isinstance(error, Exception)
             self._failure = self._failure or error
             self._stopping.set()
+
+
+def _shown(reward: float | None, prompt: str, completion: str) -> str:
+    return f"prompt {prompt[:SHOWN_CHARACTERS]!r}, completion {completion[:SHOWN_CHARACTERS]!r}, reward {reward}"

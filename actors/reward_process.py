@@ -233,7 +233,7 @@ def _call_message(
         "problems": [[each.question, each.prompt, each.columns, each.index] for each in distinct.values()],
         "which": [place[id(problem)] for problem in problems],
         "completions": list(completions),
-        "sampled": {name: [each[name] for each in sampled if each] for name in reads},
+        "sampled": {name: [each(name) for each in sampled if each] for name in reads},
     }
 
 

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from hashlib import blake2b
 from typing import Any, TypeVar
 
@@ -25,11 +25,10 @@ from leeway.actors.config import ActorsConfig, KvSample, admission_of
 from leeway.actors.engine import Engine, RequestKey
 from leeway.actors.engine_core import EngineDead, Generation
 from leeway.actors.report import BusyClock, Counts, EvalCounts, EvalRequest, EvalResult
-from leeway.actors.rewards import SHOWN_CHARACTERS, RewardFailed, Scored, Scorer
+from leeway.actors.rewards import RewardFailed, Scored, Scorer
 from leeway.actors.tasks import Problem
 from leeway.actors.tasks.chat import PromptCodec
 from leeway.actors.tasks.config import TaskConfig
-from leeway.actors.tasks.task import SAMPLED
 from leeway.actors.weights import ActorError, WeightFollower
 from leeway.buffer.client import BufferClient, Granted
 from leeway.buffer.ledger import GENERATION_FAILED
@@ -120,8 +119,8 @@ class SampleMaker:
         self._started_s: dict[RequestKey, float] = {}
         self.busy = BusyClock()
         self.counts = Counts()
-        self.newest: deque[tuple[float | None, bool, str]] = deque(maxlen=NUM_ANSWERS)
-        """Rewards of the newest answers, whether they reached the length limit, and their texts."""
+        self.newest: deque[tuple[float | None, bool, str, str]] = deque(maxlen=NUM_ANSWERS)
+        """Rewards of the newest answers, whether they reached the length limit, their prompts, and their texts."""
 
     async def generate(
         self, lease: Lease, problem: Problem, sample_index: int, prefix: Prefix | None, requeue_at: Callable[[], int]
@@ -205,12 +204,15 @@ class SampleMaker:
 
     async def _scored(self, problem: Problem, generation: Generation) -> Scored:
         ids, prefill = generation.token_ids.tolist(), self._task.prefill_in_completion
-        text, whole = self._decoder.completion(problem.token_ids, ids, prefill=prefill)
-        values = (problem.token_ids, ids, generation.finish_reason, whole)
-        scored = await self._scorer.score(problem, text, dict(zip(SAMPLED, values, strict=True)))
-        prompt, completion = problem.text[:SHOWN_CHARACTERS], text[:SHOWN_CHARACTERS]
-        shown = f"prompt {prompt!r}, completion {completion!r}, reward {scored.reward}"
-        self.newest.append((scored.reward, generation.finish_reason == "length", shown))
+        write = partial(self._decoder.completion, problem.token_ids, ids, prefill=prefill)
+        values = {"prompt_ids": problem.token_ids, "completion_ids": ids, "finish_reasons": generation.finish_reason}
+
+        def sampled(name: str) -> object:
+            return values[name] if name in values else write(special=True)
+
+        text = write()
+        scored = await self._scorer.score(problem, text, sampled)
+        self.newest.append((scored.reward, generation.finish_reason == "length", problem.text, text))
         return scored
 
     def unfinished(self, lease: Lease, problem: Problem, sample_index: int, completed: Completed) -> Trajectory:

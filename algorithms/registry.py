@@ -32,7 +32,7 @@ RECIPES: dict[str, dict[str, Any]] = {
         "corrections": ["sequence_tis", "sequence_clip"],
         "kl_beta": 0.05,
     },
-    "dpo": {"type": "online_dpo", "variant": "sigmoid", "corrections": [], "missing_eos_penalty": 0.0},
+    "dpo": {"type": "online_dpo", "variant": "sigmoid", "corrections": []},
 }
 """Common names -> keys of `[algorithm]` that mean them; docs/algorithms/README.md has the formulas."""
 

@@ -94,7 +94,8 @@ def main() -> None:
 
 def adding(folder: Path) -> Case:
     """Return the case of a small model that learns long answers."""
-    return Case(small_tasks.make("adding", folder / "adding"), ("--actors.eval_every", "10"), 200, 0)
+    evaluated = ("--actors.eval_every", "10", "--task.num_heldout", "128")  # evaluations of Leeway count
+    return Case(small_tasks.make("adding", folder / "adding"), evaluated, 120, 0)
 
 
 def smollm2(folder: Path) -> Case:

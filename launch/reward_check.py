@@ -185,7 +185,7 @@ class RewardCheck:
             start = self.codec.prefill(prompt_ids) * function.task.prefill_in_completion
             start += "</think>" * start.rstrip().endswith("<think>")  # a completion of known quality ends its thoughts
             text = start + text
-            sampled = dict(zip(SAMPLED, (prompt_ids, ids, "stop", text), strict=True))
+            sampled = dict(zip(SAMPLED, (prompt_ids, ids, "stop", text), strict=True)).__getitem__
         try:
             reward = (await scorer.score(problem, text, sampled)).reward
         except RewardFailed as failed:

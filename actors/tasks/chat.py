@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -159,19 +159,27 @@ class PromptCodec:
         tail = self.decode(token_ids[-self.stop_window :])
         return any(each in tail for each in self.stop_texts)
 
-    def completion(self, prompt_ids: Sequence[int], token_ids: Sequence[int], *, prefill: bool) -> tuple[str, str]:
-        """Return a completion without special tokens up to a text of `stop`, and the whole text with special tokens.
+    def completion(
+        self, prompt_ids: Sequence[int], token_ids: Sequence[int], *, prefill: bool, special: bool = False
+    ) -> str:
+        """Return a completion without special tokens up to a text of `stop`; with `special`, the text of all tokens.
 
-        With `prefill`, both begin with the start of the answer at the prompt's end.
+        With `prefill`, the text begins with the start of the answer at the prompt's end.
         """
         start = self.prefill(prompt_ids) if prefill else ""
+        if special:
+            return start + self.decode(token_ids, special=True)
         text = self.decode(token_ids[:-1] if {*token_ids[-1:]} & {*self.stop_token_ids} else token_ids)
         ends = [place for each in self.stop_texts if (place := text.find(each)) >= 0]
-        return start + text[: min(ends, default=None)], start + self.decode(token_ids, special=True)
+        return start + text[: min(ends, default=None)]
 
     def prefill(self, prompt_ids: Sequence[int]) -> str:
         """Return the start of the answer at the end of a prompt, with its white space; empty if there is none."""
-        tail, start = self.decode(prompt_ids[-_TAIL_TOKENS:], special=True), self._chat_start
+        return self._prefill_of(tuple(prompt_ids[-_TAIL_TOKENS:]))
+
+    @lru_cache(maxsize=1024)  # noqa: B019 -- an actor has one codec, and the samples of a group share a prompt
+    def _prefill_of(self, tail_ids: tuple[int, ...]) -> str:
+        tail, start = self.decode(tail_ids, special=True), self._chat_start
         if start and tail.endswith(start):
             return start
         found = OPEN_TAG.search(tail)

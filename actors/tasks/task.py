@@ -101,8 +101,8 @@ class Problem:
 
 SAMPLED = ("prompt_ids", "completion_ids", "finish_reasons", "completions_with_special_tokens")
 """Arguments that a function of a file receives only if it names them; they are sent to its process only then."""
-Sampled = Mapping[str, Any]
-"""The values of one sample for the arguments of `SAMPLED`."""
+Sampled = Callable[[str], Any]
+"""Function that returns the value of one sample for an argument of `SAMPLED`."""
 
 
 Render = Callable[[Mapping[str, Any]], Prompt]

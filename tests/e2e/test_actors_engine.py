@@ -105,7 +105,7 @@ async def test_a_stop_text_ends_an_answer_with_the_token_that_completes_the_text
     assert stopped.token_ids.tolist() == whole.token_ids[:end].tolist()
     assert stopped.logprobs.tolist() == pytest.approx(whole.logprobs[:end].tolist(), abs=1e-5)
     assert_spans_cover(stopped)
-    assert codec.completion([], stopped.token_ids.tolist(), prefill=True)[0] == text[:place]
+    assert codec.completion([], stopped.token_ids.tolist(), prefill=True) == text[:place]
     prefix = Prefix(whole.token_ids[: end - 1], whole.logprobs[: end - 1], (replace(whole.spans[0], end=end - 1),), 0.0)
     assert world.engine.ended(prefix) is None
     resumed = await world.engine.generate(prompt, temperature=0, prefix=prefix)

@@ -179,10 +179,11 @@ def test_rewards_receive_the_start_of_the_answer_that_the_template_writes(write,
     ids = codec.ids(["4<|im_end|>"], special=False)[0]
     start = "<think>\n\n</think>\n\n"
     prompt_ids = task.train[0].token_ids
-    assert codec.completion(prompt_ids, ids, prefill=True) == (f"{start}4", f"{start}4<|im_end|>")
-    assert codec.completion(prompt_ids, ids, prefill=False) == ("4", "4<|im_end|>")
+    assert codec.completion(prompt_ids, ids, prefill=True) == f"{start}4"
+    assert codec.completion(prompt_ids, ids, prefill=True, special=True) == f"{start}4<|im_end|>"
+    assert codec.completion(prompt_ids, ids, prefill=False) == "4"
     continued = codec.encode([[USER, ANSWER]])[0]
-    assert codec.completion(continued, ids, prefill=True)[0] == "4", "the row wrote this start, not the template"
+    assert codec.completion(continued, ids, prefill=True) == "4", "the row wrote this start, not the template"
     assert load_reward(load_task(write(trl_rows())).rewards[0])([task.train[0]], [f"{start}2"]) == [
         float(task.train[0].columns["ground_truth"] == "2")
     ]
@@ -199,7 +200,8 @@ def test_answers_stop_at_texts_and_tokens(write, model):
     first = stopped.index(True) + 1
     assert codec.decode(ids[:first]) == "4 é!"
     assert codec.is_stopped(codec.ids(["x" * 50 + "\n\nUser:"], special=False)[0])
-    assert codec.completion([], ids[:first], prefill=True) == ("4 ", "4 é!")
+    assert codec.completion([], ids[:first], prefill=True) == "4 "
+    assert codec.completion([], ids[:first], prefill=True, special=True) == "4 é!"
     with pytest.raises(TaskError, match=r"task\.stop: the model has no token 300"):
         check_task(config.model_copy(update={"stop": [300]}), **model)
     with pytest.raises(TaskError, match=r"task\.stop: the tokenizer cannot write 'x', so it ends no answer"):

@@ -104,7 +104,7 @@ async def test_a_function_receives_the_sampled_tokens_that_it_names_and_logs_met
         "    log_metric('mean', 1)\n"
     )
     values = [3, 4], [7, 2], "length", "7<eos>"
-    problem, sampled = Problem("q", "q", {"answer": "7"}), dict(zip(SAMPLED, values, strict=True))
+    problem, sampled = Problem("q", "q", {"answer": "7"}), dict(zip(SAMPLED, values, strict=True)).__getitem__
 
     async def scored(*names):
         rewards = tuple(f"{path}:{name}" for name in names)

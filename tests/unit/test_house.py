@@ -8,11 +8,11 @@ from tests.house import DEEP_LINES, PACKAGES, ROOT, figures, graph, modules, sin
 from tests.walks import BEGIN, END, PAGE
 
 BOUNDS = {
-    "files": 159,
-    "lines": 44_056,
-    "lines without planning": 38_958,
-    "lines of buffer": 7_199,
-    "lines of launch": 11_375,
+    "files": 161,
+    "lines": 44_831,
+    "lines without planning": 39_735,
+    "lines of buffer": 7_252,
+    "lines of launch": 11_803,
     "lines of shell": 910,
     "lines of the report's page": 397,
     "lines of examples": 1_008,
