@@ -195,7 +195,13 @@ class EngineCore:
         return "" if self._error is None else str(self._error) or type(self._error).__name__
 
     def submit(
-        self, request_id: str, prompt: Sequence[int], params: SamplingParams, cache_salt: str, priority: int, ends: Ends
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        cache_salt: str,
+        priority: int,
+        ends: Ends = None,
     ) -> EngineRequest:
         """Start a request. Raise ValueError if the prompt does not fit the model."""
         from vllm.v1.engine import EngineCoreRequest

@@ -30,7 +30,10 @@ app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 @app.command()
 def ls(folder: Annotated[Path, typer.Argument(help="Folder that contains the runs.")] = Path("runs")) -> int:
-    """List the runs of a folder, the oldest first."""
+    """List the runs of a folder.
+
+    The oldest run is first.
+    """
     if not folder.is_dir():
         raise ConfigError(f"{folder} is not a folder: pass the parent folder of the runs")
     runs = sorted(folder.glob("*/config.toml"), key=lambda config: config.stat().st_mtime)
@@ -55,7 +58,10 @@ def logs(
     role: Annotated[str | None, typer.Argument(help="A role such as actor, or actor.1.")] = None,
     lines: Annotated[int, typer.Option(metavar="N", help="Number of last lines.", parser=integer(1, 10**6))] = 50,
 ) -> int:
-    """Print the last lines of the logs of a role; without ROLE, the paths of all logs."""
+    """Print the last lines of the logs of a run.
+
+    Without ROLE, print the paths of all logs.
+    """
     found = {path.name.removesuffix(".log"): path for path in sorted(open_run(run).logs.glob("*.log"))}
     chosen = [path for name, path in found.items() if role in (None, name, name.partition(".")[0])]
     if not chosen:
@@ -75,9 +81,10 @@ def stop(
         int, typer.Option("--timeout", metavar="S", help="Maximum seconds to wait.", parser=integer(0, 86_400))
     ] = STOP_S,
 ) -> int:
-    """End a run after its current step and a checkpoint, and wait for its end.
+    """End a run after its current step and a checkpoint.
 
-    Before and after training, the run ends at once. Exit status: 1 if the run is still active after the timeout.
+    The command waits for the end. Before and after training, the run ends at once. Exit status: 1 if the run is still
+    active after the timeout.
     """
     found, deadline, shown, shown_s = load_run(run), time.monotonic() + timeout_s, "", 0.0
     try:

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import msgspec
 
 from leeway.buffer.errors import BufferError
+from leeway.common.process import wall_time
 from leeway.launch.text import TextOf, printable
 
 READY = "ready"
@@ -123,7 +124,7 @@ class TensorBoard(Client):
         self._writer.close()
 
     def _add(self, summary: object, step: int) -> None:
-        self._writer.add_event(self._event(wall_time=time.time(), step=step, summary=summary))
+        self._writer.add_event(self._event(wall_time=wall_time(), step=step, summary=summary))
         self._writer.flush()
 
 

@@ -260,9 +260,8 @@ class FakeBuffer:
 class TextDecoder:
     """Decodes token ids to decimal numbers, separated by spaces."""
 
-    def completion(self, prompt_ids, token_ids, *, prefill):
-        text = " ".join(map(str, token_ids))
-        return text, text
+    def completion(self, prompt_ids, token_ids, *, prefill, special=False):
+        return " ".join(map(str, token_ids))
 
 
 def done(result):

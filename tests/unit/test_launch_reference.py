@@ -6,6 +6,7 @@ from typing import get_args
 
 import pytest
 
+from leeway.algorithms.base import AlgorithmSection
 from leeway.algorithms.corrections import AnySurrogate, AnyWeight
 from leeway.algorithms.registry import ALGORITHMS
 from leeway.launch.config import Config
@@ -61,7 +62,10 @@ def test_pages_name_only_registered_metrics():
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_the_page_of_an_algorithm_names_all_of_its_knobs_and_metrics(name):
     page = (ROOT / "docs" / "algorithms" / f"{name}.md").read_text()
-    knobs = {f"algorithm.{key}" for key in ALGORITHMS[name].config_class.model_fields} - {"algorithm.type"}
+    shared = {f"algorithm.{key}" for key in AlgorithmSection.model_fields}
+    overview = (ROOT / "docs" / "algorithms" / "README.md").read_text()
+    assert [each for each in shared if f"`{each}`" not in overview] == []
+    knobs = {f"algorithm.{key}" for key in ALGORITHMS[name].config_class.model_fields} - shared
     prefixes = {
         "trajectory_balance": ("tb/",),
         "online_dpo": ("dpo/",),
