@@ -339,7 +339,7 @@ async def test_a_classifier_may_allocate_more_than_a_user_reward(tmp_path, monke
     task = FileTask(type="file", path="rows.jsonl", rewards=("helpful",), reward_models=models)
     process = await reward_process.RewardProcess.start(RewardFunction("helpful", task, ["answer"]), 60.0)
     try:
-        assert len(await process.call([problem()], ["1"])) == 1
+        assert len(await process.call([problem()], ["1"], [None])) == 1
     finally:
         await process.end()
 
@@ -393,7 +393,7 @@ async def test_messages_reach_the_function_in_its_process(tmp_path):
     try:
         chat = [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]
         sampled = {"prompt_ids": [1, 2, 3], "completion_ids": [4, 5]}
-        assert await scores.score(Problem("q", chat, {}), "four", sampled) == Scored(
+        assert await scores.score(Problem("q", chat, {}), "four", sampled.__getitem__) == Scored(
             8.0, {"reward": 8.0, "log/num_prompt_ids": 3.0}
         )
     finally:

@@ -50,7 +50,7 @@ NODE = "from dataclasses import dataclass\n@dataclass\nclass Node:\n    v: int\n
     [
         (ADD, ["assert add(1, 2) == 3", "assert add(2, 2) == 4"], {}, 1.0),
         (ADD, ["assert add(1, 2) == 3", "assert add(2, 2) == 5"], {}, 0.0),
-        (ADD, ["assert add(2, 2) == 5", "assert add(1, 2) == 3"], {"partial": True, "weight": 3.0}, 1.5),
+        (ADD, ["assert add(2, 2) == 5", "assert add(1, 2) == 3"], {"partial": True}, 0.5),
         ("def f(a):\n    return a, a", {"inputs": [[1], [2]], "outputs": [[1, 1], [2, 2]], "fn_name": "f"}, {}, 1.0),
         (NODE, ["assert Node(1).next is None"], {}, 1.0),
         (f"from __future__ import annotations\n{NODE}", ["assert Node(1).v == 1"], {}, 1.0),

@@ -108,7 +108,7 @@ def test_a_user_defined_algorithm_is_validated_trained_and_saved_in_the_config(t
     assert seen["type"] == f"{tmp_path / 'reinforce.py'}:ALGORITHM"
     assert seen["reward_scale"] == 2.0
     assert seen["is_saved"]
-    known = f"valid keys of {seen['type']}: compare, reward_scale"
+    known = f"valid keys of {seen['type']}: mask_truncated, compare, reward_scale"
     assert seen["error"] == f"[algorithm] reward_scal: extra inputs are not permitted; {known}"
     assert seen["taken"] == [True]
     assert seen["logged"] == pytest.approx(seen["advantage_abs"])
@@ -146,7 +146,8 @@ def test_errors_of_a_whole_user_defined_section_are_reported_like_built_in_ones(
     section = '[algorithm]\ntype = "mine.py:ALGORITHM"\ncorrections = ["token_tis", "sequence_tis"]\n'
     (tmp_path / "run.toml").write_text(TOML + section)
     with pytest.raises(
-        ConfigError, match=r"\[algorithm\] corrections 'token_tis' .* one of them; valid keys of .*: corrections"
+        ConfigError,
+        match=r"\[algorithm\] corrections 'token_tis' .* one of them; valid keys of .*: mask_truncated, corrections",
     ):
         load_config(tmp_path / "run.toml")
 
