@@ -321,13 +321,15 @@ def page(results: Mapping[str, Result], origin: str) -> list[str]:
 
 
 def shown(results: Mapping[str, Result]) -> Iterator[str]:
-    """Yield one line per algorithm with its highest stable rates by lag, with and without weights."""
+    """Yield one line per algorithm with its highest stable rates by lag, also without weights and with lag control."""
     indexes = {row.name: i for i, row in enumerate(ROWS)}
     for name in (row.name for row in ROWS if row.trained_at):
         parts = [f"{_rates(results, indexes[name])} at lags 0 to {LAGS[-1]}"]
         if f"{name}, no weights" in indexes:
             bare = _rates(results, indexes[f"{name}, no weights"])
             parts.append(f"without weights {bare} at lags 1 to {LAGS[-1]}")
+        if f"{name}, lag control" in indexes:
+            parts.append(f"with lag control {_rates(results, indexes[f'{name}, lag control'])} at lags 4 to {LAGS[-1]}")
         yield f"- `{name}` learns at {'; '.join(parts)}."
 
 

@@ -184,8 +184,9 @@ def page(result: Mapping[str, Any], words: str, figure: str) -> list[str]:
         "the same cores. The sides alternate for each seed. All sides have the same model, task, samples per step, "
         "learning rate and optimizer.",
         f"![Held-out accuracy over seconds of training]({figure})",
-        f"The target is {SHARE:g} of the final accuracy with `max_lag = 0`: {targets}. Accuracy is greedy, every ten "
-        f"steps; the final accuracy is the mean of the last {NUM_LATE}. TRL's clock stops during evaluation.",
+        f"The target is {SHARE:g} of the final accuracy with `max_lag = 0`: {targets}. Accuracy is greedy, on 128 "
+        f"problems every ten steps (`smollm2`: five); the final accuracy is the mean of the last {NUM_LATE}. TRL's "
+        "clock stops during evaluation.",
         table(["task", "side", "final accuracy", "seconds to the target, by seed", "seconds to the end, mean"], rows),
         "Generation and training share the cores, so asynchronous training adds no capacity. "
         "[overlap.md](overlap.md) compares speeds with one core per role.",

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-MOST_DOCS_WORDS = 36_688
+MOST_DOCS_WORDS = 36_696
 """Maximum number of words in docs/, without results and decision records."""
 MOST_README_LINES = 150
 MOST_RELEASE_LINES = 60
