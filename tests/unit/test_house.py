@@ -9,13 +9,13 @@ from tests.walks import BEGIN, END, PAGE
 
 BOUNDS = {
     "files": 161,
-    "lines": 44_831,
-    "lines without planning": 39_735,
+    "lines": 44_845,
+    "lines without planning": 39_749,
     "lines of buffer": 7_252,
-    "lines of launch": 11_803,
+    "lines of launch": 11_811,
     "lines of shell": 910,
     "lines of the report's page": 397,
-    "lines of examples": 1_008,
+    "lines of examples": 1_005,
     "longest file": 484,
     "longest function": 57,
     "modules imported by exactly one other": 32,
