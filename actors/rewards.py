@@ -102,6 +102,7 @@ class Scorer:
         assert functions, "a task has at least one reward function"
         self._clock = clock
         self._lanes = [_Lane(function, limits, retries, start, clock) for function in functions]
+        self._weights = functions[0].task.weights(function.name for function in functions)
         self._unscored: FailingReward | None = None
         """The newest samples, if no function applied to them."""
 
@@ -123,8 +124,7 @@ class Scorer:
     @property
     def failing(self) -> list[FailingReward]:
         """Return the functions that failed on their last sample, or returned None."""
-        found = [lane.failing for lane in self._lanes]
-        return [failing for failing in (*found, self._unscored) if failing is not None]
+        return [each for each in (*(lane.failing for lane in self._lanes), self._unscored) if each is not None]
 
     async def score(self, problem: Problem, completion: str, sampled: Sampled | None = None) -> Scored:
         """Return the reward of one completion; raise RewardFailed if a function still fails after its retries."""
@@ -138,16 +138,17 @@ class Scorer:
                 raise outcome
         values = cast("list[float | None]", outcomes)
         parts = {lane.function.name: value for lane, value in zip(self._lanes, values, strict=True)}
-        weights = self._lanes[0].function.task.weights(parts)
-        given = [weights[name] * value for name, value in parts.items() if value is not None]
-        num = 1 if self._unscored is None else self._unscored.num_samples + 1
-        shown = problem.text[:SHOWN_CHARACTERS], completion[:SHOWN_CHARACTERS]
-        failing = FailingReward(", ".join(parts), "None instead of a reward", num, 0.0, 0.0, *shown)
-        self._unscored = None if given else failing
+        given = [self._weights[name] * value for name, value in parts.items() if value is not None]
+        self._unscored = None if given else self._one_more_unscored(problem, completion)
         with contextlib.suppress(OverflowError, ValueError):  # ValueError: infinities of both signs
             if math.isfinite(total := math.fsum(given)):
                 return Scored(total if given else None, parts | logged)
         raise RewardFailed(", ".join(parts), "the sum of the rewards is not finite")
+
+    def _one_more_unscored(self, problem: Problem, completion: str) -> FailingReward:
+        num = 1 + (self._unscored.num_samples if self._unscored else 0)
+        shown = problem.text[:SHOWN_CHARACTERS], completion[:SHOWN_CHARACTERS]
+        return FailingReward(", ".join(self._weights), "None instead of a reward", num, 0.0, 0.0, *shown)
 
     async def close(self) -> None:
         await asyncio.gather(*(lane.close() for lane in self._lanes))

@@ -210,8 +210,7 @@ class SampleMaker:
         def sampled(name: str) -> object:
             return values[name] if name in values else write(special=True)
 
-        text = write()
-        scored = await self._scorer.score(problem, text, sampled)
+        scored = await self._scorer.score(problem, text := write(), sampled)
         self.newest.append((scored.reward, generation.finish_reason == "length", problem.text, text))
         return scored
 

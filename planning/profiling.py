@@ -75,9 +75,7 @@ _STEP_CHANGES: Mapping[str, Factors] = {
     "twice as many micro-batches": (1.0, 2.0, 1.0, 1.0),
     "half the tokens per stage": (1.0, 1.0, 0.5, 0.5),
 }
-_ENGINE_CHANGES: Mapping[str, Factors] = {
-    "twice the running samples": (1.0, 2.0, 2.0, 2.0),
-}
+_ENGINE_CHANGES: Mapping[str, Factors] = {"twice the running samples": (1.0, 2.0, 2.0, 2.0)}
 
 Progress = Callable[[str], None]
 
